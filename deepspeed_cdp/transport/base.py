@@ -1,0 +1,93 @@
+"""The contract that every transport keeps.
+
+A transport moves flat ``uint8`` tensors between ranks. It knows nothing of stages or versions: the plan says which region of
+which buffer a message fills, and when that region is free (design: a credit).
+
+Two ranks and a stream name make an *edge*. Messages of one edge are matched in order: the n-th ``push`` on the sender meets the
+n-th ``post`` on the receiver, and both name tensors of the same size. Edges never block one another.
+
+Life of a message::
+
+    receiver: ticket = post(stream, src, into)     # the region is free: the message may land in it
+    sender:   ticket = push(stream, dst, source)   # never blocks; waits for the post by itself
+    receiver: ticket.wait(where)                   # the message has landed in `into`
+    sender:   ticket.wait(where)                   # `source` may be overwritten
+"""
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from typing import Any, Protocol
+
+import torch
+
+
+class Ticket(Protocol):
+    """One side of one message."""
+
+    def wait(self, where: str) -> None:
+        """Return once this side is done; idempotent.
+
+        Args:
+            where: what the rank was doing, put first in the error ("rank 1, step 7, stage 2, ...").
+        Raises:
+            HandoffError: the peer is gone, or nothing came within ``timeout_seconds``.
+        """
+
+    def done(self) -> bool:
+        """Whether ``wait`` would return at once."""
+
+
+class Transport(ABC):
+    """Point-to-point messages between ``size`` ranks; see the module's text for the life of a message.
+
+    Attributes:
+        rank, size: this rank and the number of ranks in the ring.
+        sent: messages pushed, by (stream, peer).
+        received: messages waited for and landed, by (stream, peer).
+        bytes_sent, bytes_received: the same in bytes.
+        waited: seconds this rank spent blocked in receiving ``Ticket.wait``, by (stream, peer).
+        collectives: calls of ``gather``, ``broadcast`` and ``reset``; none happens in a training step.
+    """
+
+    name: str
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float):
+        self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
+        self.sent: Counter[tuple[str, int]] = Counter()
+        self.received: Counter[tuple[str, int]] = Counter()
+        self.bytes_sent: Counter[tuple[str, int]] = Counter()
+        self.bytes_received: Counter[tuple[str, int]] = Counter()
+        self.waited: Counter[tuple[str, int]] = Counter()
+        self.collectives = 0
+
+    @abstractmethod
+    def post(self, stream: str, src: int, into: torch.Tensor) -> Ticket:
+        """Let the next message of edge (src -> this rank, stream) land in ``into`` (uint8, 1-D, contiguous)."""
+
+    @abstractmethod
+    def push(self, stream: str, dst: int, source: torch.Tensor) -> Ticket:
+        """Send ``source`` (uint8, 1-D, contiguous) as the next message of edge (this rank -> dst, stream). Never blocks."""
+
+    @abstractmethod
+    def gather(self, value: Any, where: str) -> list[Any]:
+        """Collective: every rank's ``value`` (plain data that json can carry), in rank order."""
+
+    @abstractmethod
+    def broadcast(self, tensor: torch.Tensor, src: int, where: str) -> None:
+        """Collective: fill ``tensor`` (uint8, 1-D, contiguous) on every rank with ``src``'s."""
+
+    @abstractmethod
+    def reset(self, where: str) -> None:
+        """Collective: finish the messages that both sides have named, forget the rest, start every edge anew.
+
+        After it returns, a message pushed before it can never meet a post made after it. Every rank must be between steps.
+        """
+
+    @abstractmethod
+    def close(self, linger: bool) -> None:
+        """Free everything; idempotent.
+
+        Args:
+            linger: first wait (up to ``timeout_seconds``) until peers have taken the messages they have posted for: a rank that
+                finishes early must not pull the last hand-offs from under its neighbours.
+        """
