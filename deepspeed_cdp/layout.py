@@ -1,0 +1,90 @@
+"""Offsets for buffers whose lifetimes repeat: offline storage allocation on a circle (design §7). Pure, no torch."""
+
+from typing import NamedTuple, Sequence
+
+ALIGN = 64  # bytes; a cache line, and enough for any dtype's vector loads
+
+
+def aligned(nbytes: int) -> int:
+    """``nbytes`` rounded up to the alignment of every region."""
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Lifetime(NamedTuple):
+    """A region is in use from ``start`` to ``end``, both included, in every period."""
+
+    start: int
+    end: int
+    nbytes: int
+
+
+def overlap_in_time(a: Lifetime, b: Lifetime, period: int) -> bool:
+    """Whether the two are ever in use at once, in any of their repetitions."""
+    # b repeated by k periods meets a  <=>  some k has b.start + k*period <= a.end and a.start <= b.end + k*period
+    lowest = -((b.end - a.start) // period)
+    return b.start + lowest * period <= a.end
+
+
+def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...], int]:
+    """Offsets such that regions in use at the same time never overlap, and the bytes needed.
+
+    First fit, in the better of two orders: by start (good for a sliding window) and by size (good for uneven units).
+
+    Args:
+        lifetimes: each shorter than ``period``.
+    Returns:
+        an offset per lifetime, and the size of the buffer.
+    """
+    assert all(0 <= x.end - x.start < period for x in lifetimes), "a region must be free before its next use"
+    orders = (sorted(range(len(lifetimes)), key=lambda i: lifetimes[i].start),
+              sorted(range(len(lifetimes)), key=lambda i: (-lifetimes[i].nbytes, lifetimes[i].start)))
+    found = [_first_fit(lifetimes, period, order) for order in orders]
+    return min(found, key=lambda result: result[1])
+
+
+def _first_fit(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    offsets = [0] * len(lifetimes)
+    placed: list[int] = []
+    total = 0
+    for i in order:
+        size = aligned(lifetimes[i].nbytes)
+        taken = sorted((offsets[j], offsets[j] + aligned(lifetimes[j].nbytes)) for j in placed
+                       if overlap_in_time(lifetimes[i], lifetimes[j], period))
+        at = 0
+        for low, high in taken:
+            if at + size <= low:
+                break
+            at = max(at, high)
+        offsets[i] = at
+        placed.append(i)
+        total = max(total, at + size)
+    return tuple(offsets), total
+
+
+def gates(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
+    """For each item, the item whose release lets the next message of this item land: its *credit*.
+
+    Items are used in index order, over and over; item i of this repetition is number i, of the one before number i - n.
+    The gate of i is the latest earlier item that shares bytes with it (itself one repetition ago at the earliest), made
+    monotone so that posts of a stream keep the order of its messages.
+
+    Returns:
+        gate numbers: in [i - n, i - 1], non-decreasing, and periodic (gate of i + n is gate of i, plus n).
+    """
+    n = len(offsets)
+    raw = []
+    for i in range(n):
+        ends = offsets[i] + aligned(sizes[i])
+        gate = i - n
+        for j in range(i - 1, i - n, -1):
+            k = j % n
+            if offsets[k] < ends and offsets[i] < offsets[k] + aligned(sizes[k]):
+                gate = j
+                break
+        raw.append(gate)
+    last = max(raw) - n if raw else 0  # the highest gate of the repetition before
+    result = []
+    for gate in raw:
+        last = max(last, gate)
+        result.append(last)
+    return tuple(result)

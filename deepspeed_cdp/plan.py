@@ -1,0 +1,268 @@
+"""The plan: what every rank sends, waits for and frees, in which order, as data (design §6, §7). Pure, no torch.
+
+A rank's *program* is the list of its actions for one step, in logical order; the runtime only walks it. Programs repeat: every
+step after the first since a flush has the same one.
+
+Streams (each edge of each stream keeps its own order):
+
+======  =============================================================================================
+P, H    parameters relayed to the ring neighbour: units, held parameters
+P0, H0  the same from the owner's published copy: offered as soon as it is published, taken when the first reader has room
+G, GH   running gradient sums of units, of held parameters: rank r to r+1 (and N-1 to 0 between rounds)
+O       finished gradient sums, rank N-1 to the owner
+S       a few scalars, owner to owner: squared norms by stage, loss (design §9)
+T       the finished squared norm, rank N-1 to every owner (dp and v1 only)
+======  =============================================================================================
+
+Regions: ``P`` and ``G`` are buffers whose offsets repeat every round; ``H`` has two slots used in turn; ``O`` holds the owned
+stage's sum; ``V`` are the owned stage's published versions.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import lcm
+from typing import NamedTuple
+
+from .layout import Lifetime, aligned, allocate, gates
+from .schedule import Schedule
+
+HELD = -1  # the index of the held unit, where actions name a unit
+END, START = 0, 1  # at equal logical time, ends come before starts
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What is handed off as one message.
+
+    Attributes:
+        name: module path.
+        stage: the stage it belongs to.
+        trainable, frozen: names from ``named_parameters()``.
+        p_bytes, g_bytes: bytes of its flat parameters and of its flat gradient sums.
+    """
+
+    name: str
+    stage: int
+    trainable: tuple[str, ...]
+    frozen: tuple[str, ...]
+    p_bytes: int
+    g_bytes: int
+
+
+class Post(NamedTuple):
+    """A region that an action has freed, and the message that may land in it next."""
+
+    stream: str
+    src: int
+    region: str
+    offset: int
+    nbytes: int
+    ahead: int  # 0: a message of this step, 1: of the next
+    round: int
+    unit: int
+    backward: bool
+
+
+class Action(NamedTuple):
+    """One thing a rank does. Printed as ``F2.1@14``: kind and unit, round, logical time."""
+
+    time: int
+    phase: int  # END or START
+    order: int
+    kind: str
+    round: int
+    unit: int
+    backward: bool
+    peer: int | None = None
+    stream: str = ""
+    region: str = ""
+    offset: int = 0
+    nbytes: int = 0
+    version: int = 0  # relative to the program's step
+    posts: tuple[Post, ...] = ()
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Logical time with the phase; within a step, every wait refers to a smaller one."""
+        return self.time, self.phase
+
+    def __str__(self) -> str:
+        unit = "held" if self.unit == HELD else f"unit {self.unit}"
+        incoming = self.kind in ("READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
+        arrow = "" if self.peer is None else f" {'<-' if incoming else '->'} rank {self.peer}"
+        where = "" if self.kind in ("NORM", "UPDATE", "TOTAL") else f" {'backward' if self.backward else 'forward'} {unit}"
+        return f"{self.kind}{where}{arrow} (stream {self.stream or '-'}, round {self.round}, logical time {self.time})"
+
+
+# Kinds, in the order they take at equal time and phase.
+ORDER = {"DONE": 0, "PASS": 1, "SUM_HELD": 2, "PASS_HELD": 3, "DONE_HELD": 4,  # ends
+         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "READ": 9, "RELAY": 10, "SUM": 11}  # starts
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that follows from the schedule and the sizes of the units; equal on all ranks.
+
+    Attributes:
+        schedule: who reads what when.
+        units: in execution order.
+        held: parameters kept through the whole round, as one more unit of stage 0, or None.
+    """
+
+    schedule: Schedule
+    units: tuple[Unit, ...]
+    held: Unit | None = None
+
+    def __post_init__(self) -> None:
+        stages = [u.stage for u in self.units]
+        assert stages == sorted(stages) and set(stages) == set(range(self.schedule.ranks)), "units run through the stages in order"
+        assert self.held is None or self.held.stage == 0, "held parameters belong to stage 0"
+
+    # ---- stages ---------------------------------------------------------------------------------------------------------
+    @cached_property
+    def stages(self) -> tuple[tuple[str, ...], ...]:
+        """Per stage, the names of its trainable parameters; held ones come first, in stage 0."""
+        names: list[list[str]] = [[] for _ in range(self.schedule.ranks)]
+        for unit in (*([self.held] if self.held else []), *self.units):
+            names[unit.stage].extend(unit.trainable)
+        return tuple(map(tuple, names))
+
+    def members(self, stage: int) -> tuple[int, ...]:
+        """Indices of the stage's units, HELD first if it is there."""
+        held = (HELD,) if self.held and stage == 0 else ()
+        return held + tuple(i for i, u in enumerate(self.units) if u.stage == stage)
+
+    def unit(self, index: int) -> Unit:
+        """The unit with this index; HELD is one of them."""
+        unit = self.held if index == HELD else self.units[index]
+        assert unit is not None
+        return unit
+
+    # ---- logical time inside a round ------------------------------------------------------------------------------------
+    @cached_property
+    def scale(self) -> int:
+        """Logical times are integers: one position of the schedule is this many ticks, so that every unit gets a whole number."""
+        counts = [0] * self.schedule.ranks
+        for unit in self.units:
+            counts[unit.stage] += 1
+        return lcm(*counts)
+
+    @cached_property
+    def spans(self) -> dict[tuple[int, bool], tuple[int, int]]:
+        """(unit, backward) -> ticks from the round's start to the beginning and to the end of this pass."""
+        spans: dict[tuple[int, bool], tuple[int, int]] = {}
+        for stage in range(self.schedule.ranks):
+            units = [i for i in self.members(stage) if i != HELD]
+            width = self.scale // len(units)
+            for j, i in enumerate(units):
+                forward = stage * self.scale + j * width
+                backward = (2 * self.schedule.ranks - 1 - stage) * self.scale + (len(units) - 1 - j) * width
+                spans[i, False], spans[i, True] = (forward, forward + width), (backward, backward + width)
+        return spans
+
+    @cached_property
+    def visits(self) -> tuple[tuple[int, bool], ...]:
+        """(unit, backward) in the order of a round: forwards up, backwards down."""
+        up = range(len(self.units))
+        return tuple((i, False) for i in up) + tuple((i, True) for i in reversed(up))
+
+    # ---- buffers --------------------------------------------------------------------------------------------------------
+    @cached_property
+    def _round_ticks(self) -> int:
+        return 2 * self.schedule.ranks * self.scale
+
+    @cached_property
+    def p_layout(self) -> tuple[dict[tuple[int, bool], int], dict[int, tuple[int, ...]], int]:
+        """Offsets of the P buffer by visit, the visits each release lets in (as numbers in read order), and its bytes.
+
+        A region lives from the sender's push, two positions before the visit, to the visit's end.
+        """
+        if self.schedule.ranks == 1:
+            return {v: 0 for v in self.visits}, {}, 0
+        lives = [Lifetime(2 * (self.spans[v][0] - 2 * self.scale) + START, 2 * self.spans[v][1] + END,
+                          self.units[v[0]].p_bytes) for v in self.visits]
+        return self._laid_out(self.visits, lives)
+
+    @cached_property
+    def g_layout(self) -> tuple[dict[tuple[int, bool], int], dict[int, tuple[int, ...]], int]:
+        """The same for the G buffer: from the end of the neighbour's backward, two positions earlier, to the end of this one."""
+        if self.schedule.ranks == 1:
+            return {v: 0 for v in self.visits}, {}, 0
+        visits = self.visits[len(self.units):]
+        lives = [Lifetime(2 * (self.spans[v][1] - 2 * self.scale) + END, 2 * self.spans[v][1] + END,
+                          self.units[v[0]].g_bytes) for v in visits]
+        return self._laid_out(visits, lives)
+
+    def _laid_out(self, visits, lives):
+        offsets, total = allocate(lives, 2 * self._round_ticks)
+        lets: dict[int, list[int]] = {}
+        for number, gate in enumerate(gates(offsets, [x.nbytes for x in lives])):
+            lets.setdefault(gate % len(visits), []).append(number - (gate // len(visits)) * len(visits))
+        return dict(zip(visits, offsets)), {k: tuple(sorted(v)) for k, v in lets.items()}, total
+
+    def o_layout(self, stage: int) -> tuple[dict[int, int], int]:
+        """Offsets of the units' finished sums in the owner's O buffer, and its bytes."""
+        return _stacked({i: self.unit(i).g_bytes for i in self.members(stage)})
+
+    def v_layout(self, stage: int) -> tuple[dict[int, int], int]:
+        """Offsets of the units in one published copy of the stage, and its bytes."""
+        return _stacked({i: self.unit(i).p_bytes for i in self.members(stage)})
+
+    @cached_property
+    def copies(self) -> int:
+        """Published copies the owners keep: 1 if every use of a version ends before the next one is published, else 2."""
+        for stage in range(self.schedule.ranks):
+            if any(use >= (self.schedule.update_time(3, stage) * self.scale, START) for use in self._uses(3, stage)):
+                return 2
+        return 1
+
+    def _uses(self, version: int, stage: int) -> list[tuple[int, int]]:
+        """Keys by which a published version is out of use: its first readers have let it in, the owner's own reads have ended."""
+        s, uses = self.schedule, []
+        back = (2 * s.ranks - 1 - stage) * self.scale  # the last pass that takes it, two positions ahead
+        for step in (version, version + 1):
+            for v, m, r in s.first_readers(step, stage):
+                if v == version:
+                    uses.append((s.start(step, m, r) * self.scale + back - 2 * self.scale, START))
+            for m in range(s.rounds):
+                r = s.owner(stage)
+                if s.version(step, m, r, stage) == version and s.source(step, m, r, stage) is None:
+                    passes = 2 * s.ranks if self.held and stage == 0 else 2 * s.ranks - stage
+                    uses.append(((s.start(step, m, r) + passes) * self.scale, END))
+        return uses
+
+    # ---- closed forms ---------------------------------------------------------------------------------------------------
+    def received_bytes(self, rank: int) -> dict[str, int]:
+        """Bytes that ``rank`` receives in a steady step, by kind: F, B (parameters), G (sums on the ring), O (finished sums).
+
+        With Psi the bytes of all parameters and N ranks: F + B = 2 k (Psi minus the stages it reads from its own copy),
+        G = k Psi (rank 0: (k - 1) Psi), O = the owned stage (rank N-1: 0). Held parameters have no B.
+        """
+        s, total = self.schedule, {"F": 0, "B": 0, "G": 0, "O": 0}
+        for i in (*([HELD] if self.held else []), *range(len(self.units))):
+            unit = self.unit(i)
+            remote = sum(s.source(1, m, rank, unit.stage) is not None for m in range(s.rounds))
+            total["F"] += remote * unit.p_bytes
+            total["B"] += 0 if i == HELD else remote * unit.p_bytes
+            if s.ranks > 1:
+                total["G"] += (s.rounds - (rank == 0)) * unit.g_bytes
+                total["O"] += unit.g_bytes if rank == s.owner(unit.stage) and rank != s.ranks - 1 else 0
+        return total
+
+    def memory(self, rank: int) -> dict[str, int]:
+        """Bytes that the runtime itself allocates on ``rank``, by buffer; masters and optimizer state come on top."""
+        stage, held = self.schedule.owned(rank), self.held
+        alone = self.schedule.ranks == 1
+        return {
+            "P": self.p_layout[2], "G": self.g_layout[2],
+            "H": 0 if alone or not held else 2 * aligned(held.p_bytes) + aligned(held.g_bytes),
+            "O": self.o_layout(stage)[1], "published": self.copies * self.v_layout(stage)[1],
+        }
+
+
+def _stacked(sizes: dict[int, int]) -> tuple[dict[int, int], int]:
+    offsets, total = {}, 0
+    for i, nbytes in sizes.items():
+        offsets[i], total = total, total + aligned(nbytes)
+    return offsets, total
+

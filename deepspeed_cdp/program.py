@@ -1,0 +1,180 @@
+"""From the plan to each rank's program: the ordered actions of one step. Pure, no torch."""
+
+from typing import Iterator
+
+from .plan import END, HELD, ORDER, START, Action, Plan, Post
+
+
+def build(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
+    """The rank's actions for one step: the first since a flush (with what comes before it), or any later one.
+
+    A program ends where the rank's next step begins, so it holds what happens between two steps too (the stall under ``dp``).
+    """
+    return _Builder(plan, rank, 0 if first else 1).build()
+
+
+def initial_posts(plan: Plan, rank: int) -> tuple[Post, ...]:
+    """What may land before the first action after a flush: every region is free."""
+    builder = _Builder(plan, rank, 0)
+    posts = [*builder.posts("P", -1, None), *builder.posts("G", -1, None)]
+    for c in (0, 1):
+        posts += builder.held_posts(c)
+    return tuple(posts + builder.sum_posts(0))
+
+
+class _Builder:
+    def __init__(self, plan: Plan, rank: int, step: int):
+        self.plan, self.schedule, self.rank, self.step = plan, plan.schedule, rank, step
+        self.units = len(plan.units)
+
+    def build(self) -> tuple[Action, ...]:
+        s, scale = self.schedule, self.plan.scale
+        low = (s.start(self.step, 0, self.rank) * scale, START)
+        high = (s.start(self.step + 1, 0, self.rank) * scale, START)
+        actions = [a for a in self._all() if a.key < high and (self.step == 0 or a.key >= low)]
+        return tuple(sorted(actions, key=lambda a: (a.time, a.phase, a.order)))  # stable
+
+    def _all(self) -> Iterator[Action]:
+        yield from self._passes()
+        for version in range(max(self.step - 1, 0), self.step + 2):
+            yield from self._publish(version)
+
+    def _action(self, kind: str, time: int, phase: int, round: int = 0, unit: int = 0, backward: bool = False, **rest) -> Action:
+        return Action(time, phase, ORDER[kind], kind, round, unit, backward, **rest)
+
+    # ---- this rank's own passes -----------------------------------------------------------------------------------------
+    def _passes(self) -> Iterator[Action]:
+        plan, s = self.plan, self.schedule
+        for m in range(s.rounds):
+            begin = s.start(self.step, m, self.rank) * plan.scale
+            end = begin + 2 * s.ranks * plan.scale
+            if plan.held:
+                yield from self._read(begin, m, HELD, False, 0)
+            for number, (i, backward) in enumerate(plan.visits):
+                start, stop = (begin + x for x in plan.spans[i, backward])
+                yield from self._read(start, m, i, backward, plan.p_layout[0][i, backward])
+                yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.posts("P", m, number)))
+                if backward and plan.units[i].g_bytes:
+                    yield from self._sum("SUM", start, START, m, i)
+                    yield from self._pass("PASS", stop, m, i, tuple(self.posts("G", m, number - self.units)))
+            if plan.held:
+                if plan.held.g_bytes:
+                    yield from self._sum("SUM_HELD", end, END, m, HELD)
+                    yield from self._pass("PASS_HELD", end, m, HELD, tuple(self._held_sum_posts(m + 1)))
+                yield self._action("DONE_HELD", end, END, m, HELD, True,
+                                   posts=tuple(self.held_posts(self.step * s.rounds + m + 2)))
+
+    def _read(self, time: int, m: int, i: int, backward: bool, offset: int) -> Iterator[Action]:
+        s, unit = self.schedule, self.plan.unit(i)
+        src = s.source(self.step, m, self.rank, unit.stage)
+        stream = ("H" if i == HELD else "P") + ("0" if s.is_first(self.step, m, self.rank, unit.stage) else "")
+        version = s.version(self.step, m, self.rank, unit.stage) - self.step
+        place = dict(region="H" if i == HELD else "P", offset=offset)
+        if src is None:
+            place = dict(region="V", offset=self.plan.v_layout(unit.stage)[0][i])
+        yield self._action("READ", time, START, m, i, backward, peer=src, stream=stream if src is not None else "",
+                           nbytes=unit.p_bytes, version=version, **place)
+        if s.relays(self.step, m, self.rank, unit.stage):
+            yield self._action("RELAY", time, START, m, i, backward, peer=(self.rank + 1) % s.ranks,
+                               stream="H" if i == HELD else "P", nbytes=unit.p_bytes, version=version, **place)
+
+    def _sum(self, kind: str, time: int, phase: int, m: int, i: int) -> Iterator[Action]:
+        s, nbytes = self.schedule, self.plan.unit(i).g_bytes
+        if s.ranks == 1:  # nobody to hand it to: sum in place
+            yield self._action(kind, time, phase, m, i, True, region="O", offset=self.plan.o_layout(0)[0][i], nbytes=nbytes)
+            return
+        src = None if m == 0 and self.rank == 0 else (self.rank - 1) % s.ranks
+        place = dict(region="GH", offset=0) if i == HELD else dict(region="G", offset=self.plan.g_layout[0][i, True])
+        yield self._action(kind, time, phase, m, i, True, peer=src, stream="" if src is None else place["region"],
+                           nbytes=nbytes, **place)
+
+    def _pass(self, kind: str, time: int, m: int, i: int, posts: tuple[Post, ...]) -> Iterator[Action]:
+        s, unit = self.schedule, self.plan.unit(i)
+        if s.ranks == 1:
+            return
+        place = dict(region="GH", offset=0) if i == HELD else dict(region="G", offset=self.plan.g_layout[0][i, True])
+        stream, peer = str(place["region"]), (self.rank + 1) % s.ranks
+        if m == s.rounds - 1 and self.rank == s.ranks - 1:
+            stream, peer = "O", s.owner(unit.stage)
+        yield self._action(kind, time, END, m, i, True, peer=peer, stream=stream, nbytes=unit.g_bytes, posts=posts, **place)
+
+    # ---- this rank as an owner ------------------------------------------------------------------------------------------
+    def _publish(self, version: int) -> Iterator[Action]:
+        """How ``version`` of the owned stage comes to be (0: it is there from the start), and to whom it is offered."""
+        s, scale, stage = self.schedule, self.plan.scale, self.schedule.owned(self.rank)
+        time, base = -(10 ** 18), version - 1 - self.step  # of the parameters that the update starts from
+        if version:
+            step, time = version - 1, s.update_time(version - 1, stage) * scale
+            norm, phase, high = s.norm_time(step, stage) * scale, START, s.start(version, 0, self.rank) * scale
+            if s.stalls and norm >= high:  # owners later in the ring are between steps when they need this rank's norm
+                norm, phase = high, END
+            # the scalars come from the owner before; rank 0 takes up what rank N-1 sent at the end of the step before
+            src = None if s.ranks == 1 or (self.rank == 0 and step == 0) else (self.rank - 1) % s.ranks
+            yield self._action("NORM", norm, phase, peer=src, stream="S", version=base)
+            if s.exact_norm and self.rank == s.ranks - 1 and s.ranks > 1:
+                yield self._action("TOTAL", norm, phase, stream="T", version=base)
+            waits = s.exact_norm and self.rank < s.ranks - 1
+            yield self._action("UPDATE", time, START, peer=s.ranks - 1 if waits else None, stream="T" if waits else "",
+                               version=base, posts=tuple(self.sum_posts(version)))
+        for step in (version, version + 1):
+            for v, m, reader in s.first_readers(step, stage):
+                if v == version:
+                    yield from self._offers(time, m, reader, version - self.step)
+
+    def _offers(self, time: int, m: int, reader: int, version: int) -> Iterator[Action]:
+        offsets = self.plan.v_layout(self.schedule.owned(self.rank))[0]
+        visits = [v for v in self.plan.visits if v[0] in offsets]
+        for i, backward in ([(HELD, False)] if HELD in offsets else []) + visits:
+            yield self._action("OFFER", time, START, m, i, backward, peer=reader, stream="H0" if i == HELD else "P0",
+                               region="V", offset=offsets[i], nbytes=self.plan.unit(i).p_bytes, version=version)
+
+    # ---- what a release lets in -----------------------------------------------------------------------------------------
+    def _place(self, m: int) -> tuple[int, int]:
+        """(steps ahead, round) of round number m counted from this step's first."""
+        return divmod(m, self.schedule.rounds)
+
+    def posts(self, buffer: str, m: int, number: int | None) -> Iterator[Post]:
+        """Messages that may land once visit ``number`` of round ``m`` is over; with m = -1 and None, once everything is free."""
+        visits = self.plan.visits if buffer == "P" else self.plan.visits[self.units:]
+        offsets, lets, _ = self.plan.p_layout if buffer == "P" else self.plan.g_layout
+        allowed = lets.get(number, ()) if number is not None else sorted(x for v in lets.values() for x in v if x >= len(visits))
+        for x in allowed:
+            ahead, round = self._place(m + x // len(visits))
+            i, backward = visits[x % len(visits)]
+            unit = self.plan.units[i]
+            if buffer == "P":
+                src, first, nbytes = *self._origin(ahead, round, unit.stage), unit.p_bytes
+            else:
+                first, nbytes = False, unit.g_bytes
+                src = None if (round == 0 and self.rank == 0) or not nbytes else (self.rank - 1) % self.schedule.ranks
+            if src is not None:
+                yield Post(buffer + ("0" if first else ""), src, buffer, offsets[i, backward], nbytes, ahead, round, i, backward)
+
+    def _origin(self, ahead: int, round: int, stage: int) -> tuple[int | None, bool]:
+        at = (self.step + ahead, round, self.rank, stage)
+        return self.schedule.source(*at), self.schedule.is_first(*at)
+
+    def held_posts(self, number: int) -> list[Post]:
+        """The held parameters of round ``number`` since the flush; their slot is the number's parity."""
+        if not self.plan.held:
+            return []
+        ahead, round = self._place(number - self.step * self.schedule.rounds)
+        src, first = self._origin(ahead, round, 0)
+        posts = [] if src is None else [Post("H0" if first else "H", src, "H", 0, self.plan.held.p_bytes, ahead, round, HELD, False)]
+        return posts + (list(self._held_sum_posts(0)) if number == 0 else [])
+
+    def _held_sum_posts(self, m: int) -> Iterator[Post]:
+        ahead, round = self._place(m)
+        if self.plan.held.g_bytes and self.schedule.ranks > 1 and (round or self.rank):
+            src = (self.rank - 1) % self.schedule.ranks
+            yield Post("GH", src, "GH", 0, self.plan.held.g_bytes, ahead, round, HELD, True)
+
+    def sum_posts(self, step: int) -> list[Post]:
+        """The finished sums of the owned stage in ``step``, in the order in which rank N-1 finishes them."""
+        stage, last = self.schedule.owned(self.rank), self.schedule.ranks - 1
+        if self.rank == last:
+            return []
+        offsets = self.plan.o_layout(stage)[0]
+        order = [i for i in reversed(self.plan.members(stage)) if self.plan.unit(i).g_bytes]
+        return [Post("O", last, "O", offsets[i], self.plan.unit(i).g_bytes, step - self.step, self.schedule.rounds - 1, i, True)
+                for i in order]
