@@ -108,8 +108,8 @@ class _Builder:
             norm, phase, high = s.norm_time(step, stage) * scale, START, s.start(version, 0, self.rank) * scale
             if s.stalls and norm >= high:  # owners later in the ring are between steps when they need this rank's norm
                 norm, phase = high, END
-            # the scalars come from the owner before; rank 0 takes up what rank N-1 sent at the end of the step before
-            src = None if s.ranks == 1 or (self.rank == 0 and step == 0) else (self.rank - 1) % s.ranks
+            # the scalars come from the owner before; rank 0 takes up what rank N-1 sent after the step before, or at the start
+            src = (self.rank - 1) % s.ranks if s.ranks > 1 else None
             yield self._action("NORM", norm, phase, peer=src, stream="S", version=base)
             if s.exact_norm and self.rank == s.ranks - 1 and s.ranks > 1:
                 yield self._action("TOTAL", norm, phase, stream="T", version=base)

@@ -21,6 +21,7 @@ from .program import build, initial_posts
 
 Programs = Callable[[int, bool], Sequence[Action]]
 Key = tuple[int, bool, int, int]  # (step, after the step's passes, logical time, phase), compared lexicographically
+BEFORE: Key = (-1, False, 0, 0)  # the first action
 
 
 class PlanError(AssertionError):
@@ -91,7 +92,9 @@ class DryRun:
             for i, offset in plan.v_layout(self.schedule.owned(r))[0].items():
                 self.ranks[r].content["V", offset] = ("p", i, 0)
             for post in (posts or (lambda rank: initial_posts(plan, rank)))(r):
-                self._post(r, (-1, False, 0, 0), post, 0, "before the first action")
+                self._post(r, BEFORE, post, 0, "before the first action")
+        if n > 1:
+            self.ranks[0].scalars["S", n - 1] = deque([BEFORE])
 
     def run(self) -> None:
         """Raises PlanError, or returns with every rank at the end of its last step."""

@@ -21,10 +21,16 @@ from typing import Any, Protocol
 import torch
 
 
+class Where(Protocol):
+    """What a rank is doing, put into words only when an error needs them; a plain string is one."""
+
+    def __str__(self) -> str: ...
+
+
 class Ticket(Protocol):
     """One side of one message."""
 
-    def wait(self, where: str) -> None:
+    def wait(self, where: Where) -> None:
         """Return once this side is done; idempotent.
 
         Args:

@@ -1,0 +1,183 @@
+"""The `cyclic` block of ds_config.json.
+
+    "cyclic": {"enabled": true, "rule": "cdp-v2", "partition_method": "auto", "units": null, "ring_size": "auto",
+               "transport": "auto", "keep_after_forward": false, "placement": "auto", "timeout_seconds": 600}
+
+`parse_cyclic` turns a whole ds_config dict into a `CyclicConfig`. Every error is a ValueError of one sentence that names the
+key, its value, what is allowed and how to fix it.
+"""
+
+import difflib
+import json
+import re
+from typing import Any, Literal
+
+from deepspeed.runtime.config_utils import DeepSpeedConfigModel
+from pydantic import Field, StrictBool, ValidationError, field_validator
+
+from deepspeed_cdp.schedule import RULES
+
+CYCLIC = "cyclic"
+
+# key -> (what is allowed, how to fix a wrong value)
+KEYS: dict[str, tuple[str, str]] = {
+    "enabled": ("true and false", 'write "enabled": true to train with the cyclic engine'),
+    "rule": ('"dp", "cdp-v1", "cdp-v2" or an integer K with 0 <= K <= 2N-1 on a ring of N ranks',
+             'use "cdp-v2" unless you need another'),
+    "partition_method": ('"auto", "parameters", "uniform", "flops" or "type:REGEX" with a valid regular expression',
+                         'use "auto" unless you need another'),
+    "units": ("null or a list of distinct module paths as in named_modules()", "use null to let the units be found"),
+    "ring_size": ('"auto" or an integer of at least 1', 'use "auto" to put all ranks on one ring'),
+    "transport": ('"auto", "gloo", "nccl" and "peer"', 'use "auto" to get the fastest one that works'),
+    "keep_after_forward": ("true and false", "use false unless memory is plentiful"),
+    "placement": ('"auto", "pyramid", "pipeline" and "single"', 'use "auto"'),
+    "timeout_seconds": ("a finite number of seconds above 0", "use 600 unless steps take minutes"),
+}
+
+
+def _show(value: Any) -> str:
+    """A value as the user wrote it in JSON."""
+    try:
+        return f"'{value}'" if isinstance(value, str) else json.dumps(value)
+    except TypeError:
+        return repr(value)
+
+
+def _sentence(key: str, value: Any) -> str:
+    if key in KEYS:
+        allowed, fix = KEYS[key]
+        return f"{CYCLIC}.{key} is {_show(value)}; allowed are {allowed}; {fix}."
+    near = difflib.get_close_matches(key, KEYS, n=1)
+    fix = f"did you mean {CYCLIC}.{near[0]}?" if near else "remove it."
+    return f"{CYCLIC}.{key} is {_show(value)}, but there is no such key; allowed are {', '.join(KEYS)}; {fix}"
+
+
+class CyclicConfig(DeepSpeedConfigModel):
+    """Settings of the cyclic engine, reachable as `engine._config.cyclic_config`."""
+
+    enabled: StrictBool = False
+    """Train with the cyclic engine. Without it DeepSpeed is left exactly as it is."""
+
+    rule: str | int = "cdp-v2"
+    """Which version of the parameters each rank reads: "dp", "cdp-v1", "cdp-v2" or the threshold K itself.
+    K's upper bound 2N-1 needs the ring's size; `schedule.threshold` checks it."""
+
+    partition_method: str = "auto"
+    """How units are grouped into stages, in PipelineModule's words, and "flops"."""
+
+    units: list[str] | None = None
+    """Module paths to take as units; None finds them."""
+
+    ring_size: Literal["auto"] | int = "auto"
+    """Ranks per ring; "auto" is all of them."""
+
+    transport: Literal["auto", "gloo", "nccl", "peer"] = "auto"
+    """How hand-offs travel."""
+
+    keep_after_forward: StrictBool = False
+    """Keep the forward's parameters for the backward: less traffic, more memory."""
+
+    placement: Literal["auto", "pyramid", "pipeline", "single"] = "auto"
+    """Where the stages of a PipelineModule run."""
+
+    timeout_seconds: float = Field(600.0, gt=0, allow_inf_nan=False)
+    """How long a rank waits for a hand-off before it ends with an error."""
+
+    def __init__(self, strict: bool = True, **data: Any) -> None:
+        # strict=True always: otherwise the base class drops every value "auto".
+        try:
+            super().__init__(strict=True, **data)
+        except ValidationError as error:
+            key = str(error.errors()[0]["loc"][0])
+            raise ValueError(_sentence(key, data.get(key))) from None
+
+    @field_validator("rule", mode="before")
+    @classmethod
+    def _check_rule(cls, value: Any) -> Any:
+        named = isinstance(value, str) and value in RULES
+        threshold = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not (named or threshold):
+            raise ValueError("rule")
+        return value
+
+    @field_validator("partition_method")
+    @classmethod
+    def _check_partition_method(cls, value: str) -> str:
+        if value.startswith("type:") and len(value) > len("type:"):
+            try:
+                re.compile(value[len("type:"):])
+            except re.error:
+                raise ValueError("partition_method") from None
+        elif value not in ("auto", "parameters", "uniform", "flops"):
+            raise ValueError("partition_method")
+        return value
+
+    @field_validator("units")
+    @classmethod
+    def _check_units(cls, value: list[str] | None) -> list[str] | None:
+        if value is not None and (not value or len(set(value)) != len(value)):
+            raise ValueError("units")
+        return value
+
+    @field_validator("ring_size", mode="before")
+    @classmethod
+    def _check_ring_size(cls, value: Any) -> Any:
+        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            raise ValueError("ring_size")
+        return value
+
+    @field_validator("timeout_seconds", mode="before")
+    @classmethod
+    def _check_timeout(cls, value: Any) -> Any:
+        if isinstance(value, (bool, str)):
+            raise ValueError("timeout_seconds")
+        return value
+
+
+def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> None:
+    """Raises ValueError for values that are valid but that this version does not implement.
+
+    Args:
+        config: the parsed block; nothing is refused while it is disabled.
+        world_size: number of ranks, where it is known; a ring of that size is supported.
+    """
+    if not config.enabled:
+        return
+    other_ring = config.ring_size != "auto" and world_size is not None and config.ring_size != world_size
+    later = (
+        ("ring_size", other_ring, f'use "auto" or the number of ranks, {world_size}'),
+        ("transport", config.transport not in ("auto", "gloo"), 'use "auto" or "gloo"'),
+        ("keep_after_forward", config.keep_after_forward, "use false"),
+        ("placement", config.placement != "auto", 'use "auto"'),
+    )
+    for key, refused, fix in later:
+        if refused:
+            raise ValueError(f"{CYCLIC}.{key} is {_show(getattr(config, key))}, which is not supported in this version; {fix}.")
+
+
+def parse_cyclic(param_dict: dict[str, Any], world_size: int | None = None) -> CyclicConfig:
+    """The `cyclic` block of a ds_config dict; disabled when there is none.
+
+    Args:
+        param_dict: the whole ds_config.
+        world_size: number of ranks, where it is known.
+
+    Returns:
+        The parsed block. Raises ValueError with one sentence for anything wrong in it.
+    """
+    if CYCLIC not in param_dict:
+        return CyclicConfig()
+    block = param_dict[CYCLIC]
+    if not isinstance(block, dict):
+        enabled = json.dumps(block) if isinstance(block, bool) else "true"
+        raise ValueError(f'{CYCLIC} is {_show(block)}; allowed is a block of settings; '
+                         f'write "{CYCLIC}": {{"enabled": {enabled}}}.')
+    for key, value in block.items():
+        if key not in KEYS:
+            raise ValueError(_sentence(str(key), value))
+    config = CyclicConfig(**block)
+    if "enabled" not in block:
+        # Silence would leave the user with stock ZeRO-3 and no hint.
+        raise ValueError(f'{CYCLIC}.enabled is missing; allowed are true and false; write "{CYCLIC}": {{"enabled": true}}.')
+    refuse_unsupported(config, world_size)
+    return config

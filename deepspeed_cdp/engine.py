@@ -1,0 +1,215 @@
+"""CyclicEngine: DeepSpeed's engine, with hand-offs in the place of ZeRO-3's collectives.
+
+Only what differs from ``DeepSpeedEngine`` is here; the work is done by ``Runtime``.
+"""
+
+import atexit
+import hashlib
+import sys
+import weakref
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+
+from . import __version__, checkpoint
+from .errors import HandoffError
+from .plan import Plan
+from .runtime import Runtime, Settings
+from .transport import connect
+from .transport.base import Transport
+
+
+class CyclicEngine(DeepSpeedEngine):
+    """What ``deepspeed.initialize`` returns when ``"cyclic": {"enabled": true}``.
+
+    Attributes:
+        cyclic_plan: the plan; ``cyclic_plan.stages`` names every trained parameter once.
+    """
+
+    _transport: Transport | None = None
+    _runtime: Runtime | None = None
+    _failed = False
+
+    # ---- setting up -----------------------------------------------------------------------------------------------------
+    def _configure_distributed_model(self, model: torch.nn.Module) -> None:
+        config = self._config.cyclic_config
+        if any(hasattr(p, "ds_id") for p in model.parameters()):
+            raise ValueError("model holds parameters partitioned by deepspeed.zero.Init, which is not supported in this version; "
+                             "build the model outside zero.Init")
+        self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
+        self._agree(model)
+        super()._configure_distributed_model(model)
+
+    def _agree(self, model: torch.nn.Module) -> None:
+        """Collective: all ranks have the same settings and the same model, or all end with a sentence about what differs."""
+        shapes = [(n, str(p.dtype), *p.shape) for n, p in model.named_parameters()]
+        config = self._config.cyclic_config.model_dump()
+        mine = {
+            "deepspeed_cdp version": __version__, "torch version": torch.__version__,
+            **{f"cyclic.{key}": value for key, value in config.items()},
+            "gradient_accumulation_steps": self.gradient_accumulation_steps(), "gradient_clipping": self.gradient_clipping(),
+            "dtypes": list(map(str, self.get_data_types())), "number of parameters": len(shapes),
+            "parameter names, shapes and dtypes (digest)": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+        }
+        everyone = self._transport.gather(mine, f"rank {self._transport.rank}, comparing settings between ranks")
+        for key, value in mine.items():
+            for rank, other in enumerate(everyone):
+                if other.get(key) != value:
+                    raise ValueError(f"{key} is {value!r} on rank {self._transport.rank} but {other.get(key)!r} on rank {rank}; "
+                                     "start every rank with the same config, model and package versions")
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+        return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works, tested with ZeRO or not
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        if optimizer is None or isinstance(optimizer, DummyOptim):
+            raise ValueError("optimizer is missing in ds_config and in deepspeed.initialize(): the cyclic engine trains; give an "
+                             'optimizer, or set "cyclic": {"enabled": false} to run inference with ZeRO-3')
+        config = self._config.cyclic_config
+        _, sum_dtype = self.get_data_types()
+        settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
+                            float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None)
+        self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device)
+        self.enable_backward_allreduce = False
+        _close_at_exit(self)
+        return self._runtime.optimizer
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """False: parameters are handed off whole, ZeRO-3's hooks, gathers and shard files do not apply."""
+        return False
+
+    @property
+    def cyclic_plan(self) -> Plan:
+        return self._runtime.plan
+
+    # ---- training -------------------------------------------------------------------------------------------------------
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; in ``eval()`` mode or under ``no_grad`` the first such forward is a collective (it flushes and gathers)."""
+        with self._noting_failure():
+            if not (self.module.training and torch.is_grad_enabled()):
+                self._runtime.gather()
+                return super().forward(*inputs, **kwargs)
+            with self._runtime.forward():
+                return super().forward(*inputs, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As DeepSpeed's."""
+        with self._noting_failure():
+            self._runtime.check_first_loss(loss)
+            self._runtime.handoff.add_loss(loss)
+            return super().backward(loss, *args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's: hyperparameters are recorded now, the update follows when the sums have come round the ring."""
+        with self._noting_failure():
+            super().step(*args, **kwargs)
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: sums travel with the backward."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only; here every micro-batch does, and ``step()`` says when the step is over."""
+        yield
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: gradients travel on, none stays."""
+
+    def get_global_grad_norm(self) -> float | None:
+        """Gradient norm of the last step that is finished everywhere: one or two steps ago; None before."""
+        norm = float(self._runtime.handoff.scalars.norm)
+        return norm if self._runtime.handoff.global_step > 1 or norm else None
+
+    @property
+    def cyclic_metrics(self) -> dict[str, Any]:
+        """Mean loss and gradient norm over all ranks of the last step finished everywhere, and seconds waited by (stream, peer)."""
+        scalars = self._runtime.handoff.scalars
+        return {"loss": float(scalars.loss), "grad_norm": float(scalars.norm), "waited": dict(self._transport.waited)}
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._failed = True  # peers must learn of it from a closed connection, not from their timeout
+            raise
+
+    # ---- whole parameters -----------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Collective: finish all steps and apply the last update; the next step reads it everywhere (the delay starts anew)."""
+        with self._noting_failure():
+            self._runtime.flush()
+
+    def module_state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False,
+                          exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Collective: the whole, up-to-date state dict, on every rank."""
+        with self._noting_failure():
+            state = self._runtime.whole_state()
+        if exclude_frozen_parameters:
+            for name, p in self.module.named_parameters():
+                if not p.requires_grad:
+                    state.pop(name, None)
+        state = {prefix + k: v for k, v in state.items()}
+        if destination is not None:
+            destination.update(state)
+        return state if destination is None else destination
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Collective: the whole state dict on the CPU of rank 0, None elsewhere."""
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()} if self.global_rank == 0 else None
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------------
+    def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: dict | None = None, save_latest: bool = True,
+                        exclude_frozen_parameters: bool = False) -> bool:
+        """Collective: flush, and write everything that continuing needs (see checkpoint.py)."""
+        with self._noting_failure():
+            return checkpoint.save(self, self._runtime, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(self, load_dir: str, tag: str | None = None, load_module_strict: bool = True,
+                        load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
+                        load_module_only: bool = False, custom_load_fn: Any = None) -> tuple[str | None, dict | None]:
+        """Collective: take up what ``save_checkpoint`` wrote; returns (path, client_state), or (None, None) if there is none."""
+        with self._noting_failure():
+            return checkpoint.load(self, self._runtime, load_dir, tag, load_module_strict, load_optimizer_states,
+                                   load_lr_scheduler_states, load_module_only, custom_load_fn)
+
+    # ---- the end --------------------------------------------------------------------------------------------------------
+    def report(self) -> str:
+        """Collective: what the run looked like, for people."""
+        from .report import report
+        return report(self, self._runtime)
+
+    def destroy(self) -> None:
+        """As DeepSpeed's; waits until neighbours have taken the last hand-offs, unless this rank has failed."""
+        runtime, transport = self.__dict__.get("_runtime"), self.__dict__.get("_transport")
+        whole = not self._failed and not isinstance(sys.exc_info()[1], Exception)
+        if runtime is not None:
+            runtime.close(whole and runtime.handoff.between_steps)
+        elif transport is not None:
+            transport.close(False)
+        super().destroy()
+
+
+def _close_at_exit(engine: CyclicEngine) -> None:
+    """A script may simply end: its neighbours still need its last hand-offs (unless it ends by an error)."""
+    reference = weakref.ref(engine)
+
+    def close() -> None:
+        live = reference()
+        if live is not None:
+            live._failed = live._failed or getattr(sys, "last_value", None) is not None
+            live.destroy()
+
+    atexit.register(close)
+
+
+__all__ = ["CyclicEngine", "HandoffError"]

@@ -1,0 +1,312 @@
+"""The runtime: walks a rank's program, one action after the other (design §6-8).
+
+The model's hooks say how far to walk (``acquire``, ``release``); what is walked over on the way, because this rank skips a unit or
+a whole micro-batch, is received, relayed and passed on all the same. Nothing here reads a clock or meets the other ranks.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Callable, Protocol
+
+import torch
+
+from .buffers import Buffers
+from .plan import END, HELD, Action, Plan, Post
+from .program import build, initial_posts
+from .scalars import Scalars
+from .transport.base import Ticket, Transport, Where
+
+PASSES = {"READ", "RELAY", "SUM", "DONE", "PASS", "SUM_HELD", "PASS_HELD", "DONE_HELD"}
+
+
+class Owner(Protocol):
+    """Who keeps the owned stage's masters (see optimizer.py)."""
+
+    def norm2(self) -> torch.Tensor:
+        """Squared norm of the averaged gradients in the finished sums (float64 scalar)."""
+
+    def update(self, step: int, norm2: torch.Tensor, slot: int) -> None:
+        """Apply the update of ``step`` and publish the new version in copy ``slot``; ``norm2`` is what to clip with."""
+
+
+class OutOfOrder(RuntimeError):
+    """A unit was used out of the planned order."""
+
+
+@dataclass
+class Program:
+    """Actions of one step, with the places that hooks walk to."""
+
+    actions: tuple[Action, ...]
+    begun: dict[tuple[int, int, bool], int]  # (round, unit, backward) -> index after the last action that starts this pass
+    ended: dict[tuple[int, int, bool], int]  # the same for the last action that ends it
+    forwards: dict[int, int]  # round -> index after its last forward
+    rounds: dict[int, int]  # round -> index after its last pass
+
+    @classmethod
+    def of(cls, actions: tuple[Action, ...]) -> "Program":
+        program = cls(actions, {}, {}, {}, {})
+        for index, a in enumerate(actions, 1):
+            if a.kind in PASSES:
+                (program.ended if a.phase == END else program.begun)[a.round, a.unit, a.backward] = index
+                program.rounds[a.round] = index
+                if a.kind == "DONE" and not a.backward:
+                    program.forwards[a.round] = index
+        return program
+
+
+class Place:
+    """Where a rank is; becomes text only in an error."""
+
+    __slots__ = ("handoff", "action")
+
+    def __init__(self, handoff: "Handoff", action: Action):
+        self.handoff, self.action = handoff, action
+
+    def __str__(self) -> str:
+        h, a = self.handoff, self.action
+        if a.kind in ("NORM", "TOTAL", "UPDATE"):
+            stage, what = h.plan.schedule.owned(h.rank), f"{a.kind.lower()} of step {h.global_step + a.version}"
+        else:
+            unit = h.plan.unit(a.unit)
+            stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'held parameters'}"
+        return f"rank {h.rank}, step {h.global_step}, stage {stage}, {what}"
+
+
+class Handoff:
+    """One rank's walk through its program.
+
+    Attributes:
+        step: steps since the last flush; global_step: since the start of training (for messages).
+        round: the round of gradient accumulation that is next or under way.
+        params, sums: the flat parameters and gradient sums of units in use (uint8 views), by unit index.
+        on_held_sum: called with the held sum when this rank's own gradients are to be added to it.
+        on_release: called with a unit's index when its parameters are about to be freed.
+    """
+
+    def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device):
+        self.plan, self.rank, self.transport = plan, rank, transport
+        self.schedule = plan.schedule
+        self.buffers = Buffers(plan, rank, device)
+        self.scalars = Scalars(transport, device)
+        self.owner: Owner | None = None
+        self.on_held_sum: Callable[[torch.Tensor], None] = lambda view: None
+        self.on_release: Callable[[int], None] = lambda unit: None
+        self._first, self._steady = (Program.of(build(plan, rank, first)) for first in (True, False))
+        self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
+                    "SUM_HELD": self._sum_held, "PASS_HELD": self._pass, "DONE_HELD": self._done, "OFFER": self._offer,
+                    "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
+        self.params: dict[int, torch.Tensor] = {}
+        self.sums: dict[int, torch.Tensor] = {}
+        self.global_step = 0
+        self.losses = torch.zeros((), dtype=torch.float64, device=device)
+        self.loss_count = 0
+        self._lost: dict[int, tuple[torch.Tensor, int]] = {}
+
+    # ---- epochs ---------------------------------------------------------------------------------------------------------
+    def begin(self) -> None:
+        """Start from the published copy in slot 0: version 0, read by everyone (design §10)."""
+        self.step = self.round = self._cursor = self._latest = 0
+        self._program = self._first
+        self._arrivals: dict[tuple, Ticket] = {}
+        self._reading: dict[str, deque[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
+        self.params.clear()
+        self.sums.clear()
+        self._lost.clear()
+        self.scalars.begin()
+        for post in initial_posts(self.plan, self.rank):
+            self._post(post, "before the first step")
+
+    def flush(self) -> None:
+        """Collective: apply the last step's update and forget all that is on its way; ``begin`` comes next.
+
+        Raises:
+            ValueError: in the middle of a step.
+        """
+        where = f"rank {self.rank}, step {self.global_step}, flush"
+        if self._cursor or self.round:
+            raise ValueError(f"engine.flush() came in the middle of step {self.global_step}: {self.round} of "
+                             f"{self.schedule.rounds} micro-batches are done; call engine.step() first")
+        for a in self._steady.actions:
+            if a.kind in ("NORM", "TOTAL", "UPDATE") and a.version == -1 and self.step:
+                self._do[a.kind](a)
+        self.transport.reset(where)
+
+    @property
+    def between_steps(self) -> bool:
+        return self._cursor == 0 and self.round == 0
+
+    # ---- walking --------------------------------------------------------------------------------------------------------
+    def acquire(self, unit: int, backward: bool) -> None:
+        """Walk to the start of this pass: the unit's parameters, and in the backward its gradient sum, are there.
+
+        Raises:
+            OutOfOrder: the pass lies behind.
+            HandoffError: a peer is gone or late.
+        """
+        index = self._program.begun[self.round, unit, backward]
+        if index <= self._cursor and unit not in self.params:
+            raise OutOfOrder(self._disorder(unit, backward))
+        self._walk(index)
+        self._latest = unit
+
+    def _disorder(self, unit: int, backward: bool) -> str:
+        name, latest, where = self.plan.unit(unit).name, self.plan.unit(self._latest).name, f"step {self.global_step}"
+        when = f"in the {'backward' if backward else 'forward'} of {where}"
+        if name == latest:
+            return (f"unit {name!r} was used twice {when}; list the other modules in cyclic.units and leave it out: "
+                    f"its parameters are then kept for the whole micro-batch")
+        return (f"unit {name!r} was used after unit {latest!r} {when}, but the plan has it before (or it was used twice); "
+                f"list the modules in cyclic.units in their order of use, and leave out those that are used more than once")
+
+    def release(self, unit: int, backward: bool) -> None:
+        """Walk to the end of this pass: its buffers are free, its gradient sum is on its way."""
+        self._walk(self._program.ended[self.round, unit, backward])
+
+    def begin_round(self) -> None:
+        """Walk to where the held parameters are there."""
+        if self.round >= self.schedule.rounds:
+            raise ValueError(f"gradient_accumulation_steps is {self.schedule.rounds}, but micro-batch {self.round + 1} came before "
+                             f"engine.step(); call engine.step() after {self.schedule.rounds}, or raise the setting")
+        if self.plan.held:
+            self.acquire(HELD, False)
+
+    def end_forward(self) -> None:
+        """Walk past units that this rank did not use."""
+        self._walk(self._program.forwards[self.round])
+
+    def end_round(self) -> None:
+        """Walk to the end of this micro-batch."""
+        self._walk(self._program.rounds[self.round])
+        self.round += 1
+
+    def end_step(self) -> None:
+        """Walk to the end of the step; micro-batches that did not come add nothing."""
+        self._walk(len(self._program.actions))
+        self._lost[self.global_step] = (self.losses.clone(), self.loss_count)
+        self.losses.zero_()
+        self.loss_count = self._cursor = self.round = 0
+        self._program = self._steady
+        self.step += 1
+        self.global_step += 1
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Enter a micro-batch's loss for ``scalars.loss``."""
+        self.losses += loss.detach().to(torch.float64)
+        self.loss_count += 1
+
+    def _walk(self, index: int) -> None:
+        actions, do = self._program.actions, self._do
+        while self._cursor < index:
+            a = actions[self._cursor]
+            do[a.kind](a)
+            self._cursor += 1
+
+    # ---- actions --------------------------------------------------------------------------------------------------------
+    def _region(self, region: str, step: int, round: int, version: int) -> str:
+        if region == "H":
+            return f"H{(step * self.schedule.rounds + round) % 2}"
+        return f"V{(step + version) % self.plan.copies}" if region == "V" else region
+
+    def _place(self, a: Action) -> tuple[str, torch.Tensor]:
+        region = self._region(a.region, self.step, a.round, a.version)
+        return region, self.buffers.view(region, a.offset, a.nbytes)
+
+    def _settle(self, region: str, offset: int, nbytes: int, where: Where) -> None:
+        """Wait until no push reads from these bytes any more."""
+        reading = self._reading.get(region)
+        if not reading:
+            return
+        left: deque[tuple[int, int, Ticket]] = deque()
+        for entry in reading:
+            at, size, ticket = entry
+            if at < offset + nbytes and offset < at + size:
+                ticket.wait(where)
+            elif not ticket.done():
+                left.append(entry)
+        self._reading[region] = left
+
+    def _post(self, post: Post, where: Where) -> None:
+        step = self.step + post.ahead
+        region = self._region(post.region, step, post.round, 0)
+        self._settle(region, post.offset, post.nbytes, where)
+        ticket = self.transport.post(post.stream, post.src, self.buffers.view(region, post.offset, post.nbytes))
+        self._arrivals[post.stream, step, post.round, post.unit, post.backward] = ticket
+
+    def _push(self, a: Action) -> None:
+        region, view = self._place(a)
+        ticket = self.transport.push(a.stream, a.peer, view)
+        self._reading.setdefault(region, deque()).append((a.offset, a.nbytes, ticket))
+
+    def _posts(self, a: Action) -> None:
+        if a.posts:
+            where = Place(self, a)
+            for post in a.posts:
+                self._post(post, where)
+
+    def _await(self, a: Action) -> None:
+        if a.peer is not None:
+            self._arrivals.pop((a.stream, self.step, a.round, a.unit, a.backward)).wait(Place(self, a))
+
+    def _read(self, a: Action) -> None:
+        self._await(a)
+        self.params[a.unit] = self._place(a)[1]
+
+    def _relay(self, a: Action) -> None:
+        self._push(a)
+
+    _offer = _relay
+
+    def _sum(self, a: Action) -> None:
+        region, view = self._place(a)
+        if a.peer is not None:
+            self._await(a)
+        elif a.round == 0:  # the first micro-batch of the step starts the sum
+            self._settle(region, a.offset, a.nbytes, Place(self, a))
+            view.zero_()
+        self.sums[a.unit] = view
+
+    def _sum_held(self, a: Action) -> None:
+        self._sum(a)
+        self.on_held_sum(self.sums[HELD])
+
+    def _done(self, a: Action) -> None:
+        if self.params.pop(a.unit, None) is not None:
+            self.on_release(a.unit)
+        if self.schedule.ranks == 1 and a.backward:  # summed in place, not passed on
+            self.sums.pop(a.unit, None)
+        self._posts(a)
+
+    def _pass(self, a: Action) -> None:
+        view = self.sums.pop(a.unit)
+        if a.peer == self.rank:  # the last rank owns stage 0
+            self.buffers.view("O", self.plan.o_layout(0)[0][a.unit], a.nbytes).copy_(view)
+        else:
+            self._push(a)
+        self._posts(a)
+
+    def _norm(self, a: Action) -> None:
+        assert self.owner is not None
+        where, step, stage = Place(self, a), self.step + a.version, self.schedule.owned(self.rank)
+        if self.rank != self.schedule.ranks - 1:
+            for i in self.plan.members(stage):
+                if self.plan.unit(i).g_bytes:
+                    self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
+        if a.peer is not None:
+            self.scalars.receive(a.peer, where)
+        loss, count = self._lost.pop(self.global_step + a.version, (self.losses, self.loss_count))
+        self.scalars.add(stage, self.owner.norm2(), loss, count)
+
+    def _total(self, a: Action) -> None:
+        self.scalars.send_total()
+
+    def _update(self, a: Action) -> None:
+        assert self.owner is not None
+        where, new = Place(self, a), self.step + a.version + 1
+        if a.peer is not None:
+            self.scalars.receive_total(where)
+        slot = new % self.plan.copies
+        region = f"V{slot}"
+        self._settle(region, 0, self.buffers.regions[region].numel(), where)
+        self.owner.update(self.global_step + a.version, self.scalars.total, slot)
+        self._posts(a)

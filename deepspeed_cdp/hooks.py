@@ -1,0 +1,219 @@
+"""Between the module and the hand-off: when a unit is used, its parameters become views of a buffer (design §8).
+
+Order of a unit's backward: autograd runs nodes in the reverse order of their creation, so when the gradient of unit u's output
+arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Iterator, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .handoff import Handoff
+from .plan import HELD
+from .units import Layout, Slot
+
+IDLE, FORWARD, BACKWARD = "idle", "forward", "backward"
+
+
+class Saved(NamedTuple):
+    """A tensor that autograd saved inside a unit's buffer: rebuilt over the backward's buffer."""
+
+    unit: int
+    offset: int  # bytes
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Binder:
+    """Points a module's parameters at the buffers, as its units come and go.
+
+    Attributes:
+        mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it.
+        visited: units used in this forward.
+    """
+
+    def __init__(self, module: torch.nn.Module, handoff: Handoff, layouts: dict[int, Layout]):
+        self.handoff, self.layouts, self.mode = handoff, layouts, IDLE
+        parameters = dict(module.named_parameters())
+        self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
+            i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()}
+        self.visited: set[int] = set()
+        self._bound: dict[int, torch.Tensor] = {}
+        self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._empty = {p: _placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
+        self._latest: int | None = None  # the unit whose backward is under way
+        handoff.on_release, handoff.on_held_sum = self.unbind, self._add_held
+        self._handles = []
+        modules = dict(module.named_modules())
+        for i in layouts:
+            if i != HELD:
+                unit = modules[handoff.plan.unit(i).name]
+                self._handles += [unit.register_forward_pre_hook(self._pre(i)), unit.register_forward_hook(self._post(i))]
+                for p, s in self.slots[i]:
+                    if s.sum_offset >= 0 and s.sum_dtype != p.dtype:
+                        self._handles.append(p.register_post_accumulate_grad_hook(self._accumulate(i, s)))
+
+    def remove(self) -> None:
+        """Take the hooks off."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    # ---- parameters -----------------------------------------------------------------------------------------------------
+    def bind(self, i: int, flat: torch.Tensor) -> None:
+        """Let the unit's parameters be views of ``flat`` (uint8, 1-D)."""
+        if self._bound.get(i) is flat:
+            return
+        key = (i, flat.data_ptr())
+        views = self._cache.get(key)
+        if views is None:
+            views = self._cache[key] = [s.value(flat) for _, s in self.slots[i]]
+        for (p, _), view in zip(self.slots[i], views):
+            p.data = view
+        self._bound[i] = flat
+
+    def unbind(self, i: int) -> None:
+        """Let them be placeholders again: right shape and dtype, no memory, cannot be written, nan if read."""
+        if self._bound.pop(i, None) is not None:
+            for p, _ in self.slots[i]:
+                p.data = self._empty[p]
+                p.grad = None
+
+    def release_all(self) -> None:
+        """Make every parameter a placeholder."""
+        for pairs in self.slots.values():
+            for p, _ in pairs:
+                p.data = self._empty[p]
+                p.grad = None
+        self._bound.clear()
+
+    def forget_views(self) -> None:
+        """Drop cached views, which may be of memory that is gone."""
+        self._cache.clear()
+
+    def _bind_sums(self, i: int) -> None:
+        flat = self.handoff.sums.get(i)
+        if flat is None:
+            return
+        key = (~i, flat.data_ptr())
+        views = self._cache.get(key)
+        if views is None:
+            views = self._cache[key] = [s.sum(flat) for _, s in self.slots[i] if s.sum_offset >= 0]
+        for (p, s), view in zip(self.slots[i], views):  # trained slots come first
+            if s.sum_dtype == p.dtype:
+                p.grad = view
+
+    def _accumulate(self, i: int, slot: Slot):
+        def hook(p: torch.nn.Parameter) -> None:
+            if p.grad is not None:
+                slot.sum(self.handoff.sums[i]).add_(p.grad)
+                p.grad = None
+        return hook
+
+    def _add_held(self, flat: torch.Tensor) -> None:
+        for p, s in self.slots[HELD]:
+            if s.sum_offset >= 0 and p.grad is not None:
+                s.sum(flat).add_(p.grad)
+                p.grad = None
+
+    # ---- a micro-batch --------------------------------------------------------------------------------------------------
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the module's forward in training.
+
+        Raises:
+            ValueError: the forward before has had no backward.
+        """
+        if self.mode != IDLE:
+            raise ValueError(f"engine.forward() of step {self.handoff.global_step} came before the backward of the forward before "
+                             "it; call engine.backward(loss) first, or run forwards without a backward under torch.no_grad()")
+        self.handoff.begin_round()
+        if HELD in self.layouts:
+            self.bind(HELD, self.handoff.params[HELD])
+        self.mode, self._latest = FORWARD, None
+        self.visited.clear()
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+        self.handoff.end_forward()
+        self.mode = BACKWARD
+
+    def end_backward(self) -> None:
+        """The micro-batch's gradients are complete: send them on their way.
+
+        Raises:
+            ValueError: there was no forward, or this is its second backward.
+        """
+        if self.mode != BACKWARD:
+            raise ValueError(f"a backward of step {self.handoff.global_step} came without a training forward before it (in eval() "
+                             "mode and under no_grad() there is none, and each forward has one backward); call engine.train() "
+                             "and engine(...) first, and add up losses before engine.backward()")
+        self.handoff.end_round()
+        self.mode = IDLE
+
+    def _enter_backward(self, i: int) -> None:
+        if self.mode != BACKWARD or self._latest == i and i in self._bound:
+            return
+        self.handoff.acquire(i, True)
+        self.bind(i, self.handoff.params[i])
+        self._bind_sums(i)
+        self._latest = i
+
+    def _pre(self, i: int):
+        def hook(module: torch.nn.Module, args: Any) -> None:
+            if self.mode == FORWARD:
+                self.handoff.acquire(i, False)
+                self.bind(i, self.handoff.params[i])
+                self.visited.add(i)
+            else:
+                self._enter_backward(i)  # activation checkpointing runs the forward again
+        return hook
+
+    def _post(self, i: int):
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> Any:
+            if self.mode == IDLE:
+                return None
+            output = self._watch(i, args, output)
+            if self.mode == FORWARD:
+                self.handoff.release(i, False)
+            return output
+        return hook
+
+    def _watch(self, i: int, args: Any, output: Any) -> Any:
+        """Have the gradients of the unit's outputs begin its backward; copy outputs that lie in its buffer."""
+        flat = self._bound[i]
+        low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
+        leaves, spec = tree_flatten(output)
+        inputs = {id(x) for x in tree_flatten(args)[0]}
+        copied = False
+        for at, x in enumerate(leaves):
+            if isinstance(x, torch.Tensor) and id(x) not in inputs:
+                if low <= x.data_ptr() < high:
+                    leaves[at] = x = x.clone()
+                    copied = True
+                if x.requires_grad:
+                    x.register_hook(lambda grad: self._enter_backward(i))
+        return tree_unflatten(leaves, spec) if copied else output
+
+    # ---- tensors that autograd saves ------------------------------------------------------------------------------------
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved:
+        pointer = x.data_ptr()
+        for i, flat in self._bound.items():
+            low = flat.data_ptr()
+            if i != HELD and low <= pointer < low + flat.numel():
+                return Saved(i, pointer - low, x.shape, x.stride(), x.dtype)
+        return x
+
+    def _unpack(self, x: torch.Tensor | Saved) -> torch.Tensor:
+        if not isinstance(x, Saved):
+            return x
+        self._enter_backward(x.unit)
+        flat = self._bound[x.unit][x.offset:]
+        return torch.as_strided(flat[:flat.numel() // x.dtype.itemsize * x.dtype.itemsize].view(x.dtype), x.shape, x.stride)
+
+
+def _placeholder(p: torch.nn.Parameter) -> torch.Tensor:
+    value = float("nan") if p.dtype.is_floating_point or p.dtype.is_complex else 0
+    return torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape)

@@ -1,0 +1,206 @@
+"""The owner's side: masters, updates, published copies; and the optimizer that users hold.
+
+``engine.step()`` records the hyperparameters of the step; the owner applies the step's update later, when its sums have come in
+round the ring, with the recorded ones (design §9).
+"""
+
+from typing import Any, Callable, Sequence
+
+import torch
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+from .handoff import Handoff
+from .units import Layout, Slot
+
+
+class StageOwner:
+    """Masters of one stage: fp32, whole tensors, stepped by the user's own optimizer.
+
+    Attributes:
+        masters: trained parameters of the owned stage by name; fp32 ``nn.Parameter`` of the parameter's shape.
+        frozen: the others, in their own dtype.
+    """
+
+    def __init__(self, handoff: Handoff, layouts: dict[int, Layout], values: dict[str, torch.Tensor],
+                 optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str], clip: float):
+        """
+        Args:
+            layouts: by unit index, HELD included.
+            values: initial values of (at least) the owned stage's parameters, by name.
+            optimizer: its groups' parameters are replaced by the owned stage's masters, in place.
+            names: of the module's parameters that the groups hold now.
+            clip: ``gradient_clipping``; 0 for none.
+        """
+        self.handoff, self.clip, self.optimizer = handoff, clip, optimizer
+        stage = handoff.plan.schedule.owned(handoff.rank)
+        places, _ = handoff.plan.v_layout(stage)
+        self.slots: dict[str, tuple[int, Slot]] = {s.name: (i, s) for i in places for s in layouts[i].slots}
+        self._device = handoff.buffers.regions["V0"].device
+        self.masters: dict[str, torch.nn.Parameter] = {}
+        self.frozen: dict[str, torch.Tensor] = {}
+        for name, (_, slot) in self.slots.items():
+            value = values[name].detach()
+            if slot.sum_offset >= 0:
+                self.masters[name] = torch.nn.Parameter(value.to(self._device, torch.float32, copy=True))
+            else:
+                self.frozen[name] = value.to(self._device, copy=True)
+        self._published = [{n: self._view("V", i, s, c) for n, (i, s) in self.slots.items()} for c in range(handoff.plan.copies)]
+        self._sums = {n: self._view("O", i, s) for n, (i, s) in self.slots.items() if s.sum_offset >= 0}
+        self._take_over(names)
+        self._recorded: dict[int, list[dict[str, Any]]] = {}
+        self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam keeps its count there)
+        self.publish_all()
+
+    def _view(self, region: str, i: int, slot: Slot, copy: int | None = None) -> torch.Tensor:
+        plan, stage = self.handoff.plan, self.handoff.plan.schedule.owned(self.handoff.rank)
+        places = (plan.v_layout if region == "V" else plan.o_layout)(stage)[0]
+        nbytes = plan.unit(i).p_bytes if region == "V" else plan.unit(i).g_bytes
+        flat = self.handoff.buffers.view(f"V{copy}" if region == "V" else region, places[i], nbytes)
+        return slot.value(flat) if region == "V" else slot.sum(flat)
+
+    def _take_over(self, names: dict[torch.nn.Parameter, str]) -> None:
+        """The optimizer steps this rank's masters from now on; what it knew of them goes along, the rest is forgotten."""
+        state = {names[p]: s for p, s in self.optimizer.state.items() if p in names}
+        self.optimizer.state.clear()
+        for group in self.optimizer.param_groups:
+            owned = [names[p] for p in group["params"] if names.get(p) in self.masters]
+            group["params"] = [self.masters[n] for n in owned]
+            for n in owned:
+                if n in state:
+                    self.optimizer.state[self.masters[n]] = state[n]
+
+    # ---- publishing -----------------------------------------------------------------------------------------------------
+    def publish(self, slot: int) -> None:
+        """Write the masters, in the parameters' dtype, into published copy ``slot``."""
+        for name, master in self.masters.items():
+            self._published[slot][name].copy_(master.detach())
+
+    def publish_all(self) -> None:
+        """Write everything, frozen parameters too, into every copy."""
+        for copy, views in enumerate(self._published):
+            self.publish(copy)
+            for name, value in self.frozen.items():
+                views[name].copy_(value)
+
+    # ---- updates --------------------------------------------------------------------------------------------------------
+    def record(self, step: int) -> None:
+        """Keep the groups' options for the update of ``step``."""
+        self._recorded[step] = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+
+    def norm2(self) -> torch.Tensor:
+        """Squared norm of this stage's averaged gradients (float64 scalar on the device)."""
+        count = self.handoff.schedule.ranks
+        total = torch.zeros((), dtype=torch.float64, device=self._device)
+        for view in self._sums.values():
+            total += torch.linalg.vector_norm(view, dtype=torch.float64) ** 2
+        return total / count ** 2
+
+    def update(self, step: int, norm2: torch.Tensor, slot: int) -> None:
+        """theta_{step+1} = opt(theta_step, sums / N), clipped, published in copy ``slot``."""
+        with torch.no_grad():
+            for name, view in self._sums.items():
+                grad = view if view.dtype == torch.float32 else view.to(torch.float32)
+                self.masters[name].grad = grad.div_(self.handoff.schedule.ranks)
+            if self.clip > 0:
+                # as ZeRO-3 does: scaled by clip / (norm + 1e-6) where that is below one
+                factor = torch.clamp(self.clip / (norm2.sqrt() + 1e-6), max=1.0).to(torch.float32)
+                for master in self.masters.values():
+                    master.grad.mul_(factor)
+        self._step(self._recorded.pop(step))
+        for master in self.masters.values():
+            master.grad = None
+        self.publish(slot)
+
+    def _step(self, recorded: list[dict[str, Any]]) -> None:
+        groups = self.optimizer.param_groups
+        current = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+        for group, options in zip(groups, recorded):
+            group.update({k: v for k, v in options.items() if k not in self._kept_by_optimizer})
+        before = [dict(g) for g in groups]
+        self.optimizer.step()
+        for group, old, now in zip(groups, before, current):
+            self._kept_by_optimizer |= {k for k, v in group.items() if k != "params" and (k not in old or old[k] is not v)}
+            group.update({k: v for k, v in now.items() if k not in self._kept_by_optimizer})
+
+
+class CyclicOptimizer(ZeROOptimizer):
+    """What ``deepspeed.initialize`` returns as the optimizer: DeepSpeed's surface over a ``StageOwner``.
+
+    ``param_groups`` are the user's, so schedulers work on it as on any optimizer; each holds the masters that this rank owns.
+    """
+
+    custom_loss_scaler = False
+    torch_autocast_gradscaler = None
+    dynamic_loss_scale = False
+    loss_scaler = None
+    overflow = False
+    loss_scale = cur_scale = 1.0
+    partition_gradients = True
+
+    def __init__(self, owner: StageOwner, on_backward_end: Callable[[], None], on_step: Callable[[], None],
+                 flush: Callable[[], None]):
+        """
+        Args:
+            on_backward_end: called when a micro-batch's backward is complete.
+            on_step: called when the step's micro-batches are complete.
+            flush: brings masters up to date; called before state is read or written.
+        """
+        super().__init__()
+        self.owner, self.optimizer = owner, owner.optimizer
+        self._on_backward_end, self._on_step, self._flush = on_backward_end, on_step, flush
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = list(groups)
+
+    @property
+    def state(self):
+        return self.optimizer.state
+
+    def backward_epilogue(self, **_: Any) -> None:
+        self._on_backward_end()
+
+    def step(self, closure=None) -> None:
+        """Record the hyperparameters; the owner's update follows when the sums have come in."""
+        if closure is not None:
+            raise ValueError("optimizer.step() got a closure; the update happens later, so it cannot be called: use engine.step()")
+        self.optimizer._opt_called = True  # for torch's schedulers, which warn when step() has not been called before them
+        self._on_step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: gradients travel on, none stays."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective (it flushes): this rank's part, the torch optimizer's state by the names of the parameters it owns."""
+        self._flush()
+        names = {p: n for n, p in self.owner.masters.items()}
+        return {"state": {names[p]: s for p, s in self.optimizer.state.items()},
+                "param_groups": [{**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"]]}
+                                 for g in self.optimizer.param_groups]}
+
+    def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
+        """Take back what ``state_dict`` gave on this rank.
+
+        Raises:
+            ValueError: it was made with other groups, or another partition.
+        """
+        self._flush()
+        if len(state["param_groups"]) != len(self.optimizer.param_groups):
+            raise ValueError(f"the optimizer state has {len(state['param_groups'])} parameter groups, this optimizer has "
+                             f"{len(self.optimizer.param_groups)}; build the optimizer as it was when the state was saved")
+        unknown = set(state["state"]) - set(self.owner.masters)
+        if unknown:
+            raise ValueError(f"the optimizer state holds {sorted(unknown)[0]!r}, which rank {self.owner.handoff.rank} does not own; "
+                             "load it with the number of ranks and the partition it was saved with")
+        for group, saved in zip(self.optimizer.param_groups, state["param_groups"]):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        for name, values in state["state"].items():
+            self.optimizer.state[self.owner.masters[name]] = values
+
+    def destroy(self) -> None:
+        """Drop references that would keep buffers alive."""
+        self._on_backward_end = self._on_step = self._flush = lambda: None

@@ -1,0 +1,125 @@
+"""Pure: unit costs -> stages. Imports no torch.
+
+A stage is a contiguous run of units (§2). The ring runs at the pace of its slowest stage (§5), so the largest stage
+decides; among partitions with the smallest largest stage the most even one is taken, which leaves the most slack.
+"""
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from fractions import Fraction
+from itertools import pairwise
+
+METHODS = ("parameters", "uniform", "type:REGEX", "flops")
+
+
+def _exact(costs: Sequence[float]) -> list[int]:
+    """The costs times their common denominator: integers, so that sums and comparisons are exact."""
+    fractions = [Fraction(cost) for cost in costs]
+    scale = math.lcm(*(f.denominator for f in fractions))
+    return [int(f * scale) for f in fractions]
+
+
+def _smallest_maximum(prefix: list[int], parts: int) -> list[list[int]]:
+    """most[k][j]: the smallest possible largest sum when the first j costs form k+1 non-empty parts (j > k; else 0)."""
+    count = len(prefix) - 1
+    most = [list(prefix)]
+    for k in range(1, parts):
+        last, row = most[-1], [0] * (count + 1)
+        for j in range(k + 1, count + 1):
+            # last[i] grows with i and prefix[j] - prefix[i] shrinks: the best i is where they cross, or just before
+            i = bisect_left(range(j), True, k, j - 1, key=lambda i: last[i] >= prefix[j] - prefix[i])
+            row[j] = max(last[i], prefix[j] - prefix[i])
+            if i > k:
+                row[j] = min(row[j], max(last[i - 1], prefix[j] - prefix[i - 1]))
+        most.append(row)
+    return most
+
+
+def contiguous(costs: Sequence[float], parts: int) -> tuple[int, ...]:
+    """Cuts `costs` into `parts` contiguous non-empty parts: the smallest largest sum, then the smallest sum of squares.
+
+    Args:
+        costs: one finite cost >= 0 per item, in order. Floats are treated as the exact numbers they are.
+        parts: how many parts, >= 1.
+
+    Returns:
+        parts + 1 boundaries b: part s is items b[s] .. b[s+1] - 1; b[0] = 0, b[parts] = len(costs).
+
+    Raises:
+        ValueError: fewer costs than parts.
+
+    Example: contiguous([1, 1, 1, 3], 2) == (0, 3, 4)
+
+    Time: O(parts * n log n). The second pass uses that the squared sum of a run is Monge (F. Yao 1980: the best last
+    cut moves right as the prefix grows), also when runs above the allowed maximum count as infinite.
+    """
+    count = len(costs)
+    assert parts >= 1, f"parts is {parts}"
+    if count < parts:
+        raise ValueError(f"{count} units cannot fill {parts} stages: use at most {count} ranks, or a model with more layers")
+    sizes = _exact(costs)
+    assert min(sizes) >= 0, "a cost is negative"
+    prefix = [0]
+    for size in sizes:
+        prefix.append(prefix[-1] + size)
+    most = _smallest_maximum(prefix, parts)
+    limit = most[parts - 1][count]
+
+    # squares[j]: the smallest sum of squares of the first j costs in k+1 parts <= limit; None where there is none
+    squares: list[int | None] = [p * p if p <= limit else None for p in prefix]
+    cuts: list[list[int]] = []
+    for k in range(1, parts):
+        above, row, cut = squares, [None] * (count + 1), [0] * (count + 1)
+        reach = max(i for i in range(k, count + 1) if most[k - 1][i] <= limit)  # feasible prefixes of k parts: k .. reach
+        end = max(j for j in range(k + 1, count + 1) if most[k][j] <= limit)
+        todo = [(k + 1, end, k, reach)]  # prefixes first..last, whose best last cut lies in low..high
+        while todo:
+            first, last, low, high = todo.pop()
+            if first > last:
+                continue
+            j = (first + last) // 2
+            start = max(low, bisect_left(prefix, prefix[j] - limit))
+            best, at = min((above[i] + (prefix[j] - prefix[i]) ** 2, i) for i in range(start, min(high, j - 1) + 1))
+            row[j], cut[j] = best, at
+            todo += [(first, j - 1, low, at), (j + 1, last, at, high)]
+        squares = row
+        cuts.append(cut)
+
+    bounds = [count]
+    for cut in reversed(cuts):
+        bounds.append(cut[bounds[-1]])
+    return (0, *reversed(bounds)) if parts > 1 else (0, count)
+
+
+def assign(names: Sequence[str], costs: Sequence[float], parts: int, method: str) -> tuple[tuple[int, ...], ...]:
+    """Item indices of each stage, by one of PipelineModule's methods.
+
+    Args:
+        names: what `type:REGEX` is searched in (case-insensitively), one per item: class names.
+        costs: one cost per item, for `parameters` (element counts) and `flops`; `uniform` and `type:` ignore it.
+        parts: the number of stages.
+        method: `parameters`, `uniform`, `type:REGEX` or `flops`.
+
+    Raises:
+        ValueError: unknown method, a REGEX that is invalid or matches nothing, fewer items than stages.
+    """
+    word, _, pattern = method.partition(":")
+    word = word.strip().lower()
+    if word == "uniform" and not pattern:
+        costs = [1] * len(names)
+    elif word == "type" and pattern:
+        try:
+            expression = re.compile(pattern, re.IGNORECASE)
+        except re.error as error:
+            raise ValueError(f"cyclic.partition_method is {method!r}, whose REGEX is invalid ({error}): correct it") from None
+        costs = [1 if expression.search(name) else 0 for name in names]
+        if not any(costs):
+            known = ", ".join(sorted(set(names)))
+            raise ValueError(f"cyclic.partition_method is {method!r}, which matches no unit: match one of the classes {known}")
+    elif word not in ("parameters", "flops") or pattern:
+        allowed = ", ".join(("auto", *METHODS))
+        raise ValueError(f"cyclic.partition_method is {method!r}, but must be one of {allowed}: use one of these")
+    bounds = contiguous(costs, parts)
+    return tuple(tuple(range(a, b)) for a, b in pairwise(bounds))

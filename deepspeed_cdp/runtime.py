@@ -1,0 +1,235 @@
+"""Everything of one rank put together, without DeepSpeed's engine: module, plan, hand-off, owner, hooks.
+
+The engine (engine.py) is a thin shell over this class; tests run it on threads over the ``local`` transport.
+"""
+
+import itertools
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Iterator, NamedTuple, Sequence
+
+import torch
+
+from . import discover
+from .handoff import Handoff
+from .hooks import BACKWARD, IDLE, Binder
+from .optimizer import CyclicOptimizer, StageOwner
+from .plan import HELD, Plan
+from .schedule import Schedule, threshold
+from .transport.base import Transport
+from .units import Layout, lay_out, plan_unit
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the runtime needs to know from ds_config.json.
+
+    Attributes:
+        rule, partition_method, units: of the ``cyclic`` block.
+        rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
+    """
+
+    rule: str | int = "cdp-v2"
+    partition_method: str = "auto"
+    units: Sequence[str] | None = None
+    rounds: int = 1
+    clip: float = 0.0
+    sum_dtype: torch.dtype | None = None
+
+
+class _Seen(NamedTuple):
+    """The transport's counters at the end of a step."""
+
+    nbytes: dict[tuple[str, int], int]
+    messages: dict[tuple[str, int], int]
+    collectives: int
+
+
+class Runtime:
+    """One rank's cyclic training of a module.
+
+    Attributes:
+        plan: the same on all ranks.
+        handoff, owner, binder, optimizer: the parts.
+    """
+
+    def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, transport: Transport,
+                 device: torch.device):
+        """
+        Args:
+            module: with the same full parameters on every rank; they become placeholders.
+            optimizer: over (some of) them; it steps this rank's masters from now on.
+            transport: connects the ring.
+        Raises:
+            ValueError: the settings do not fit the module.
+        """
+        self.module, self.settings, self.transport, self.device = module, settings, transport, device
+        names = {p: n for n, p in module.named_parameters()}
+        trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
+        self.plan, layouts = make_plan(module, trained, settings, transport.size)
+        self.handoff = Handoff(self.plan, transport.rank, transport, device)
+        with torch.no_grad():
+            self.owner = StageOwner(self.handoff, layouts, dict(module.named_parameters()), optimizer, names, settings.clip)
+        self.handoff.owner = self.owner
+        self.binder = Binder(module, self.handoff, layouts)
+        self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
+        self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
+        self._layouts = layouts
+        self._steps_seen: list[_Seen] = []  # counters at the ends of the last two steps
+        self.binder.release_all()
+        self.handoff.begin()
+
+    # ---- training -------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a training forward of the module."""
+        self.scatter()
+        with self.binder.forward():
+            yield
+
+    def end_backward(self) -> None:
+        """The micro-batch's backward is complete."""
+        if self._whole is None or self.binder.mode == BACKWARD:
+            self.binder.end_backward()
+        else:
+            raise ValueError("a backward came after a forward in eval() mode or under no_grad(), which keeps no gradients; call "
+                             "engine.train() and engine(...) first")
+
+    def step(self) -> None:
+        """The step's micro-batches are done: record hyperparameters, finish the step's hand-offs.
+
+        Raises:
+            ValueError: a forward still waits for its backward.
+        """
+        if self.binder.mode != IDLE:
+            raise ValueError(f"engine.step() of step {self.handoff.global_step} came before the backward of the last forward; "
+                             "call engine.backward(loss) first")
+        self.owner.record(self.handoff.global_step)
+        self.handoff.end_step()
+        self._steps_seen.append(_Seen(dict(self.transport.bytes_received), dict(self.transport.received),
+                                      self.transport.collectives))
+        del self._steps_seen[:-2]
+
+    def check_first_loss(self, loss: torch.Tensor) -> None:
+        """On the very first micro-batch: a unit that was never called may have had its parameters read from outside it.
+
+        Raises:
+            ValueError: the loss is not finite and there is such a unit.
+        """
+        if self.handoff.global_step or self.handoff.round:
+            return
+        idle = [self.plan.units[i].name for i in range(len(self.plan.units)) if i not in self.binder.visited]
+        if idle and not bool(torch.isfinite(loss).all()):
+            raise ValueError(f"the loss is {loss.item()} and module {idle[0]!r} was not called in the forward, so its parameters may "
+                             f"be read from outside it, where they are not; list the modules that are called in cyclic.units, "
+                             f"without {idle[0]!r}")
+
+    # ---- whole parameters -----------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Collective: finish all steps and apply the last update; the next step reads the newest version everywhere."""
+        if self._whole is not None or (self.handoff.step == 0 and self.handoff.between_steps and self.binder.mode == IDLE):
+            return  # nothing has happened since
+        if self.binder.mode != IDLE:
+            raise ValueError(f"engine.flush() (also done by saving, loading and evaluating) of step {self.handoff.global_step} came "
+                             "between a forward and its backward; call engine.backward(loss) first")
+        self.handoff.flush()
+        self.restart()
+
+    def restart(self) -> None:
+        """Publish the masters as version 0 and let the ring start anew (after a reset of the transport)."""
+        with torch.no_grad():
+            self.owner.publish_all()
+        self.handoff.begin()
+
+    def gather(self) -> None:
+        """Collective: every parameter of the module is whole on every rank, until the next training forward."""
+        if self._whole is not None:
+            return
+        self.flush()
+        where = f"rank {self.handoff.rank}, step {self.handoff.global_step}, gathering parameters"
+        self._whole = []
+        for stage in range(self.plan.schedule.ranks):
+            places, nbytes = self.plan.v_layout(stage)
+            owner = self.plan.schedule.owner(stage)
+            mine = owner == self.handoff.rank
+            flat = (self.handoff.buffers.regions["V0"].clone() if mine
+                    else torch.empty(nbytes, dtype=torch.uint8, device=self.device))
+            self.transport.broadcast(flat, owner, where)
+            self._whole.append(flat)
+            for i, offset in places.items():
+                self.binder.bind(i, flat[offset:offset + self.plan.unit(i).p_bytes])
+
+    def scatter(self) -> None:
+        """Give the gathered parameters up."""
+        if self._whole is not None:
+            self.binder.release_all()
+            self.binder.forget_views()
+            self._whole = None
+
+    def whole_state(self) -> dict[str, Any]:
+        """Collective: the module's state dict, every tensor with memory of its own."""
+        self.gather()
+        state = self.module.state_dict()
+        memo: dict[tuple, torch.Tensor] = {}  # tied entries stay tied
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                same = (value.data_ptr(), value.shape, value.stride())
+                state[key] = memo.setdefault(same, value.detach().clone()) if value.numel() else value.detach().clone()
+        return state
+
+    # ---- figures --------------------------------------------------------------------------------------------------------
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """Bytes received in the last step, by kind, beside the closed form: F + B, G, O (see ``Plan.received_bytes``)."""
+        if len(self._steps_seen) < 2:
+            return {}
+        before, after = self._steps_seen
+        seen = {edge: n - before.nbytes.get(edge, 0) for edge, n in after.nbytes.items()}
+        kinds = {"F + B": ("P", "P0", "H", "H0"), "G": ("G", "GH"), "O": ("O",)}
+        form = self.plan.received_bytes(self.handoff.rank)
+        forms = {"F + B": form["F"] + form["B"], "G": form["G"], "O": form["O"]}
+        return {k: {"counted": sum(n for (stream, _), n in seen.items() if stream in streams), "closed form": forms[k]}
+                for k, streams in kinds.items()}
+
+    def messages(self) -> int:
+        """Messages received in the last step, scalars included."""
+        if len(self._steps_seen) < 2:
+            return 0
+        before, after = self._steps_seen
+        return sum(after.messages.values()) - sum(before.messages.values())
+
+    @property
+    def collectives_in_steps(self) -> int:
+        """Collective calls of the transport between the ends of the last two steps (a flush between them counts)."""
+        return self._steps_seen[-1].collectives - self._steps_seen[0].collectives if self._steps_seen else 0
+
+    def close(self, linger: bool) -> None:
+        """Take hooks off and free everything; idempotent."""
+        self.binder.remove()
+        self.transport.close(linger)
+
+
+def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settings, ranks: int) -> tuple[Plan, dict[int, Layout]]:
+    """The plan for a module on a ring, and the layout of each unit (HELD included).
+
+    Args:
+        trained: names of the parameters that the optimizer updates.
+    Raises:
+        ValueError: too few units, or a wrong rule, method or unit name.
+    """
+    schedule = Schedule(ranks, threshold(settings.rule, ranks), settings.rounds)
+    example = discover.example_of(module)
+    found = discover.find_units(module, ranks, example, settings.units)
+    groups = discover.stages(found, ranks, settings.partition_method)
+    parameters = dict(module.named_parameters())
+    layouts: dict[int, Layout] = {}
+    units = []
+    for stage, members in enumerate(groups):
+        for i in members:
+            layouts[i] = lay_out([(n, parameters[n]) for n in found.units[i].parameters], trained, settings.sum_dtype)
+            units.append(plan_unit(found.units[i].name, stage, layouts[i]))
+    held = None
+    if found.held:
+        layouts[HELD] = lay_out([(n, parameters[n]) for n in found.held], trained, settings.sum_dtype)
+        held = plan_unit("", 0, layouts[HELD])
+    assert list(itertools.chain(*groups)) == list(range(len(units))), "stages are contiguous"
+    return Plan(schedule, tuple(units), held), layouts

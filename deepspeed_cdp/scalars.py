@@ -1,0 +1,98 @@
+"""The few numbers that ride round the ring: norms by stage, losses (design §9). One small message per rank and step.
+
+The owners pass a vector on, each when its stage's sums are finished: owner of stage N-1 (rank 0) first, owner of stage 0 last,
+who sends it to rank 0 for the next step. So whoever holds it sees this step's norms for the stages after its own and last
+step's for the stages before: the norm that clips under ``cdp-v2``. Under ``dp`` and ``cdp-v1`` the last owner also sends the
+finished total straight to all others, and every update waits for it.
+"""
+
+import torch
+
+from .transport.base import Ticket, Transport, Where
+
+
+class Scalars:
+    """One rank's end of the vector.
+
+    Attributes:
+        vector: float64, [N + 5]: squared norms of the averaged gradients by stage; loss sum and count, growing; the same of the
+            last finished step; squared norm of the last finished step.
+        total: float64, [1]: the squared norm that this rank's next update clips with.
+    """
+
+    def __init__(self, transport: Transport, device: torch.device):
+        self.transport, self.size, self.rank = transport, transport.size, transport.rank
+        self.vector = torch.zeros(self.size + 5, dtype=torch.float64, device=device)
+        self._incoming = torch.zeros_like(self.vector)
+        self.total = torch.zeros(1, dtype=torch.float64, device=device)
+        self._incoming_total = torch.zeros_like(self.total)
+        self._posted: dict[str, Ticket] = {}
+        self._sent: list[Ticket] = []
+
+    def begin(self) -> None:
+        """After a reset of the transport: let the first messages in; the last owner sends rank 0 what it knows."""
+        self._posted, self._sent = {}, []
+        if self.size > 1:
+            self._post("S", (self.rank - 1) % self.size, self._incoming)
+            if self.rank != self.size - 1:
+                self._post("T", self.size - 1, self._incoming_total)
+            else:
+                self._push("S", 0, self.vector)
+
+    def _post(self, stream: str, src: int, into: torch.Tensor) -> None:
+        self._posted[stream] = self.transport.post(stream, src, into.view(torch.uint8))
+
+    def _push(self, stream: str, dst: int, source: torch.Tensor) -> None:
+        self._sent.append(self.transport.push(stream, dst, source.view(torch.uint8)))
+
+    def receive(self, src: int, where: Where) -> None:
+        """Take the vector from the owner before."""
+        self._settle(where)
+        self._posted["S"].wait(where)
+        self.vector.copy_(self._incoming)
+        self._post("S", src, self._incoming)
+
+    def _settle(self, where: Where) -> None:
+        for ticket in self._sent:  # sent a step ago: done long since
+            ticket.wait(where)
+        self._sent.clear()
+
+    def add(self, stage: int, norm2: torch.Tensor, loss: torch.Tensor, count: int) -> None:
+        """Enter this owner's squared norm and this rank's losses of the step, and pass the vector on.
+
+        Args:
+            norm2: float64 scalar; loss: float64 scalar, the sum over this rank's micro-batches; count: their number.
+        """
+        n, v = self.size, self.vector
+        if self.rank == 0:
+            v[n:n + 2] = 0
+        v[stage] = norm2
+        v[n] += loss
+        v[n + 1] += count
+        if self.rank == n - 1:
+            v[n + 2:n + 4] = v[n:n + 2]
+            v[n + 4] = v[:n].sum()
+        self.total.copy_(v[:n].sum())
+        if n > 1:
+            self._push("S", (self.rank + 1) % n, v)
+
+    def send_total(self) -> None:
+        """The last owner tells everyone the step's exact squared norm."""
+        for peer in range(self.size - 1):
+            self._push("T", peer, self.total)
+
+    def receive_total(self, where: Where) -> None:
+        """Take it (every owner but the last)."""
+        self._posted["T"].wait(where)
+        self.total.copy_(self._incoming_total)
+        self._post("T", self.size - 1, self._incoming_total)
+
+    @property
+    def loss(self) -> torch.Tensor:
+        """Mean loss over all micro-batches of the last step that is finished everywhere (float64 scalar; nan before one is)."""
+        return self.vector[self.size + 2] / self.vector[self.size + 3]
+
+    @property
+    def norm(self) -> torch.Tensor:
+        """Gradient norm of the last step that is finished everywhere (float64 scalar)."""
+        return self.vector[self.size + 4].sqrt()

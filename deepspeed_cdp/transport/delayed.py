@@ -1,0 +1,72 @@
+"""A transport that dawdles, so that tests see orders of events that a quiet machine never shows."""
+
+import random
+import time
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.transport.base import Ticket, Transport
+
+
+class _Late:
+    """A ticket whose ``wait`` starts late."""
+
+    __slots__ = ("ticket", "owner")
+
+    def __init__(self, ticket: Ticket, owner: "Delayed"):
+        self.ticket, self.owner = ticket, owner
+
+    def wait(self, where: str) -> None:
+        self.owner.dawdle()
+        self.ticket.wait(where)
+
+    def done(self) -> bool:
+        return self.ticket.done()
+
+
+class Delayed(Transport):
+    """Sleep a random time before each post, push and wait of ``transport``; everything else, counters too, is its own.
+
+    Args:
+        transport: the transport to slow down.
+        seed: with the rank, the seed of the delays.
+        max_seconds: delays are uniform in [0, max_seconds).
+    """
+
+    def __init__(self, transport: Transport, seed: int, max_seconds: float):
+        # Transport.__init__ is not called: the counters are those of the wrapped transport.
+        self.inner, self.name = transport, f"delayed-{transport.name}"
+        self.rank, self.size, self.timeout_seconds = transport.rank, transport.size, transport.timeout_seconds
+        self.sent, self.bytes_sent = transport.sent, transport.bytes_sent
+        self.received, self.bytes_received = transport.received, transport.bytes_received
+        self.waited = transport.waited
+        self._random, self._max_seconds = random.Random(1000003 * seed + transport.rank), max_seconds
+
+    @property
+    def collectives(self) -> int:
+        return self.inner.collectives
+
+    def dawdle(self) -> None:
+        """Sleep once."""
+        time.sleep(self._random.random() * self._max_seconds)
+
+    def post(self, stream: str, src: int, into: torch.Tensor) -> _Late:
+        self.dawdle()
+        return _Late(self.inner.post(stream, src, into), self)
+
+    def push(self, stream: str, dst: int, source: torch.Tensor) -> _Late:
+        self.dawdle()
+        return _Late(self.inner.push(stream, dst, source), self)
+
+    def gather(self, value: Any, where: str) -> list[Any]:
+        return self.inner.gather(value, where)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, where: str) -> None:
+        self.inner.broadcast(tensor, src, where)
+
+    def reset(self, where: str) -> None:
+        self.inner.reset(where)
+
+    def close(self, linger: bool) -> None:
+        self.inner.close(linger)

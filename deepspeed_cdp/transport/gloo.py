@@ -1,0 +1,341 @@
+"""Hand-offs over gloo: CPU, sockets, a private process group.
+
+What gloo does, found by experiment and relied upon here:
+
+- A send starts only when its receive is posted (true rendezvous), and both match by tag per pair of ranks, in order per tag.
+- A pending send or receive whose Work is dropped is cancelled; the pair stays usable for other tags.
+- ``Work.is_completed`` stays False until ``wait`` was called, and a second ``wait`` on a finished Work times out: tickets
+  remember their own state.
+- A ``wait`` that times out closes every connection of the process group, here and so for the peers. So nothing can be
+  polled, a timeout is final, and a deliberate timeout is how ``close`` hangs up.
+- A message longer than the posted tensor aborts the receiver's process, a shorter one lands silently. So tags carry a hash
+  of the size: sides that disagree never meet, and time out.
+"""
+
+import json
+import threading
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.transport.base import Transport
+
+_EPOCHS, _STREAMS = 1 << 5, 1 << 6  # a tag (31 bits) is: epoch 5, stream 6, number of the message 8, hash of its size 12
+_HANG_UP = (1 << 31) - 1  # a tag of epoch 31 and stream 63, which is never given out
+_SLICE = timedelta(seconds=1)  # the store is waited for in slices, so that a closing peer is noticed
+_DRAIN_SECONDS = 0.1  # a finished send may still sit in the kernel: hanging up at once could cut it off
+
+_PENDING, _DONE, _FAILED = range(3)
+
+
+class _Edge:
+    """One direction between this rank and ``peer`` on ``stream``, since the last reset."""
+
+    __slots__ = ("key", "receiving", "tag", "count", "pending")
+
+    def __init__(self, key: tuple[str, int], receiving: bool, tag: int):
+        self.key, self.receiving, self.tag = key, receiving, tag  # key: (stream, peer)
+        self.count = 0  # messages named so far on this side
+        self.pending: dict[int, _Ticket] = {}  # number -> ticket not yet waited for, in order
+
+
+class _Ticket:
+    """One side of one message. ``done`` is conservative: gloo cannot tell before ``wait``."""
+
+    __slots__ = ("transport", "edge", "number", "tensor", "work", "state", "reason")
+
+    def __init__(self, transport: "GlooTransport", edge: _Edge, number: int, tensor: torch.Tensor):
+        self.transport, self.edge, self.number, self.tensor = transport, edge, number, tensor
+        self.work: dist.Work | None = None
+        self.state, self.reason = _PENDING, ""
+
+    def done(self) -> bool:
+        return self.state != _PENDING or self.work is None  # zero bytes have no Work
+
+    def wait(self, where: str) -> None:
+        if self.state == _DONE:
+            return
+        if self.state == _FAILED:
+            raise HandoffError(f"{where}: {self.reason}")
+        edge, transport = self.edge, self.transport
+        started = time.perf_counter()
+        try:
+            if self.work is not None:
+                self.work.wait(transport.patience)
+        except RuntimeError as error:
+            self.fail(transport.explain(error, edge))
+            raise HandoffError(f"{where}: {self.reason}") from error
+        finally:
+            if edge.receiving:
+                transport.waited[edge.key] += time.perf_counter() - started
+        if edge.receiving:
+            transport.received[edge.key] += 1
+            transport.bytes_received[edge.key] += self.tensor.numel()
+        self.state = _DONE
+        self.work = self.tensor = None
+        edge.pending.pop(self.number, None)
+
+    def fail(self, reason: str) -> None:
+        """Give the message up; dropping the Work cancels it."""
+        self.state, self.reason = _FAILED, reason
+        self.work = self.tensor = None
+        self.edge.pending.pop(self.number, None)
+
+
+class GlooTransport(Transport):
+    """Point-to-point messages over a process group that c10d does not know of.
+
+    Several may live in one process, and ``torch.distributed.destroy_process_group`` does not touch them. All ranks must make
+    their transports of one ``name`` in the same order.
+
+    Args:
+        rank, size: this rank and the number of ranks in the ring.
+        timeout_seconds: how long to wait for a peer before a HandoffError.
+        store: where ranks meet; default: the store of ``torch.distributed.init_process_group``.
+        name: keeps apart the transports that share a store.
+    Raises:
+        HandoffError: not all ranks came.
+    """
+
+    name = "gloo"
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float, store: dist.Store | None = None,
+                 name: str = "deepspeed_cdp"):
+        super().__init__(rank, size, timeout_seconds)
+        self.patience = timedelta(seconds=timeout_seconds)
+        store = dist.distributed_c10d._get_default_store() if store is None else store
+        self._epoch = self._calls = 0  # resets and internal gathers so far, the same on all ranks
+        self._streams: dict[str, int] = {}
+        self._in: dict[tuple[str, int], _Edge] = {}  # (stream, src)
+        self._out: dict[tuple[str, int], _Edge] = {}  # (stream, dst)
+        self._pg: dist.ProcessGroupGloo | None = None
+        where = f"rank {rank}, connecting the {size} ranks of {name!r}"
+        try:
+            instance = store.add(f"{name}/instances/{rank}", 1)
+        except RuntimeError as error:
+            raise HandoffError(f"{where}: the store does not answer: {_first_line(error)}") from error
+        self._store = dist.PrefixStore(f"{name}/{instance}", store)
+        self._exchange(None, where)
+        self._connect(where)
+
+    def _connect(self, where: str) -> None:
+        store = dist.PrefixStore(f"connect/{self._epoch}", self._store)
+        try:
+            self._pg = dist.ProcessGroupGloo(store, self.rank, self.size, self.patience)
+        except RuntimeError as error:
+            raise HandoffError(f"{where}: no connection within {self.timeout_seconds} s: {_first_line(error)}") from error
+
+    # ---- messages -----------------------------------------------------------------------------------------------------------
+
+    def post(self, stream: str, src: int, into: torch.Tensor) -> _Ticket:
+        edge = self._in.get((stream, src)) or self._edge(self._in, stream, src, receiving=True)
+        return self._start(edge, into)
+
+    def push(self, stream: str, dst: int, source: torch.Tensor) -> _Ticket:
+        edge = self._out.get((stream, dst)) or self._edge(self._out, stream, dst, receiving=False)
+        self.sent[edge.key] += 1
+        self.bytes_sent[edge.key] += source.numel()
+        return self._start(edge, source)
+
+    def _start(self, edge: _Edge, tensor: torch.Tensor) -> _Ticket:
+        number, size = edge.count, tensor.numel()
+        edge.count = number + 1
+        ticket = _Ticket(self, edge, number, tensor)
+        if size == 0:
+            if not edge.receiving:
+                ticket.state = _DONE
+            return ticket  # a receiver's zero bytes are counted by its wait
+        edge.pending[number] = ticket
+        tag = edge.tag | (number & 0xFF) << 12 | (size * 0x9E3779B1 & 0xFFFFFFFF) >> 20
+        try:
+            pg = self._pg
+            if pg is None:
+                ticket.fail(f"rank {self.rank} has closed its transport")
+            elif edge.receiving:
+                ticket.work = pg.recv([tensor], edge.key[1], tag)
+            else:
+                ticket.work = pg.send([tensor], edge.key[1], tag)
+        except RuntimeError as error:
+            ticket.fail(self.explain(error, edge))  # told by wait, which knows where
+        return ticket
+
+    def _edge(self, edges: dict[tuple[str, int], _Edge], stream: str, peer: int, receiving: bool) -> _Edge:
+        if not 0 <= peer < self.size or peer == self.rank:
+            raise ValueError(f"rank {self.rank} of {self.size}: an edge joins two different ranks, not {peer}")
+        tag = (self._epoch % _EPOCHS) << 26 | self._stream_number(stream) << 20
+        edge = edges[stream, peer] = _Edge((stream, peer), receiving, tag)
+        return edge
+
+    def _stream_number(self, stream: str) -> int:
+        """The number of ``stream``, the same on all ranks: whoever needs it first takes the next free one in the store."""
+        if stream not in self._streams:
+            for number in range(_STREAMS - 1):
+                taken = self._store.compare_set(f"stream/{number}", "", stream).decode()
+                self._streams.setdefault(taken, number)
+                if taken == stream:
+                    break
+            else:
+                raise ValueError(f"more than {_STREAMS - 1} streams")
+        return self._streams[stream]
+
+    def explain(self, error: RuntimeError, edge: _Edge) -> str:
+        """What a gloo error on ``edge`` means, without the rank's ``where``."""
+        (stream, peer), text = edge.key, str(error)
+        if "Timed out" in text:
+            what = "no message" if edge.receiving else "nobody took the message"
+            return f"{what} on stream {stream} {'from' if edge.receiving else 'for'} rank {peer} within {self.timeout_seconds} s"
+        if "Application timeout" in text:
+            return f"stream {stream}: the connection to rank {peer} was given up after an earlier timeout of this rank"
+        if any(sign in text for sign in ("Connection closed", "onnection reset", "Broken pipe", "ocket closed")):
+            return f"stream {stream}: rank {peer} closed the connection (it crashed or exited; see its log)"
+        return f"stream {stream}: hand-off with rank {peer} failed: {_first_line(error)}"
+
+    # ---- collectives, none in a training step -------------------------------------------------------------------------------
+
+    def _exchange(self, value: Any, where: str) -> list[Any]:
+        call, store = self._calls, self._store
+        self._calls += 1
+        deadline = time.monotonic() + self.timeout_seconds
+        try:
+            store.set(f"gather/{call}/{self.rank}", json.dumps(value))
+            values = [json.loads(self._fetch(call, rank, deadline, where)) for rank in range(self.size)]
+            if call:
+                store.delete_key(f"gather/{call - 1}/{self.rank}")  # everybody has read the call before
+        except RuntimeError as error:
+            if isinstance(error, HandoffError):
+                raise
+            raise HandoffError(f"{where}: the store is gone (rank 0 crashed or exited?): {_first_line(error)}") from error
+        return values
+
+    def _fetch(self, call: int, rank: int, deadline: float, where: str) -> bytes:
+        store, key = self._store, f"gather/{call}/{rank}"
+        while not store.check([key]):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = [r for r in range(self.size) if not store.check([f"gather/{call}/{r}"])]
+                raise HandoffError(f"{where}: rank(s) {missing} missing after {self.timeout_seconds} s")
+            if store.check([f"closing/{rank}"]) and not store.check([key]):
+                raise HandoffError(f"{where}: rank {rank} has closed its transport")
+            try:
+                store.wait([key], min(_SLICE, timedelta(seconds=left)))
+            except dist.DistStoreError:
+                pass  # a slice went by; an unreachable store raises another error
+        return store.get(key)
+
+    def gather(self, value: Any, where: str) -> list[Any]:
+        self.collectives += 1
+        return self._exchange(value, where)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, where: str) -> None:
+        self.collectives += 1
+        if self.size == 1 or tensor.numel() == 0:
+            return
+        if self._pg is None:
+            raise HandoffError(f"{where}: rank {self.rank} has closed its transport")
+        try:
+            self._pg.broadcast(tensor, src, timeout=self.patience).wait(self.patience)
+        except RuntimeError as error:
+            raise HandoffError(f"{where}: broadcast from rank {src} failed within {self.timeout_seconds} s "
+                               f"(a rank crashed, exited or is late): {_first_line(error)}") from error
+
+    def reset(self, where: str) -> None:
+        self.collectives += 1
+        named = {side: [[stream, peer, edge.count] for (stream, peer), edge in edges.items()]
+                 for side, edges in (("posted", self._in), ("pushed", self._out))}
+        everyone = self._exchange(named, where)
+        for edges, side in ((self._in, "pushed"), (self._out, "posted")):
+            for (stream, peer), edge in edges.items():
+                there = next((n for s, p, n in everyone[peer][side] if s == stream and p == self.rank), 0)
+                for ticket in list(edge.pending.values()):
+                    if ticket.number < there:
+                        ticket.wait(where)
+                    else:
+                        ticket.fail(f"message {ticket.number} on stream {stream} was forgotten by a reset")
+            edges.clear()
+        self._epoch += 1
+        if self._epoch % _EPOCHS == 0:  # tags start anew: so must the connections, which may remember dropped messages
+            self._exchange(None, where)  # nobody waits for old messages any more
+            self._hang_up()
+            self._connect(where)
+
+    # ---- the end ------------------------------------------------------------------------------------------------------------
+
+    def close(self, linger: bool) -> None:
+        if self._pg is None:
+            return
+        try:
+            posted = [[stream, src, edge.count] for (stream, src), edge in self._in.items()]
+            self._store.set(f"closing/{self.rank}", json.dumps(posted))
+        except RuntimeError:
+            pass  # the store is gone, and so is rank 0; pushes to it will fail at once
+        threads = self._linger([edge for edge in self._out.values() if edge.pending]) if linger else []
+        self._hang_up()
+        for thread in threads:  # hanging up has woken them; none may be inside gloo when the interpreter ends
+            thread.join(1.0)
+        for edge in (*self._in.values(), *self._out.values()):
+            for ticket in [t for t in edge.pending.values() if t.state == _PENDING]:
+                ticket.fail(f"rank {self.rank} has closed its transport")
+
+    def _linger(self, edges: list[_Edge]) -> list[threading.Thread]:
+        """Wait until each edge's pushes are taken, or its peer is closing and has not posted for them, or is gone.
+
+        Returns:
+            Threads that may still be waiting for messages that nobody will take.
+        """
+        waiters: dict[_Edge, threading.Thread] = {}
+        taken = dict.fromkeys(edges, 0)
+
+        def wait(edge: _Edge) -> None:
+            for number, ticket in list(edge.pending.items()):
+                taken[edge] = number  # all before it are taken
+                try:
+                    ticket.work.wait(self.patience)
+                except RuntimeError:
+                    return
+                ticket.state = _DONE
+            taken[edge] = edge.count
+
+        for edge in edges:  # gloo cannot be polled, so each edge is waited for in a thread; hanging up wakes them
+            waiters[edge] = threading.Thread(target=wait, args=(edge,), daemon=True)
+            waiters[edge].start()
+        threads = list(waiters.values())
+        deadline = time.monotonic() + self.timeout_seconds
+        pause = 0.001
+        while waiters and time.monotonic() < deadline:
+            next(iter(waiters.values())).join(pause)
+            pause = min(2 * pause, 0.05)
+            for edge in list(waiters):
+                if not waiters[edge].is_alive() or taken[edge] >= self._posted_by_closing(edge):
+                    del waiters[edge]
+        if edges:
+            time.sleep(_DRAIN_SECONDS)
+        return threads
+
+    def _posted_by_closing(self, edge: _Edge) -> float:
+        """How many messages of ``edge`` its peer posted for in all, once the peer is closing; infinity before."""
+        stream, peer = edge.key
+        try:
+            if not self._store.check([f"closing/{peer}"]):
+                return float("inf")
+            posted = json.loads(self._store.get(f"closing/{peer}"))
+        except RuntimeError:
+            return float("inf")  # the connection to the peer decides
+        return next((n for s, r, n in posted if s == stream and r == self.rank), 0)
+
+    def _hang_up(self) -> None:
+        """Close all connections now, whoever still holds a Work, by a timeout (see the module's text)."""
+        pg, self._pg = self._pg, None
+        for peer in range(self.size):
+            if peer != self.rank:
+                try:
+                    pg.recv([torch.empty(1, dtype=torch.uint8)], peer, _HANG_UP).wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    pass
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n", 1)[0].strip()

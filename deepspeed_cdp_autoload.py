@@ -1,0 +1,75 @@
+"""Registers deepspeed_cdp when `deepspeed` is imported, and costs next to nothing until then.
+
+DeepSpeed has no plugin hook. At interpreter start-up, in every program, the installed deepspeed_cdp_autoload.pth puts one small
+finder on sys.meta_path. It leaves every module alone but `deepspeed`; for that one it imports this file, which has the module's
+loader call deepspeed_cdp.plugin.register() right after execution, so that `from deepspeed import initialize` already sees the
+registered function. The finder's few lines are in the .pth file itself, because the first import of a module that is not frozen
+into the interpreter lists the library's folders, which costs more than all the rest. (In a virtual environment Python runs every
+.pth file twice, hence its last condition.) The finder stays, for importlib.reload.
+"""
+
+import sys
+
+
+def _register() -> None:
+    """Registers the engine; a failure warns, because an import of deepspeed must not break on our account."""
+    try:
+        from deepspeed_cdp.plugin import register
+        register()
+    except Exception as error:
+        gone = ("deepspeed_cdp", "deepspeed_cdp.plugin")
+        if isinstance(error, ModuleNotFoundError) and error.name in gone:
+            return  # half uninstalled: nothing to register
+        import warnings
+        warnings.warn(f"deepspeed_cdp is installed but could not register its engine, so a \"cyclic\" block in ds_config is "
+                      f"without effect: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+
+
+class DeepSpeedCDPFinder:
+    """The finder of the .pth file, for programs that import deepspeed_cdp without it. Known by its name in both places."""
+
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        return find_spec(path, target) if name == "deepspeed" else None
+
+
+def _is_ours(finder) -> bool:
+    return getattr(finder, "__name__", None) == DeepSpeedCDPFinder.__name__
+
+
+def find_spec(path=None, target=None):
+    """The spec of `deepspeed` as the other finders give it, with a loader that registers after execution."""
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        if _is_ours(finder) or find is None:
+            continue
+        spec = find("deepspeed", path, target)
+        if spec is not None:
+            if spec.loader is not None:
+                _hook(spec.loader)
+            return spec
+    return None
+
+
+def _hook(loader) -> None:
+    """Extends this one loader object. Its class stays, so that resources and source are found as ever."""
+    execute = loader.exec_module
+
+    def exec_module(module):
+        execute(module)
+        if module.__name__ == "deepspeed":
+            _register()
+
+    try:
+        loader.exec_module = exec_module
+    except AttributeError:  # a loader without a __dict__: nothing to extend, `import deepspeed_cdp` still registers
+        pass
+
+
+def install() -> None:
+    """Registers now if deepspeed is imported already, and whenever it is imported. Idempotent."""
+    if not any(_is_ours(finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, DeepSpeedCDPFinder)
+    module = sys.modules.get("deepspeed")
+    if module is not None and hasattr(module, "initialize"):
+        _register()

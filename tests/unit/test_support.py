@@ -1,0 +1,143 @@
+"""The table of supported, ignored and refused DeepSpeed settings."""
+
+from pathlib import Path
+
+import deepspeed
+import pytest
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+from deepspeed_cdp import support
+from deepspeed_cdp.plugin import register
+
+REPOSITORY = Path(__file__).parents[2]
+ZERO = "zero_optimization"
+RAW_ONLY = {ZERO + ".zeropp_loco_param": {"a": 1}, ZERO + ".mics_shard_size": 2, "elasticity": {"enabled": True},
+            "sparse_gradients": True, "amp": {"enabled": True}, "curriculum_learning": {"enabled": True},
+            "progressive_layer_drop": {"enabled": True}, "eigenvalue": {"enabled": True},
+            "quantize_training": {"enabled": True}, "compression_training": {"a": 1}}  # DeepSpeed 0.19 itself refuses these
+
+REFUSED = {
+    ZERO + ".zero_quantized_weights": True, ZERO + ".zero_quantized_gradients": True,
+    ZERO + ".zero_quantized_nontrainable_weights": True, ZERO + ".zero_hpz_partition_size": 2,
+    ZERO + ".offload_param": {"device": "cpu"}, ZERO + ".offload_optimizer": {"device": "cpu"}, ZERO + ".zenflow": {},
+    ZERO + ".offload_optimizer.super_offload": True, ZERO + ".cpu_offload": True, ZERO + ".cpu_offload_param": True,
+    "fp16.enabled": True, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True,
+    "torch_autocast.enabled": True, "hybrid_engine.enabled": True, "tensor_parallel.autotp_size": 2,
+    "sequence_parallel_size": 2, "expert_parallel.enabled": True, "compile.deepcompile": True, "checkpoint.load_universal": True,
+    "communication_data_type": "fp32", "prescale_gradients": True, "managed_gradient_accumulation": False,
+    "data_efficiency.data_routing.random_ltd.enabled": True,
+    "data_efficiency.data_sampling.curriculum_learning.enabled": True, ZERO + ".stage": 2,
+}
+# What DeepSpeed wants beside a setting to parse it at all.
+BESIDE = {
+    "data_efficiency.data_routing.random_ltd.enabled": {
+        "data_efficiency.enabled": True, "data_efficiency.data_routing.enabled": True},
+    "data_efficiency.data_sampling.curriculum_learning.enabled": {
+        "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {}},
+    "bf16.bf16_optimizer_states": {"bf16.bf16_master_weights_and_grads": True},
+}
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    register()
+
+
+def ds_config(settings, **cyclic):
+    raw = {"train_batch_size": 4, ZERO: {"stage": 3}, "cyclic": {"enabled": True, **cyclic}}
+    for path, value in settings.items():
+        section = raw
+        *parents, last = path.split(".")
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return raw
+
+
+def refused_rows():
+    return {setting for row in support.TABLE if row.refuses for setting in row.settings}
+
+
+def test_every_refused_setting_is_tried_below():
+    assert refused_rows() == set(REFUSED) | set(RAW_ONLY)
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_refused(setting):
+    raw = ds_config({**BESIDE.get(setting, {}), setting: REFUSED[setting]})
+    with pytest.raises(ValueError) as caught:
+        deepspeed.DeepSpeedConfig(raw)
+    text = str(caught.value)
+    assert text.startswith(f"{setting} is "), text
+    assert text.endswith(".") and "\n" not in text and "; " in text and ". " not in text
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_refused_only_while_enabled(setting):
+    raw = ds_config({**BESIDE.get(setting, {}), setting: REFUSED[setting]})
+    raw["cyclic"]["enabled"] = False
+    assert not deepspeed.DeepSpeedConfig(raw).cyclic_config.enabled
+
+
+@pytest.mark.parametrize("setting", RAW_ONLY)
+def test_refused_where_deepspeed_still_reads_it(setting):
+    config = deepspeed.DeepSpeedConfig(ds_config({}))
+    with pytest.raises(ValueError, match=f"^{setting} is "):
+        support.check_supported(config, ds_config({setting: RAW_ONLY[setting]}))
+
+
+@pytest.mark.parametrize("rule, words", [("cdp-v2", ("under cyclic.rule cdp-v2", "use bf16, or cyclic.rule \"cdp-v1\"")),
+                                         ("cdp-v1", ("not supported in this version", "use bf16")),
+                                         ("dp", ("not supported in this version", "use bf16"))])
+def test_fp16_depends_on_the_rule(rule, words):
+    with pytest.raises(ValueError) as caught:
+        deepspeed.DeepSpeedConfig(ds_config({"fp16.enabled": True}, rule=rule))
+    assert all(word in str(caught.value) for word in words)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, None])
+def test_stage_must_be_3(stage):
+    raw = ds_config({ZERO + ".stage": stage} if stage is not None else {})
+    if stage is None:
+        del raw[ZERO]
+    with pytest.raises(ValueError, match=rf"^zero_optimization.stage is {stage or 0}: .* set it to 3\.$"):
+        deepspeed.DeepSpeedConfig(raw)
+
+
+@pytest.mark.parametrize("settings", [
+    {ZERO + ".offload_param": {"device": "none"}, ZERO + ".offload_optimizer": {"device": "none"}},
+    {ZERO + ".zero_hpz_partition_size": 1, "fp16.enabled": False, "prescale_gradients": False, "sequence_parallel_size": 1},
+    {"fp16.enabled": "auto", "bf16.enabled": "auto", ZERO + ".overlap_comm": True},
+    {"bf16.enabled": True, "gradient_clipping": 1.0, "data_types.grad_accum_dtype": "fp32"},
+    {"activation_checkpointing": {"partition_activations": False}, "compile.deepcompile": False}])
+def test_harmless_values_pass(settings):
+    assert deepspeed.DeepSpeedConfig(ds_config(settings)).cyclic_config.enabled
+
+
+def test_ignored_settings_are_reported_only_when_written():
+    assert support.check_supported(deepspeed.DeepSpeedConfig(ds_config({}))) == ()
+    config = deepspeed.DeepSpeedConfig(ds_config({ZERO + ".overlap_comm": True, ZERO + ".sub_group_size": 5}))
+    assert support.check_supported(config) == (ZERO + ".overlap_comm", ZERO + ".sub_group_size")
+
+
+def test_every_field_of_the_zero_config_is_in_the_table():
+    listed = {setting for row in support.TABLE for setting in row.settings}
+    fields = {f"{ZERO}.{field.alias or name}" for name, field in DeepSpeedZeroConfig.model_fields.items()}
+    assert fields - listed == set()
+
+
+def test_rows_are_complete():
+    for row in support.TABLE:
+        assert row.reason and (row.verdict == "refused") == bool(row.fix) == bool(row.when), row
+        assert row.refuses is None or row.verdict == "refused"
+    settings = [setting for row in support.TABLE for setting in row.settings if setting != "fp16.enabled"]
+    assert len(settings) == len(set(settings))
+
+
+def test_readme_prints_exactly_this_table():
+    readme = REPOSITORY / "README.md"
+    if not readme.exists():
+        pytest.skip("no README.md yet")
+    parts = readme.read_text().split("<!-- settings -->")
+    assert len(parts) == 3, "README.md needs the table between two <!-- settings --> markers"
+    assert parts[1].strip() == support.as_markdown().strip(), "paste the output of `python -m deepspeed_cdp.support`"
