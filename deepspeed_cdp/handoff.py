@@ -22,11 +22,14 @@ PASSES = {"READ", "RELAY", "SUM", "DONE", "PASS", "SUM_HELD", "PASS_HELD", "DONE
 class Owner(Protocol):
     """Who keeps the owned stage's masters (see optimizer.py)."""
 
-    def norm2(self) -> torch.Tensor:
-        """Squared norm of the averaged gradients in the finished sums (float64 scalar)."""
+    def average(self) -> torch.Tensor:
+        """Turn the finished sums into averaged gradients; their squared norm (float64 scalar)."""
 
-    def update(self, step: int, norm2: torch.Tensor, slot: int) -> None:
-        """Apply the update of ``step`` and publish the new version in copy ``slot``; ``norm2`` is what to clip with."""
+    def update(self, step: int, norm2: torch.Tensor) -> None:
+        """Apply the update of ``step``; ``norm2`` is what to clip with."""
+
+    def publish(self, slot: int) -> None:
+        """Write the newest version into published copy ``slot``."""
 
 
 class OutOfOrder(RuntimeError):
@@ -127,9 +130,10 @@ class Handoff:
         if self._cursor or self.round:
             raise ValueError(f"engine.flush() came in the middle of step {self.global_step}: {self.round} of "
                              f"{self.schedule.rounds} micro-batches are done; call engine.step() first")
-        for a in self._steady.actions:
-            if a.kind in ("NORM", "TOTAL", "UPDATE") and a.version == -1 and self.step:
-                self._do[a.kind](a)
+        last = {"NORM": self._norm, "TOTAL": self._total, "UPDATE": self._apply}  # nobody reads what would be published
+        for a in self._steady.actions if self.step else ():
+            if a.kind in last and a.version == -1:
+                last[a.kind](a)
         self.transport.reset(where)
 
     @property
@@ -295,18 +299,21 @@ class Handoff:
         if a.peer is not None:
             self.scalars.receive(a.peer, where)
         loss, count = self._lost.pop(self.global_step + a.version, (self.losses, self.loss_count))
-        self.scalars.add(stage, self.owner.norm2(), loss, count)
+        self.scalars.add(stage, self.owner.average(), loss, count)
 
     def _total(self, a: Action) -> None:
         self.scalars.send_total()
 
-    def _update(self, a: Action) -> None:
+    def _apply(self, a: Action) -> None:
         assert self.owner is not None
-        where, new = Place(self, a), self.step + a.version + 1
         if a.peer is not None:
-            self.scalars.receive_total(where)
-        slot = new % self.plan.copies
+            self.scalars.receive_total(Place(self, a))
+        self.owner.update(self.global_step + a.version, self.scalars.total)
+
+    def _update(self, a: Action) -> None:
+        self._apply(a)
+        slot = (self.step + a.version + 1) % self.plan.copies
         region = f"V{slot}"
-        self._settle(region, 0, self.buffers.regions[region].numel(), where)
-        self.owner.update(self.global_step + a.version, self.scalars.total, slot)
+        self._settle(region, 0, self.buffers.regions[region].numel(), Place(self, a))  # its readers have taken the old version
+        self.owner.publish(slot)
         self._posts(a)

@@ -72,8 +72,9 @@ class StageOwner:
     # ---- publishing -----------------------------------------------------------------------------------------------------
     def publish(self, slot: int) -> None:
         """Write the masters, in the parameters' dtype, into published copy ``slot``."""
-        for name, master in self.masters.items():
-            self._published[slot][name].copy_(master.detach())
+        with torch.no_grad():
+            for name, master in self.masters.items():
+                self._published[slot][name].copy_(master)
 
     def publish_all(self) -> None:
         """Write everything, frozen parameters too, into every copy."""
@@ -87,29 +88,27 @@ class StageOwner:
         """Keep the groups' options for the update of ``step``."""
         self._recorded[step] = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
-    def norm2(self) -> torch.Tensor:
-        """Squared norm of this stage's averaged gradients (float64 scalar on the device)."""
-        count = self.handoff.schedule.ranks
+    @torch.no_grad()
+    def average(self) -> torch.Tensor:
+        """Turn the finished sums into the masters' gradients (fp32, sum / N); their squared norm (float64 scalar on the device)."""
         total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for view in self._sums.values():
-            total += torch.linalg.vector_norm(view, dtype=torch.float64) ** 2
-        return total / count ** 2
+        for name, view in self._sums.items():
+            grad = view if view.dtype == torch.float32 else view.to(torch.float32)
+            self.masters[name].grad = grad.div_(self.handoff.schedule.ranks)
+            total += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
+        return total
 
-    def update(self, step: int, norm2: torch.Tensor, slot: int) -> None:
-        """theta_{step+1} = opt(theta_step, sums / N), clipped, published in copy ``slot``."""
+    def update(self, step: int, norm2: torch.Tensor) -> None:
+        """theta_{step+1} = opt(theta_step, averaged gradients), clipped."""
         with torch.no_grad():
-            for name, view in self._sums.items():
-                grad = view if view.dtype == torch.float32 else view.to(torch.float32)
-                self.masters[name].grad = grad.div_(self.handoff.schedule.ranks)
             if self.clip > 0:
-                # as ZeRO-3 does: scaled by clip / (norm + 1e-6) where that is below one
-                factor = torch.clamp(self.clip / (norm2.sqrt() + 1e-6), max=1.0).to(torch.float32)
+                # as ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one
+                factor = (1.0 / torch.clamp((norm2.sqrt() + 1e-6) / self.clip, min=1.0)).to(torch.float32)
                 for master in self.masters.values():
                     master.grad.mul_(factor)
         self._step(self._recorded.pop(step))
         for master in self.masters.values():
             master.grad = None
-        self.publish(slot)
 
     def _step(self, recorded: list[dict[str, Any]]) -> None:
         groups = self.optimizer.param_groups

@@ -48,10 +48,11 @@ def _with_cyclic_config(stock: Callable[..., None]) -> Callable[..., None]:
     def _initialize_params(self: Any, param_dict: dict[str, Any]) -> None:
         from deepspeed_cdp.config import parse_cyclic
         from deepspeed_cdp.support import check_supported
+        written = dict(param_dict)  # before DeepSpeed fills in sections of its own
         stock(self, param_dict)
-        self.cyclic_config = parse_cyclic(param_dict, getattr(self, "world_size", None))
+        self.cyclic_config = parse_cyclic(written, getattr(self, "world_size", None))
         if self.cyclic_config.enabled:
-            self.cyclic_ignored = check_supported(self, param_dict)  # settings the user wrote to no effect
+            self.cyclic_ignored = check_supported(self, written)  # settings the user wrote to no effect
 
     setattr(_initialize_params, _STOCK, stock)
     return _initialize_params

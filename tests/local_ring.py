@@ -1,0 +1,76 @@
+"""A ring of threads: the runtime without processes, engine or DeepSpeed's set-up."""
+
+import threading
+from typing import Any, Callable
+
+import torch
+
+from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.transport.delayed import Delayed
+from deepspeed_cdp.transport.local import Hub, LocalTransport
+import models
+
+
+def run_ranks(size: int, work: Callable[[int, Any], Any], seconds: float = 30.0, delay: float = 0.0, seed: int = 0) -> list[Any]:
+    """``work(rank, transport)`` on ``size`` threads; raises the first error of any."""
+    hub = Hub(size, seconds)
+    results: list[Any] = [None] * size
+    errors: list[BaseException] = []
+
+    def main(rank: int) -> None:
+        transport = LocalTransport(hub, rank)
+        try:
+            results[rank] = work(rank, Delayed(transport, seed + rank, delay) if delay else transport)
+        except BaseException as error:
+            errors.append(error)
+            hub.fail(rank, repr(error))
+
+    threads = [threading.Thread(target=main, args=(r,), daemon=True) for r in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(seconds * 4)
+        assert not thread.is_alive(), "a rank hangs"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def train(kind: str, size: int, settings: Settings, make_optimizer, steps: int, flush_after=(), on_step=None, dtype=None,
+          delay: float = 0.0, seed: int = 0, change=None) -> dict[str, Any]:
+    """Train ``kind`` as ``models.batch`` gives the data; returns rank 0's whole state, the losses, the runtimes.
+
+    Args:
+        make_optimizer: from named parameters.
+        on_step: called with (step, optimizer) before ``runtime.step()``.
+        change: called with each rank's runtime before the first step (to break something).
+    """
+    losses: dict[tuple[int, int, int], float] = {}
+
+    def work(rank: int, transport: Any) -> tuple[dict, Runtime]:
+        module = built[rank]
+        runtime = Runtime(module, make_optimizer(list(module.named_parameters())), settings, transport, torch.device("cpu"))
+        if change:
+            change(runtime)
+        for step in range(steps):
+            for m in range(settings.rounds):
+                with runtime.forward():
+                    value = models.loss(module, kind, models.batch(kind, step, m, rank))
+                losses[step, m, rank] = value.item()
+                (value / settings.rounds).backward()
+                runtime.end_backward()
+            if on_step:
+                on_step(step, runtime.optimizer)
+            runtime.step()
+            if step in flush_after:
+                runtime.flush()
+        state = {k: v.clone() for k, v in runtime.whole_state().items()}
+        runtime.close(True)
+        return state, runtime
+
+    built = [models.build(kind) for _ in range(size)]
+    if dtype:
+        for module in built:
+            module.to(dtype)
+    results = run_ranks(size, work, delay=delay, seed=seed)
+    return {"state": results[0][0], "losses": losses, "runtimes": [r for _, r in results], "states": [s for s, _ in results]}

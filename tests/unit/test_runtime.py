@@ -1,0 +1,163 @@
+"""The runtime on threads against the oracle: bitwise where the order of sums is the same, which here is everywhere."""
+
+import pytest
+import torch
+from local_ring import train
+import models
+
+from deepspeed_cdp import reference
+from deepspeed_cdp.runtime import Settings
+from deepspeed_cdp.schedule import threshold
+
+
+def sgd(named):
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
+
+
+def adamw(named):
+    """Two groups: weights decay, the rest does not."""
+    return torch.optim.AdamW([{"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+                              {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0}], lr=1e-2)
+
+
+def muon(named):
+    return torch.optim.Muon([p for _, p in named if p.dim() == 2], lr=1e-2)
+
+
+def schedule(step, optimizer):
+    """A learning rate that moves every step."""
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-2 / (1 + step)
+
+
+def oracle(kind: str, stages, rule, size: int, make, steps: int, dtype=None, trained=None, **options):
+    module = models.build(kind)
+    if dtype:
+        module.to(dtype)
+    if trained is not None:
+        for name, p in module.named_parameters():
+            p.requires_grad_(name in trained)
+    return reference.train(module, stages, threshold(rule, size), lambda t, m, r: models.batch(kind, t, m, r),
+                           lambda call, x: models.loss(call, kind, x), make, steps, **options)
+
+
+def check(kind: str, rule, size: int, make=sgd, steps: int = 6, rounds: int = 1, clip: float = 0.0, flush_after=(), on_step=None,
+          dtype=None, sum_dtype=None, exact: bool = True, **extra):
+    """Train on a ring of threads and with the oracle: every loss and every final weight is equal."""
+    settings = Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype)
+    got = train(kind, size, settings, make, steps, flush_after, on_step, dtype, **extra)
+    plan = got["runtimes"][0].plan
+    want = oracle(kind, plan.stages, rule, size, make, steps, dtype, rounds=rounds, clip=clip, flush_after=flush_after,
+                  grad_dtype=sum_dtype, on_step=on_step)
+    close = dict(rtol=0, atol=0) if exact else dict(rtol=1e-5, atol=1e-7)
+    for name, master in want.masters.items():
+        for state in got["states"]:
+            torch.testing.assert_close(state[name], master.to(state[name].dtype), **close, msg=lambda m: f"{name}: {m}")
+    assert got["losses"] == (want.losses if exact else pytest.approx(want.losses, rel=1e-5))
+    return got, want
+
+
+RULES = ["dp", "cdp-v1", "cdp-v2", "between"]
+
+
+def named_rule(rule: str, size: int) -> str | int:
+    return min(size, 2 * size - 1) if rule == "between" else rule
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_mlp(size, rule, rounds):
+    check("mlp", named_rule(rule, size), size, rounds=rounds, flush_after={2})
+
+
+@pytest.mark.parametrize("threshold", range(8))
+def test_every_threshold(threshold):
+    check("mlp", threshold, 4, adamw, clip=0.5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["rooted", "conv", "llama", "llama-tied"])
+def test_models(kind, rule):
+    check(kind, named_rule(rule, 3), 3, adamw, on_step=schedule, rounds=2 if rule == "cdp-v2" else 1, clip=0.3)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ranks_that_take_different_branches(rule):
+    got, _ = check("routed", named_rule(rule, 3), 3, sgd, steps=8)
+    visited = {frozenset(r.binder.visited) for r in got["runtimes"]}
+    assert len(visited) > 1, "the test needs ranks that use different experts"
+
+
+@pytest.mark.parametrize("rule", ["dp", "cdp-v2"])
+def test_muon_has_whole_matrices(rule):
+    def split(named):
+        return muon(named)
+    settings = Settings(rule)
+    got = train("mlp", 3, settings, split, 6)
+    matrices = {n for n in got["runtimes"][0].plan.stages for n in n}
+    assert all(n.endswith("weight") for n in matrices)
+    want = oracle("mlp", got["runtimes"][0].plan.stages, rule, 3, split, 6, trained=matrices)
+    for name, master in want.masters.items():
+        torch.testing.assert_close(got["state"][name], master, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("sum_dtype", [None, torch.float32])
+@pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
+def test_bf16(rule, sum_dtype):
+    check("llama-tied", rule, 2, adamw, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("rule", RULES)
+def test_random_delays_change_nothing(rule, seed):
+    check("mlp", named_rule(rule, 4), 4, rounds=1 + seed % 2, delay=0.002, seed=seed, steps=5)
+
+
+def test_rules_differ():
+    """Else no test here could see a wrong version."""
+    finals = {rule: train("mlp", 3, Settings(rule), sgd, 6)["state"] for rule in ("dp", "cdp-v1", "cdp-v2", 3)}
+    names = list(finals)
+    for i, a in enumerate(names):
+        for b in names[i + 1:]:
+            assert any(not torch.equal(finals[a][n], finals[b][n]) for n in finals[a]), (a, b)
+            assert max(float((finals[a][n] - finals[b][n]).abs().max()) for n in finals[a]) > 1e-4, (a, b)
+
+
+def test_a_wrong_version_is_seen():
+    """An owner that publishes one step late once: the oracle's weights are missed."""
+    def late(runtime):
+        publish, calls = runtime.owner.publish, []
+
+        def skip_third(slot):
+            calls.append(slot)
+            if len(calls) != 3 or runtime.handoff.rank:
+                publish(slot)
+        runtime.owner.publish = skip_third
+
+    with pytest.raises(AssertionError):
+        check("mlp", "cdp-v2", 3, change=late)
+
+
+def test_bytes_equal_the_closed_form_and_no_collectives():
+    for size in (2, 3, 4):
+        for rule in RULES:
+            for rounds in (1, 2):
+                got = train("llama-tied", size, Settings(named_rule(rule, size), rounds=rounds), sgd, 4)
+                for runtime in got["runtimes"]:
+                    for kind, row in runtime.traffic().items():
+                        assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.handoff.rank, kind, row)
+                    assert runtime.collectives_in_steps == 0
+
+
+def test_memory_is_what_the_plan_says():
+    for size in (1, 2, 4):
+        got = train("llama", size, Settings(), sgd, 2)
+        for rank, runtime in enumerate(got["runtimes"]):
+            assert runtime.handoff.buffers.nbytes() == sum(runtime.plan.memory(rank).values())
+
+
+def test_the_step_after_a_flush_reads_one_version():
+    _, with_flush = check("mlp", "cdp-v1", 3, flush_after={1, 3})
+    _, without = check("mlp", "cdp-v1", 3)
+    assert any(not torch.equal(with_flush.masters[n], without.masters[n]) for n in without.masters)
