@@ -7,8 +7,9 @@ import atexit
 import hashlib
 import sys
 import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist

@@ -5,8 +5,9 @@ a whole micro-batch, is received, relayed and passed on all the same. Nothing he
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Protocol
+from typing import Protocol
 
 import torch
 

@@ -4,8 +4,9 @@ Order of a unit's backward: autograd runs nodes in the reverse order of their cr
 arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
 """
 
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Iterator, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten

@@ -1,6 +1,7 @@
 """Offsets for buffers whose lifetimes repeat: offline storage allocation on a circle (design §7). Pure, no torch."""
 
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 ALIGN = 64  # bytes; a cache line, and enough for any dtype's vector loads
 

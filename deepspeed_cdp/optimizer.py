@@ -4,7 +4,8 @@
 round the ring, with the recorded ones (design §9).
 """
 
-from typing import Any, Callable, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer

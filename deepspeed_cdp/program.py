@@ -1,6 +1,6 @@
 """From the plan to each rank's program: the ordered actions of one step. Pure, no torch."""
 
-from typing import Iterator
+from collections.abc import Iterator
 
 from .plan import END, HELD, ORDER, START, Action, Plan, Post
 

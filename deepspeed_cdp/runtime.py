@@ -4,9 +4,10 @@ The engine (engine.py) is a thin shell over this class; tests run it on threads 
 """
 
 import itertools
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Iterator, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import torch
 

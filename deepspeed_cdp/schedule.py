@@ -17,8 +17,9 @@ N = 3, one step (columns are logical time, F/B with the stage)::
     rank 2              F0 F1 F2 B2 B1 B0
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Iterator, NamedTuple
+from typing import NamedTuple
 
 RULES = ("dp", "cdp-v1", "cdp-v2")
 

@@ -1,7 +1,7 @@
 """The flat layout of a unit: where each parameter lies in the buffers that are handed off."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Iterable
 
 import torch
 

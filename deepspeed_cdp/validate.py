@@ -13,8 +13,9 @@ Pure, no torch.
 """
 
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Callable, NamedTuple, Sequence
+from typing import NamedTuple
 
 from .plan import HELD, Action, Plan, Post
 from .program import build, initial_posts
@@ -232,7 +233,7 @@ class DryRun:
             for peer in range(last):
                 self._send_scalar(r, rank, a, "T", peer)
         if a.kind == "UPDATE":
-            if a.peer is not None and not ("T", a.peer) in rank.scalars:
+            if a.peer is not None and ("T", a.peer) not in rank.scalars:
                 return False
             slot = (step + 1) % self.plan.copies
             if self._pending(rank, f"offer{slot}") or self._pending(rank, f"V{slot}"):

@@ -1,14 +1,15 @@
 """A ring of threads: the runtime without processes, engine or DeepSpeed's set-up."""
 
 import threading
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
+import models
 import torch
 
 from deepspeed_cdp.runtime import Runtime, Settings
 from deepspeed_cdp.transport.delayed import Delayed
 from deepspeed_cdp.transport.local import Hub, LocalTransport
-import models
 
 
 def run_ranks(size: int, work: Callable[[int, Any], Any], seconds: float = 30.0, delay: float = 0.0, seed: int = 0) -> list[Any]:

@@ -1,9 +1,9 @@
 """The runtime on threads against the oracle: bitwise where the order of sums is the same, which here is everywhere."""
 
+import models
 import pytest
 import torch
 from local_ring import train
-import models
 
 from deepspeed_cdp import reference
 from deepspeed_cdp.runtime import Settings
