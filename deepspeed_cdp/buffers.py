@@ -2,26 +2,30 @@
 
 import torch
 
-from .layout import aligned
 from .plan import Plan
+from .transport.base import Transport
 
 
 class Buffers:
-    """One rank's flat buffers (uint8, 1-D), allocated once.
+    """One rank's flat buffers (uint8, 1-D), cut from one allocation of the transport; laid out alike on all ranks.
 
     Attributes:
-        regions: ``P`` parameters in flight; ``G`` gradient sums in flight; ``H0``, ``H1`` held parameters of two rounds in turn;
-            ``GH`` held sums in flight; ``O`` finished sums of the owned stage; ``V0`` (and ``V1``) its published versions.
+        regions: by name (see ``Plan.regions``).
     """
 
-    def __init__(self, plan: Plan, rank: int, device: torch.device):
-        stage, alone = plan.schedule.owned(rank), plan.schedule.ranks == 1
-        sizes = {"P": plan.p_layout[2], "G": plan.g_layout[2], "O": plan.o_layout(stage)[1]}
-        if plan.held and not alone:
-            sizes |= {"H0": aligned(plan.held.p_bytes), "H1": aligned(plan.held.p_bytes), "GH": aligned(plan.held.g_bytes)}
-        sizes |= {f"V{c}": plan.v_layout(stage)[1] for c in range(plan.copies)}
-        self.regions = {name: torch.zeros(nbytes, dtype=torch.uint8, device=device) for name, nbytes in sizes.items()}
+    def __init__(self, plan: Plan, transport: Transport):
+        self.arena = transport.allocate(sum(plan.regions.values()))
+        self.regions: dict[str, torch.Tensor] = {}
+        self._start: dict[str, int] = {}
+        start = 0
+        for name, nbytes in plan.regions.items():
+            self.regions[name], self._start[name] = self.arena[start:start + nbytes], start
+            start += nbytes
         self._views: dict[tuple[str, int, int], torch.Tensor] = {}
+
+    def address(self, region: str, offset: int) -> int:
+        """Where this byte lies in the allocation, here and on every other rank."""
+        return self._start[region] + offset
 
     def view(self, region: str, offset: int, nbytes: int) -> torch.Tensor:
         """The bytes of one message; the same tensor object every time, so that views of it can be cached too."""
@@ -33,4 +37,4 @@ class Buffers:
 
     def nbytes(self) -> int:
         """Everything this rank holds for hand-offs, finished sums and published copies."""
-        return sum(t.numel() for t in self.regions.values())
+        return self.arena.numel()

@@ -4,7 +4,6 @@ The model's hooks say how far to walk (``acquire``, ``release``); what is walked
 a whole micro-batch, is received, relayed and passed on all the same. Nothing here reads a clock or meets the other ranks.
 """
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -91,7 +90,7 @@ class Handoff:
     def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device):
         self.plan, self.rank, self.transport = plan, rank, transport
         self.schedule = plan.schedule
-        self.buffers = Buffers(plan, rank, device)
+        self.buffers = Buffers(plan, transport)
         self.scalars = Scalars(transport, device)
         self.owner: Owner | None = None
         self.on_held_sum: Callable[[torch.Tensor], None] = lambda view: None
@@ -113,7 +112,8 @@ class Handoff:
         self.step = self.round = self._cursor = self._latest = 0
         self._program = self._first
         self._arrivals: dict[tuple, Ticket] = {}
-        self._reading: dict[str, deque[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
+        self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
+        self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
         self.params.clear()
         self.sums.clear()
         self._lost.clear()
@@ -217,31 +217,39 @@ class Handoff:
         region = self._region(a.region, self.step, a.round, a.version)
         return region, self.buffers.view(region, a.offset, a.nbytes)
 
-    def _settle(self, region: str, offset: int, nbytes: int, where: Where) -> None:
-        """Wait until no push reads from these bytes any more."""
+    def _readers(self, region: str, offset: int, nbytes: int) -> list[Ticket]:
+        """Pushes that may still read from these bytes; they are the caller's to wait for."""
         reading = self._reading.get(region)
         if not reading:
-            return
-        left: deque[tuple[int, int, Ticket]] = deque()
+            return []
+        found, left = [], []
         for entry in reading:
             at, size, ticket = entry
             if at < offset + nbytes and offset < at + size:
-                ticket.wait(where)
+                found.append(ticket)
             elif not ticket.done():
                 left.append(entry)
         self._reading[region] = left
+        return found
 
     def _post(self, post: Post, where: Where) -> None:
         step = self.step + post.ahead
         region = self._region(post.region, step, post.round, 0)
-        self._settle(region, post.offset, post.nbytes, where)
-        ticket = self.transport.post(post.stream, post.src, self.buffers.view(region, post.offset, post.nbytes))
+        readers = self._readers(region, post.offset, post.nbytes)
+        origin = -1
+        if post.origin >= 0:
+            origin = self.buffers.address(f"V{(step + post.version) % self.plan.copies}", post.origin)
+        view = self.buffers.view(region, post.offset, post.nbytes)
+        ticket = self.transport.post(post.stream, post.src, view, readers, where, origin)
         self._arrivals[post.stream, step, post.round, post.unit, post.backward] = ticket
 
-    def _push(self, a: Action) -> None:
+    def _push(self, a: Action, after: Ticket | None = None) -> None:
         region, view = self._place(a)
-        ticket = self.transport.push(a.stream, a.peer, view)
-        self._reading.setdefault(region, deque()).append((a.offset, a.nbytes, ticket))
+        into = -1
+        if a.into[0]:
+            into = self.buffers.address(self._region(a.into[0], self.step, a.into[2], 0), a.into[1])
+        ticket = self.transport.push(a.stream, a.peer, view, after, into)
+        self._reading.setdefault(region, []).append((a.offset, a.nbytes, ticket))
 
     def _posts(self, a: Action) -> None:
         if a.posts:
@@ -249,25 +257,30 @@ class Handoff:
             for post in a.posts:
                 self._post(post, where)
 
-    def _await(self, a: Action) -> None:
-        if a.peer is not None:
-            self._arrivals.pop((a.stream, self.step, a.round, a.unit, a.backward)).wait(Place(self, a))
+    def _await(self, a: Action) -> Ticket | None:
+        if a.peer is None:
+            return None
+        ticket = self._arrivals.pop((a.stream, self.step, a.round, a.unit, a.backward))
+        ticket.wait(Place(self, a))
+        return ticket
 
     def _read(self, a: Action) -> None:
-        self._await(a)
+        self._read_from[a.unit] = self._await(a)
         self.params[a.unit] = self._place(a)[1]
 
     def _relay(self, a: Action) -> None:
-        self._push(a)
+        self._push(a, self._read_from[a.unit])
 
-    _offer = _relay
+    def _offer(self, a: Action) -> None:
+        self._push(a)
 
     def _sum(self, a: Action) -> None:
         region, view = self._place(a)
         if a.peer is not None:
             self._await(a)
         elif a.round == 0:  # the first micro-batch of the step starts the sum
-            self._settle(region, a.offset, a.nbytes, Place(self, a))
+            for ticket in self._readers(region, a.offset, a.nbytes):
+                ticket.wait(Place(self, a))
             view.zero_()
         self.sums[a.unit] = view
 
@@ -315,6 +328,7 @@ class Handoff:
         self._apply(a)
         slot = (self.step + a.version + 1) % self.plan.copies
         region = f"V{slot}"
-        self._settle(region, 0, self.buffers.regions[region].numel(), Place(self, a))  # its readers have taken the old version
+        for ticket in self._readers(region, 0, self.buffers.regions[region].numel()):  # of the old version
+            ticket.wait(Place(self, a))
         self.owner.publish(slot)
         self._posts(a)

@@ -61,6 +61,8 @@ class Post(NamedTuple):
     round: int
     unit: int
     backward: bool
+    origin: int = -1  # where it lies in the owner's published copy, on the streams P0 and H0
+    version: int = 0  # which version that is, relative to the message's step
 
 
 class Action(NamedTuple):
@@ -79,6 +81,7 @@ class Action(NamedTuple):
     offset: int = 0
     nbytes: int = 0
     version: int = 0  # relative to the program's step
+    into: tuple[str, int, int] = ("", 0, 0)  # where a push lands: region, offset, round of the reader
     posts: tuple[Post, ...] = ()
 
     @property
@@ -249,15 +252,27 @@ class Plan:
                 total["O"] += unit.g_bytes if rank == s.owner(unit.stage) and rank != s.ranks - 1 else 0
         return total
 
-    def memory(self, rank: int) -> dict[str, int]:
-        """Bytes that the runtime itself allocates on ``rank``, by buffer; masters and optimizer state come on top."""
-        stage, held = self.schedule.owned(rank), self.held
-        alone = self.schedule.ranks == 1
-        return {
-            "P": self.p_layout[2], "G": self.g_layout[2],
-            "H": 0 if alone or not held else 2 * aligned(held.p_bytes) + aligned(held.g_bytes),
-            "O": self.o_layout(stage)[1], "published": self.copies * self.v_layout(stage)[1],
-        }
+    @cached_property
+    def regions(self) -> dict[str, int]:
+        """Bytes of every region, the same on all ranks (one-sided transports address a peer's memory by offset): ``P``, ``G``;
+        ``H0``, ``H1``: held parameters of two rounds in turn; ``GH``; ``O``; ``V0`` (and ``V1``): published versions.
+        """
+        stages = range(self.schedule.ranks)
+        sizes = {"P": self.p_layout[2], "G": self.g_layout[2], "O": max(self.o_layout(s)[1] for s in stages)}
+        if self.held and self.schedule.ranks > 1:
+            sizes |= {"H0": aligned(self.held.p_bytes), "H1": aligned(self.held.p_bytes), "GH": aligned(self.held.g_bytes)}
+        return sizes | {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes that the runtime itself allocates on each rank; masters and optimizer state come on top.
+
+        ``in flight`` parameters and sums (about 2 stages each), ``sums`` finished, ``published`` copies (about a stage each).
+        """
+        kinds = {"P": "in flight", "G": "in flight", "H": "in flight", "O": "sums", "V": "published"}
+        total = dict.fromkeys(kinds.values(), 0)
+        for name, nbytes in self.regions.items():
+            total[kinds[name[0]]] += nbytes
+        return total
 
 
 def _stacked(sizes: dict[int, int]) -> tuple[dict[int, int], int]:

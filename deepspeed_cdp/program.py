@@ -75,8 +75,9 @@ class _Builder:
         yield self._action("READ", time, START, m, i, backward, peer=src, stream=stream if src is not None else "",
                            nbytes=unit.p_bytes, version=version, **place)
         if s.relays(self.step, m, self.rank, unit.stage):
-            yield self._action("RELAY", time, START, m, i, backward, peer=(self.rank + 1) % s.ranks,
-                               stream="H" if i == HELD else "P", nbytes=unit.p_bytes, version=version, **place)
+            into = ("H" if i == HELD else "P", offset, m + (self.rank == s.ranks - 1))
+            yield self._action("RELAY", time, START, m, i, backward, peer=(self.rank + 1) % s.ranks, stream=into[0],
+                               nbytes=unit.p_bytes, version=version, into=into, **place)
 
     def _sum(self, kind: str, time: int, phase: int, m: int, i: int) -> Iterator[Action]:
         s, nbytes = self.schedule, self.plan.unit(i).g_bytes
@@ -93,10 +94,11 @@ class _Builder:
         if s.ranks == 1:
             return
         place = dict(region="GH", offset=0) if i == HELD else dict(region="G", offset=self.plan.g_layout[0][i, True])
-        stream, peer = str(place["region"]), (self.rank + 1) % s.ranks
+        stream, peer, offset = str(place["region"]), (self.rank + 1) % s.ranks, place["offset"]
         if m == s.rounds - 1 and self.rank == s.ranks - 1:
-            stream, peer = "O", s.owner(unit.stage)
-        yield self._action(kind, time, END, m, i, True, peer=peer, stream=stream, nbytes=unit.g_bytes, posts=posts, **place)
+            stream, peer, offset = "O", s.owner(unit.stage), self.plan.o_layout(unit.stage)[0][i]
+        yield self._action(kind, time, END, m, i, True, peer=peer, stream=stream, nbytes=unit.g_bytes, posts=posts,
+                           into=(stream, offset, m), **place)
 
     # ---- this rank as an owner ------------------------------------------------------------------------------------------
     def _publish(self, version: int) -> Iterator[Action]:
@@ -148,11 +150,17 @@ class _Builder:
                 first, nbytes = False, unit.g_bytes
                 src = None if (round == 0 and self.rank == 0) or not nbytes else (self.rank - 1) % self.schedule.ranks
             if src is not None:
-                yield Post(buffer + ("0" if first else ""), src, buffer, offsets[i, backward], nbytes, ahead, round, i, backward)
+                yield Post(buffer + ("0" if first else ""), src, buffer, offsets[i, backward], nbytes, ahead, round, i, backward,
+                           *(self._published(ahead, round, i) if first else ()))
 
     def _origin(self, ahead: int, round: int, stage: int) -> tuple[int | None, bool]:
         at = (self.step + ahead, round, self.rank, stage)
         return self.schedule.source(*at), self.schedule.is_first(*at)
+
+    def _published(self, ahead: int, round: int, i: int) -> tuple[int, int]:
+        """Where the owner has the version that this rank reads: offset in its published copy, version relative to the step."""
+        stage, step = self.plan.unit(i).stage, self.step + ahead
+        return self.plan.v_layout(stage)[0][i], self.schedule.version(step, round, self.rank, stage) - step
 
     def held_posts(self, number: int) -> list[Post]:
         """The held parameters of round ``number`` since the flush; their slot is the number's parity."""
@@ -160,7 +168,8 @@ class _Builder:
             return []
         ahead, round = self._place(number - self.step * self.schedule.rounds)
         src, first = self._origin(ahead, round, 0)
-        posts = [] if src is None else [Post("H0" if first else "H", src, "H", 0, self.plan.held.p_bytes, ahead, round, HELD, False)]
+        posts = [] if src is None else [Post("H0" if first else "H", src, "H", 0, self.plan.held.p_bytes, ahead, round, HELD,
+                                             False, *(self._published(ahead, round, HELD) if first else ()))]
         return posts + (list(self._held_sum_posts(0)) if number == 0 else [])
 
     def _held_sum_posts(self, m: int) -> Iterator[Post]:

@@ -153,7 +153,7 @@ class Runtime:
             places, nbytes = self.plan.v_layout(stage)
             owner = self.plan.schedule.owner(stage)
             mine = owner == self.handoff.rank
-            flat = (self.handoff.buffers.regions["V0"].clone() if mine
+            flat = (self.handoff.buffers.regions["V0"][:nbytes].clone() if mine
                     else torch.empty(nbytes, dtype=torch.uint8, device=self.device))
             self.transport.broadcast(flat, owner, where)
             self._whole.append(flat)

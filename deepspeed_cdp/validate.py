@@ -2,46 +2,58 @@
 
 Every message carries a tag instead of bytes: which unit, which version, or how many micro-batches a sum holds. The run checks
 
-- the logical-time rule: what an action waits for belongs to an earlier step, or to the same step and a smaller logical time, so no
-  wait can close a cycle, not even through a barrier of the user's between two steps;
-- that posts and pushes of each edge match in order and size, and nothing is left over at the end;
-- that every pass reads the version the schedule says, and every owner updates with N k micro-batches, each once, in order;
+- the logical-time rule: what an action waits for belongs to an earlier step, or to the same step and a smaller logical time, so
+  no wait can close a cycle, not even through a barrier of the user's between two steps; and actions are done in logical order;
+- that posts and pushes of each edge match in order, size and content, and nothing is left over at the end;
+- that every pass happens once a round and reads the version the schedule says, and that every owner updates once a step, with
+  N k micro-batches, each once, in order;
 - that no region is posted, or overwritten, while its former content is still to be read or relayed;
 - that it ends, also when a push blocks its rank until it has landed, and also with a barrier after every step.
 
 Pure, no torch.
 """
 
+import itertools
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .plan import HELD, Action, Plan, Post
+from .plan import Action, Plan, Post
 from .program import build, initial_posts
 
 Programs = Callable[[int, bool], Sequence[Action]]
+Posts = Callable[[int], Sequence[Post]]
 Key = tuple[int, bool, int, int]  # (step, after the step's passes, logical time, phase), compared lexicographically
+Tag = tuple  # ("p", unit, version) or ("g", unit, step, micro-batches summed)
+Place = tuple[str, int]  # region and offset; slots of H are offsets 0 and 1, copies of V are regions V0 and V1
 BEFORE: Key = (-1, False, 0, 0)  # the first action
+SUMS = ("SUM", "SUM_HELD")
+PASSES = ("PASS", "PASS_HELD")
+OWN = ("NORM", "TOTAL", "UPDATE", "OFFER")
+MESSAGES = ("READ", "RELAY", "OFFER", *SUMS, *PASSES)  # kinds that name the bytes of a unit
 
 
 class PlanError(AssertionError):
     """A plan that breaks a rule; the message names rank, step and action."""
 
 
-class _Push(NamedTuple):
-    key: Key
-    nbytes: int
-    tag: tuple
-    region: str
-    offset: int
-    text: str
-
-
-class _Landing(NamedTuple):
-    key: Key
-    post: Post
+class _Push(NamedTuple):  # a message on its way
+    rank: int
     step: int
+    key: Key
+    action: Action
+    place: Place
+    tag: Tag
+
+
+class _Landing(NamedTuple):  # a region that is free for the next message of its edge
+    key: Key
+    step: int  # in which the message is read
+    post: Post
+    offset: int
+    by: Action | None  # before the first action
 
 
 @dataclass
@@ -49,18 +61,24 @@ class _Rank:
     """What one simulated rank knows."""
 
     number: int
-    cursor: int = 0
+    program: Sequence[Action]
     step: int = 0
-    program: Sequence[Action] = ()
-    content: dict[tuple[str, int], tuple] = field(default_factory=dict)  # (region, offset) -> tag
-    landed: dict[tuple, tuple[int, int]] = field(default_factory=dict)  # awaited message -> key of its push
-    busy: dict[tuple[str, int], int] = field(default_factory=dict)  # regions posted or in use -> bytes
-    outstanding: dict[str, list[tuple[int, int, int]]] = field(default_factory=dict)  # region -> (push, offset, bytes) reading it
-    offers: dict[int, list[int]] = field(default_factory=dict)  # slot of a published copy -> numbers of its offers
-    scalars: dict[tuple[str, int], deque] = field(default_factory=dict)
+    cursor: int = 0
+    acted: bool = False  # the action at the cursor is done, except for its posts
+    reads: int = 0  # passes begun in this step
+    normed: int = 0  # steps whose finished sums were measured
+    version: int = 0  # updates applied
+    content: dict[Place, Tag] = field(default_factory=dict)
+    busy: dict[str, dict[int, int]] = field(default_factory=dict)  # region -> offset -> bytes, from the post to the last use
+    using: dict[tuple[int, bool], Place] = field(default_factory=dict)  # passes under way -> where they read
+    landed: dict[tuple, tuple[Key, Place]] = field(default_factory=dict)  # awaited message -> key of its push, place
+    reading: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # region -> (offset, bytes) of each push from it
+    offers: dict[str, Key] = field(default_factory=dict)  # copy -> latest key at which a reader let its offer in
+    blocked: int = 0  # pushes on their way, offers apart
+    scalars: dict[tuple[str, int], deque[tuple[Key, int]]] = field(default_factory=dict)  # (stream, source) -> (key, step)
 
 
-def validate(plan: Plan, steps: int = 4, programs: Programs | None = None, posts: Callable[[int], Sequence[Post]] | None = None) -> None:
+def validate(plan: Plan, steps: int = 4, programs: Programs | None = None, posts: Posts | None = None) -> None:
     """Dry-run ``steps`` steps in all three ways.
 
     Args:
@@ -68,252 +86,315 @@ def validate(plan: Plan, steps: int = 4, programs: Programs | None = None, posts
     Raises:
         PlanError: naming rank, step and action.
     """
+    made = {}
+    for r in range(plan.schedule.ranks):
+        before = posts(r) if posts else initial_posts(plan, r)
+        made[r] = [(programs(r, first) if programs else build(plan, r, first)) for first in (True, False)], before
+        _check_form(plan, r, *made[r])
     for blocking, barrier in ((False, False), (True, False), (False, True)):
-        DryRun(plan, steps, programs, posts, blocking, barrier).run()
+        DryRun(plan, steps, lambda r, first: made[r][0][not first], lambda r: made[r][1], blocking, barrier).run()
+
+
+def _check_form(plan: Plan, r: int, programs: Sequence[Sequence[Action]], before: Sequence[Post]) -> None:
+    """What can be said without running: programs are in logical order; bytes are the unit's, inside the buffer."""
+    stage = plan.schedule.owned(r)
+    ends = {"P": plan.p_layout[2], "G": plan.g_layout[2], "O": plan.o_layout(stage)[1], "V": plan.v_layout(stage)[1]}
+
+    def check(x: Action | Post, where: str, a: Action | str) -> None:
+        nbytes = plan.unit(x.unit).g_bytes if x.region in ("G", "GH", "O") else plan.unit(x.unit).p_bytes
+        if x.nbytes != nbytes or not 0 <= x.offset <= ends.get(x.region, nbytes) - nbytes:
+            raise PlanError(f"{where}: {a}: {x.region}[{x.offset}:{x.offset + x.nbytes}] is not unit {x.unit}, of {nbytes} bytes")
+
+    for post in before:
+        check(post, f"rank {r}, step 0", "before the first action")
+    for step, program in enumerate(programs):
+        where, last = f"rank {r}, step {step}", program[0]
+        for a in program:
+            if a.key < last.key:
+                raise PlanError(f"{where}: {a}: comes after {last}, which is later in logical time")
+            last = a
+            for x in ((a,) if a.kind in MESSAGES else ()) + a.posts:
+                check(x, where, a)
 
 
 class DryRun:
     """One dry-run; ``log`` holds (rank, step, action) in the order in which they were done."""
 
-    def __init__(self, plan: Plan, steps: int, programs: Programs | None = None,
-                 posts: Callable[[int], Sequence[Post]] | None = None, blocking: bool = False, barrier: bool = False):
+    def __init__(self, plan: Plan, steps: int, programs: Programs | None = None, posts: Posts | None = None,
+                 blocking: bool = False, barrier: bool = False):
         self.plan, self.schedule, self.steps = plan, plan.schedule, steps
         self.blocking, self.barrier = blocking, barrier
-        n = self.schedule.ranks
-        programs = programs or (lambda rank, first: build(plan, rank, first))
+        n, programs = self.schedule.ranks, programs or (lambda rank, first: build(plan, rank, first))
         self.first = [programs(r, True) for r in range(n)]
         self.steady = [programs(r, False) for r in range(n)]
-        self.ranks = [_Rank(r, program=self.first[r]) for r in range(n)]
-        self.pushes: dict[tuple[str, int, int], deque[tuple[int, _Push]]] = {}
+        self.ranks = [_Rank(r, self.first[r]) for r in range(n)]
+        self.o_layouts = [plan.o_layout(self.schedule.owned(r))[0] for r in range(n)]
+        self.v_layouts = [plan.v_layout(self.schedule.owned(r))[0] for r in range(n)]
+        self.pushes: dict[tuple[str, int, int], deque[_Push]] = {}
         self.landings: dict[tuple[str, int, int], deque[_Landing]] = {}
-        self.taken: dict[int, Key] = {}  # number of a push -> key of the post that took it
-        self.count = 0
+        self.period = self.schedule.period * plan.scale
+        self.ends = [(self.schedule.start(0, self.schedule.rounds, r)) * plan.scale for r in range(n)]  # of the passes of step 0
         self.log: list[tuple[int, int, Action]] = []
-        for r in range(n):
-            for i, offset in plan.v_layout(self.schedule.owned(r))[0].items():
-                self.ranks[r].content["V", offset] = ("p", i, 0)
-            for post in (posts or (lambda rank: initial_posts(plan, rank)))(r):
-                self._post(r, BEFORE, post, 0, "before the first action")
+        for rank in self.ranks:
+            for i, offset in self.v_layouts[rank.number].items():
+                rank.content["V0", offset] = ("p", i, 0)
+            for post in posts(rank.number) if posts else initial_posts(plan, rank.number):
+                self._post(rank, BEFORE, post, None)
         if n > 1:
-            self.ranks[0].scalars["S", n - 1] = deque([BEFORE])
+            self.ranks[0].scalars["S", n - 1] = deque([(BEFORE, -1)])
 
     def run(self) -> None:
         """Raises PlanError, or returns with every rank at the end of its last step."""
-        n = self.schedule.ranks
         while True:
             moved = False
             floor = min(rank.step for rank in self.ranks)
-            for r, rank in enumerate(self.ranks):
+            for rank in self.ranks:
                 while rank.step <= self.steps and not (self.barrier and rank.step > floor):
                     if rank.cursor == len(rank.program):
-                        rank.step, rank.cursor, rank.program, moved = rank.step + 1, 0, self.steady[r], True
-                    elif self._try(r, rank, rank.program[rank.cursor]):
-                        self.log.append((r, rank.step, rank.program[rank.cursor]))
-                        rank.cursor, moved = rank.cursor + 1, True
-                    else:
+                        self._end_step(rank)
+                    elif not self._try(rank, rank.program[rank.cursor]):
                         break
+                    moved = True
             if all(rank.step >= self.steps for rank in self.ranks):
-                return  # (ranks may be a step ahead: a push may wait for a reader's next step)
+                break  # (ranks may be a step ahead: a push may wait for a reader's next step)
             if not moved:
-                stuck = "; ".join(self._where(r) for r in range(n) if self.ranks[r].step <= self.steps and
-                                  self.ranks[r].cursor < len(self.ranks[r].program))
-                raise PlanError(f"nothing moves any more: {stuck}")
+                stuck = [self._where(rank) for rank in self.ranks if rank.step <= self.steps and rank.cursor < len(rank.program)]
+                raise PlanError(f"nothing moves any more: {'; '.join(stuck)}")
+        for push in itertools.chain(*self.pushes.values()):
+            due = push.tag[2] + 1 if push.action.kind == "OFFER" else push.step  # the last step in which it may be taken
+            if due < self.steps:
+                raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never taken")
+
+    # ---- where and when -------------------------------------------------------------------------------------------------
+    def _where(self, rank: _Rank) -> str:
+        return f"rank {rank.number}, step {rank.step}: {rank.program[rank.cursor]}"
+
+    def _error(self, rank: _Rank, reason: str) -> PlanError:
+        return PlanError(f"{self._where(rank)}: {reason}")
+
+    def _key(self, rank: _Rank, a: Action) -> Key:
+        time = a.time + max(rank.step - 1, 0) * self.period  # programs of later steps are those of step 1
+        late = a.kind in OWN and time >= self.ends[rank.number] + rank.step * self.period
+        return rank.step, late, time, a.phase
+
+    def _at(self, rank: _Rank, a: Action) -> Place:
+        """Region and offset of an action's bytes in this step."""
+        if a.region == "H":
+            return "H", (rank.step * self.schedule.rounds + a.round) % 2
+        return (f"V{(rank.step + a.version) % self.plan.copies}" if a.region == "V" else a.region), a.offset
+
+    def _expected(self, r: int, step: int, post: Post) -> Tag:
+        """What the schedule wants to land there."""
+        n, m = self.schedule.ranks, post.round
+        if post.stream[0] in "PH":
+            return "p", post.unit, self.schedule.version(step, m, r, self.plan.unit(post.unit).stage)
+        return "g", post.unit, step, n * self.schedule.rounds if post.stream == "O" else m * n + r
 
     # ---- one action -----------------------------------------------------------------------------------------------------
-    def _where(self, r: int) -> str:
-        rank = self.ranks[r]
-        return f"rank {r}, step {rank.step}: {rank.program[rank.cursor]}"
-
-    def _check(self, ok: bool, r: int, reason: str) -> None:
-        if not ok:
-            raise PlanError(f"{self._where(r)}: {reason}")
-
-    def _key(self, rank: _Rank, action: Action) -> Key:
-        repeats = max(rank.step - 1, 0)  # programs of later steps are those of step 1
-        time = action.time + repeats * self.schedule.period * self.plan.scale
-        late = action.kind in ("NORM", "TOTAL", "UPDATE", "OFFER") and time >= self._passes_end(rank.number, rank.step)
-        return rank.step, late, time, action.phase
-
-    def _passes_end(self, r: int, step: int) -> int:
-        return (self.schedule.start(step, self.schedule.rounds - 1, r) + 2 * self.schedule.ranks) * self.plan.scale
-
-    def _pending(self, rank: _Rank, region: str, offset: int = 0, nbytes: int | None = None) -> bool:
-        """Whether a push still reads from these bytes of the region (of any, without a size)."""
-        left = rank.outstanding[region] = [x for x in rank.outstanding.get(region, ()) if x[0] not in self.taken]
-        return any(nbytes is None or _overlap(region, at, size, offset, nbytes) for _, at, size in left)
-
-    def _try(self, r: int, rank: _Rank, a: Action) -> bool:
-        """Do the action if everything it waits for has happened."""
-        if self.blocking and any(self._pending(rank, region) for region in list(rank.outstanding)
-                                 if not region.startswith("offer")):
-            return False
-        if a.kind == "READ" and not self._read(r, rank, a):
-            return False
-        if a.kind in ("SUM", "SUM_HELD") and not self._sum(r, rank, a):
-            return False
-        if a.kind in ("NORM", "TOTAL", "UPDATE") and not self._own(r, rank, a):
-            return False
-        if a.kind in ("RELAY", "OFFER", "PASS", "PASS_HELD"):
-            self._push(r, rank, a)
-        if any(self._pending(rank, p.region, self._landing_offset(p, rank.step), p.nbytes) for p in a.posts):
-            if a.kind in ("PASS", "PASS_HELD"):  # pushed above; wait in a second visit
-                rank.program = [*rank.program[:rank.cursor + 1], a._replace(kind="POSTS"), *rank.program[rank.cursor + 1:]]
-                return True
-            return False
-        if a.kind in ("DONE", "DONE_HELD"):
-            self._free(rank, "H" if a.kind == "DONE_HELD" else "P", self._offset(rank, a))
-        if a.kind in ("PASS", "PASS_HELD", "POSTS"):
-            self._free(rank, "GH" if a.unit == HELD else "G", self._offset(rank, a))
-        for post in a.posts:
-            self._post(r, self._key(rank, a), post, rank.step, str(a))
-        return True
-
-    def _offset(self, rank: _Rank, a: Action) -> int:
-        if a.kind == "DONE":
-            return self.plan.p_layout[0][a.unit, a.backward]
-        if a.kind == "DONE_HELD" or (a.region == "H"):
-            return (rank.step * self.schedule.rounds + a.round) % 2
-        if a.region == "V":
-            return a.offset + ((rank.step + a.version) % self.plan.copies << 40)
-        return a.offset
-
-    def _free(self, rank: _Rank, region: str, offset: int) -> None:
-        rank.busy.pop((region, offset), None)
-
-    def _version(self, r: int, rank: _Rank, a: Action) -> int:
-        return self.schedule.version(rank.step, a.round, r, self.plan.unit(a.unit).stage)
-
-    def _arrived(self, r: int, rank: _Rank, a: Action, message: tuple) -> bool:
-        if message not in rank.landed:
-            return False
-        self._check(rank.landed.pop(message) < self._key(rank, a), r, "waits for a push that is not earlier in logical time")
-        return True
-
-    def _read(self, r: int, rank: _Rank, a: Action) -> bool:
-        if a.peer is not None and not self._arrived(r, rank, a, (a.stream, rank.step, a.round, a.unit, a.backward)):
-            return False
-        want = ("p", a.unit, self._version(r, rank, a))
-        got = rank.content.get((a.region, self._offset(rank, a)))
-        self._check(got == want, r, f"reads {got} where the schedule says {want}")
-        return True
-
-    def _sum(self, r: int, rank: _Rank, a: Action) -> bool:
-        q = a.round * self.schedule.ranks + r
-        if a.peer is not None and not self._arrived(r, rank, a, (a.stream, rank.step, a.round, a.unit, True)):
-            return False
-        place = (a.region, self._offset(rank, a))
-        if q:
-            want = ("g", a.unit, rank.step, q)
-            self._check(rank.content.get(place) == want, r, f"adds to {rank.content.get(place)} where it should find {want}")
-        elif a.region != "O":
-            if self._pending(rank, *place, a.nbytes):
+    def _try(self, rank: _Rank, a: Action) -> bool:
+        """Do the action, then its posts, if everything it waits for has happened."""
+        if not rank.acted:
+            if self.blocking and rank.blocked or not self._act(rank, a):
                 return False
-            self._claim(r, rank, a.region, place[1], a.nbytes)
+            rank.acted = True
+            self.log.append((rank.number, rank.step, a))
+        if any(self._still_read(rank, x.region, self._slot(rank.step, x), x.nbytes) for x in a.posts):
+            return False
+        for post in a.posts:
+            self._post(rank, self._key(rank, a), post, a)
+        rank.acted, rank.cursor = False, rank.cursor + 1
+        return True
+
+    def _act(self, rank: _Rank, a: Action) -> bool:
+        waits = {"READ": self._read, "SUM": self._sum, "SUM_HELD": self._sum, "NORM": self._norm,
+                 "TOTAL": self._total, "UPDATE": self._update}
+        if a.kind in waits:
+            return waits[a.kind](rank, a)
+        if a.kind in ("DONE", "DONE_HELD"):
+            place = rank.using.pop((a.unit, a.kind == "DONE" and a.backward), None)
+            if place is None:
+                raise self._error(rank, "ends a pass that is not under way")
+            if place[0][0] != "V":
+                self._free(rank, *place)
+        else:
+            self._push(rank, a)
+            if a.kind in PASSES:
+                self._free(rank, *self._at(rank, a))
+        return True
+
+    def _end_step(self, rank: _Rank) -> None:
+        passes = self.schedule.rounds * (len(self.plan.visits) + (self.plan.held is not None))
+        if rank.using or rank.reads != passes:
+            raise PlanError(f"rank {rank.number}, step {rank.step}: ends after READ of {rank.reads} passes (the schedule has {passes}) "
+                            f"and without DONE for (unit, backward) {list(rank.using)}")
+        rank.step, rank.cursor, rank.reads, rank.program = rank.step + 1, 0, 0, self.steady[rank.number]
+
+    def _read(self, rank: _Rank, a: Action) -> bool:
+        if a.peer is not None and not self._arrived(rank, a):
+            return False
+        place, version = self._at(rank, a), rank.step + a.version
+        got, want = rank.content.get(place), self.schedule.version(rank.step, a.round, rank.number, self.plan.unit(a.unit).stage)
+        if version != want or got != ("p", a.unit, want):
+            raise self._error(rank, f"reads {got} as version {version} where the schedule says {want}")
+        if (a.unit, a.backward) in rank.using:
+            raise self._error(rank, "begins a pass that is under way already")
+        rank.using[a.unit, a.backward] = place
+        rank.reads += 1
+        return True
+
+    def _sum(self, rank: _Rank, a: Action) -> bool:
+        if a.peer is not None and not self._arrived(rank, a):
+            return False
+        q, place = a.round * self.schedule.ranks + rank.number, self._at(rank, a)
+        want = ("g", a.unit, rank.step, q)
+        if q and rank.content.get(place) != want:
+            raise self._error(rank, f"adds to {rank.content.get(place)} where it should find {want}")
+        if not q:
+            if self._still_read(rank, *place, a.nbytes):
+                return False
+            self._claim(rank, *place, a.nbytes)
         rank.content[place] = ("g", a.unit, rank.step, q + 1)
         return True
 
-    def _own(self, r: int, rank: _Rank, a: Action) -> bool:
-        step, stage, last = rank.step + a.version, self.schedule.owned(r), self.schedule.ranks - 1
-        offsets = self.plan.o_layout(stage)[0]
-        summed = [i for i in offsets if self.plan.unit(i).g_bytes]
-        if a.kind == "NORM":
-            for i in summed if r != last else ():
-                if not any(m == ("O", step, self.schedule.rounds - 1, i, True) for m in rank.landed):
-                    return False
-            if a.peer is not None and not self._scalar(r, rank, a, "S"):
-                return False
-            for i in summed:
-                if r != last:
-                    self._arrived(r, rank, a, ("O", step, self.schedule.rounds - 1, i, True))
-                want = ("g", i, step, self.schedule.ranks * self.schedule.rounds)
-                got = rank.content.get(("O", offsets[i]))
-                self._check(got == want, r, f"finds {got} where the finished sum {want} should be")
-            self._send_scalar(r, rank, a, "S", (r + 1) % self.schedule.ranks)
-        if a.kind == "TOTAL":
-            for peer in range(last):
-                self._send_scalar(r, rank, a, "T", peer)
-        if a.kind == "UPDATE":
-            if a.peer is not None and ("T", a.peer) not in rank.scalars:
-                return False
-            slot = (step + 1) % self.plan.copies
-            if self._pending(rank, f"offer{slot}") or self._pending(rank, f"V{slot}"):
-                return False
-            if a.peer is not None and not self._scalar(r, rank, a, "T"):
-                return False
-            for number in rank.offers.pop(slot, []):
-                self._check(self.taken[number] < self._key(rank, a), r, "waits for a reader that is not earlier in logical time")
-            for i, offset in self.plan.v_layout(stage)[0].items():
-                rank.content["V", offset + (slot << 40)] = ("p", i, step + 1)
+    # ---- owners ---------------------------------------------------------------------------------------------------------
+    def _norm(self, rank: _Rank, a: Action) -> bool:
+        step, r, s = rank.step + a.version, rank.number, self.schedule
+        summed = [i for i in self.o_layouts[r] if self.plan.unit(i).g_bytes]
+        awaited = [("O", s.ranks - 1, step, s.rounds - 1, i, True) for i in summed if r != s.ranks - 1]
+        if not all(message in rank.landed for message in awaited) or not self._scalar(rank, a, "S", step if r else step - 1):
+            return False
+        if rank.normed != step or rank.version != step:
+            raise self._error(rank, f"measures the sums of step {step} after {rank.normed} norms and {rank.version} updates")
+        for message in awaited:
+            self._earlier(rank, a, rank.landed.pop(message)[0], "a push")
+        for i in summed:
+            want, got = ("g", i, step, s.ranks * s.rounds), rank.content.get(("O", self.o_layouts[r][i]))
+            if got != want:
+                raise self._error(rank, f"finds {got} where the finished sum {want} should be")
+        rank.normed += 1
+        self._send_scalar(rank, a, "S", (r + 1) % s.ranks, step)
         return True
 
-    def _scalar(self, r: int, rank: _Rank, a: Action, stream: str) -> bool:
-        queue = rank.scalars.get((stream, a.peer if a.peer is not None else -1))
+    def _total(self, rank: _Rank, a: Action) -> bool:
+        for peer in range(self.schedule.ranks - 1):
+            self._send_scalar(rank, a, "T", peer, rank.normed - 1)
+        return True
+
+    def _update(self, rank: _Rank, a: Action) -> bool:
+        step = rank.step + a.version
+        copy = f"V{(step + 1) % self.plan.copies}"
+        if self._still_read(rank, copy) or not self._scalar(rank, a, "T", step):
+            return False
+        if rank.normed != step + 1 or rank.version != step:
+            raise self._error(rank, f"updates {rank.version} to {step + 1} with the finished sums of {rank.normed} steps")
+        if any(region == copy for region, _ in rank.using.values()):
+            raise self._error(rank, f"overwrites published copy {copy} while a pass of this rank reads it")
+        if copy in rank.offers:
+            self._earlier(rank, a, rank.offers.pop(copy), "a reader")
+        for i, offset in self.o_layouts[rank.number].items():
+            if self.plan.unit(i).g_bytes:
+                self._free(rank, "O", offset)
+        for i, offset in self.v_layouts[rank.number].items():
+            rank.content[copy, offset] = ("p", i, step + 1)
+        rank.version += 1
+        return True
+
+    def _scalar(self, rank: _Rank, a: Action, stream: str, step: int) -> bool:
+        if a.peer is None:
+            return True
+        queue = rank.scalars.get((stream, a.peer))
         if not queue:
             return False
-        self._check(queue[0] < self._key(rank, a), r, f"waits for scalars ({stream}) that are not earlier in logical time")
-        queue.popleft()
-        if not queue:
-            del rank.scalars[stream, a.peer]  # type: ignore[arg-type]
+        key, sent = queue.popleft()
+        self._earlier(rank, a, key, f"scalars ({stream})")
+        if sent != step:
+            raise self._error(rank, f"receives scalars ({stream}) of step {sent} where it needs those of step {step}")
         return True
 
-    def _send_scalar(self, r: int, rank: _Rank, a: Action, stream: str, peer: int) -> None:
-        self.ranks[peer].scalars.setdefault((stream, r), deque()).append(self._key(rank, a))
+    def _send_scalar(self, rank: _Rank, a: Action, stream: str, peer: int, step: int) -> None:
+        self.ranks[peer].scalars.setdefault((stream, rank.number), deque()).append((self._key(rank, a), step))
 
     # ---- messages -------------------------------------------------------------------------------------------------------
-    def _landing_offset(self, post: Post, step: int) -> int:
+    def _arrived(self, rank: _Rank, a: Action) -> bool:
+        message = (a.stream, a.peer, rank.step, a.round, a.unit, a.backward)
+        if message not in rank.landed:
+            return False
+        key, place = rank.landed.pop(message)
+        self._earlier(rank, a, key, "a push")
+        if place != self._at(rank, a):
+            raise self._error(rank, f"looks at {self._at(rank, a)} for what landed at {place}")
+        return True
+
+    def _earlier(self, rank: _Rank, a: Action, key: Key, what: str) -> None:
+        if not key < self._key(rank, a):
+            raise self._error(rank, f"waits for {what} that is not earlier in logical time")
+
+    def _still_read(self, rank: _Rank, region: str, offset: int = 0, nbytes: int = sys.maxsize) -> bool:
+        """Whether a push still reads from these bytes of the region."""
+        return any(_overlap(region, at, n, offset, nbytes) for at, n in rank.reading.get(region, ()))
+
+    def _slot(self, step: int, post: Post) -> int:
         return ((step + post.ahead) * self.schedule.rounds + post.round) % 2 if post.region == "H" else post.offset
 
-    def _claim(self, r: int, rank: _Rank, region: str, offset: int, nbytes: int) -> None:
-        for (other, at), size in rank.busy.items():
-            clash = other == region and _overlap(region, at, size, offset, nbytes)
-            self._check(not clash, r, f"region {region}[{offset}:{offset + nbytes}] is still in use")
-        rank.busy[region, offset] = nbytes
+    def _claim(self, rank: _Rank, region: str, offset: int, nbytes: int) -> None:
+        busy = rank.busy.setdefault(region, {})
+        for at, size in busy.items():
+            if _overlap(region, at, size, offset, nbytes):
+                raise self._error(rank, f"{region}[{offset}:{offset + nbytes}] is still in use")
+        busy[offset] = nbytes
 
-    def _post(self, r: int, key: Key, post: Post, step: int, text: str) -> None:
-        rank, number, offset = self.ranks[r], step + post.ahead, self._landing_offset(post, step)
-        if post.region == "O":
-            rank.busy.pop(("O", offset), None)
-        self._claim(r, rank, post.region, offset, post.nbytes)
-        self.landings.setdefault((post.stream, post.src, r), deque()).append(_Landing(key, post._replace(offset=offset), number))
-        self._match((post.stream, post.src, r))
+    def _free(self, rank: _Rank, region: str, offset: int) -> None:
+        if rank.busy.get(region, {}).pop(offset, None) is None:
+            raise self._error(rank, f"frees {region}[{offset}], which is not in use")
 
-    def _push(self, r: int, rank: _Rank, a: Action) -> None:
-        assert a.peer is not None
-        place = (a.region, self._offset(rank, a))
-        tag = rank.content.get(place)
-        self._check(tag is not None, r, "sends a region that holds nothing")
-        assert tag is not None
-        if a.kind == "OFFER":
-            want = ("p", a.unit, rank.step + a.version)
-            self._check(tag == want, r, f"sends {tag} where the schedule says {want}")
-        if a.peer == r:  # the last rank owns stage 0: its finished sum stays here
-            self._check(a.stream == "O", r, "sends to itself")
-            rank.content["O", self.plan.o_layout(0)[0][a.unit]] = tag
+    def _post(self, rank: _Rank, key: Key, post: Post, by: Action | None) -> None:
+        edge, offset = (post.stream, post.src, rank.number), self._slot(rank.step, post)
+        self._claim(rank, post.region, offset, post.nbytes)
+        self.landings.setdefault(edge, deque()).append(_Landing(key, rank.step + post.ahead, post, offset, by))
+        self._match(edge)
+
+    def _push(self, rank: _Rank, a: Action) -> None:
+        place, mine = self._at(rank, a), self.o_layouts[rank.number]
+        tag, want = rank.content.get(place), ("p", a.unit, rank.step + a.version)
+        if a.kind in PASSES:
+            want = ("g", a.unit, rank.step, a.round * self.schedule.ranks + rank.number + 1)
+        if tag != want:
+            raise self._error(rank, f"sends {tag} where the schedule says {want}")
+        if a.kind == "RELAY" and rank.using.get((a.unit, a.backward)) != place:
+            raise self._error(rank, "relays what this rank does not use now")
+        if a.peer == rank.number and a.stream == "O" and a.unit in mine:  # the last rank owns stage 0: its finished sum stays here
+            self._claim(rank, "O", mine[a.unit], a.nbytes)
+            rank.content["O", mine[a.unit]] = tag
             return
-        self.count += 1
-        slot = (rank.step + a.version) % self.plan.copies
-        source = f"offer{slot}" if a.kind == "OFFER" else f"V{slot}" if a.region == "V" else a.region
-        rank.outstanding.setdefault(source, []).append((self.count, place[1], a.nbytes))
-        if a.kind == "OFFER":
-            rank.offers.setdefault(slot, []).append(self.count)
-        edge = (a.stream, r, a.peer)
-        self.pushes.setdefault(edge, deque()).append((self.count, _Push(self._key(rank, a), a.nbytes, tag, *place, self._where(r))))
+        assert a.peer is not None
+        rank.blocked += a.kind != "OFFER"
+        rank.reading.setdefault(place[0], []).append((place[1], a.nbytes))
+        push, edge = _Push(rank.number, rank.step, self._key(rank, a), a, place, tag), (a.stream, rank.number, a.peer)
+        self.pushes.setdefault(edge, deque()).append(push)
         self._match(edge)
 
     def _match(self, edge: tuple[str, int, int]) -> None:
         pushes, landings = self.pushes.get(edge), self.landings.get(edge)
         while pushes and landings:
-            (number, push), landing = pushes.popleft(), landings.popleft()
-            post, receiver = landing.post, self.ranks[edge[2]]
-            if push.nbytes != post.nbytes:
-                raise PlanError(f"{push.text}: sends {push.nbytes} bytes where rank {edge[2]} expects {post.nbytes}")
-            if edge[0] not in ("P0", "H0") and not landing.key < push.key:
-                raise PlanError(f"{push.text}: needs a credit of rank {edge[2]} that is not earlier in logical time")
-            if self.ranks[edge[1]].content.get((push.region, push.offset)) != push.tag:
-                raise PlanError(f"{push.text}: the region was overwritten before rank {edge[2]} took it")
-            self.taken[number] = landing.key
-            receiver.content[post.region, post.offset] = push.tag
-            receiver.landed[post.stream, landing.step, post.round, post.unit, post.backward] = push.key
+            push, landing = pushes.popleft(), landings.popleft()
+            sender, receiver, post, a = self.ranks[edge[1]], self.ranks[edge[2]], landing.post, push.action
+            want, wrong = self._expected(edge[2], landing.step, post), ""
+            if (push.tag, a.backward, a.nbytes) != (want, post.backward, post.nbytes):
+                wrong = (f"sends {push.tag}, {a.nbytes} bytes, where rank {edge[2]} let {want}, {post.nbytes} bytes, in for its "
+                         f"{'backward' if post.backward else 'forward'} ({landing.by or 'before the first action'})")
+            elif a.kind != "OFFER" and not landing.key < push.key:
+                wrong = f"needs a credit of rank {edge[2]} that is not earlier in logical time"
+            elif sender.content.get(push.place) != push.tag:
+                wrong = f"the region was overwritten before rank {edge[2]} took it"
+            if wrong:
+                raise PlanError(f"rank {edge[1]}, step {push.step}: {a}: {wrong}")
+            sender.reading[push.place[0]].remove((push.place[1], a.nbytes))
+            sender.blocked -= a.kind != "OFFER"
+            if a.kind == "OFFER":
+                sender.offers[push.place[0]] = max(sender.offers.get(push.place[0], BEFORE), landing.key)
+            place = (post.region, landing.offset)
+            receiver.content[place] = push.tag
+            receiver.landed[post.stream, edge[1], landing.step, post.round, post.unit, post.backward] = (push.key, place)
 
 
 def _overlap(region: str, at: int, size: int, offset: int, nbytes: int) -> bool:

@@ -12,10 +12,15 @@ Life of a message::
     sender:   ticket = push(stream, dst, source)   # never blocks; waits for the post by itself
     receiver: ticket.wait(where)                   # the message has landed in `into`
     sender:   ticket.wait(where)                   # `source` may be overwritten
+
+On a GPU "wait" means that the current stream waits, and "free" and "landed" mean in the order of streams; the host goes on.
+One-sided transports also need to know where in the peer's allocation a message lands or lies: the plan tells (``into_at``, ``from_at``).
 """
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -66,24 +71,46 @@ class Transport(ABC):
         self.waited: Counter[tuple[str, int]] = Counter()
         self.collectives = 0
 
-    @abstractmethod
-    def post(self, stream: str, src: int, into: torch.Tensor) -> Ticket:
-        """Let the next message of edge (src -> this rank, stream) land in ``into`` (uint8, 1-D, contiguous)."""
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Collective: zeroed memory (uint8, 1-D) that messages are read from and land in; the same size on all ranks."""
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def owner_stream(self) -> AbstractContextManager:
+        """Where the owner's update runs: beside the passes, if the device can."""
+        return nullcontext()
 
     @abstractmethod
-    def push(self, stream: str, dst: int, source: torch.Tensor) -> Ticket:
-        """Send ``source`` (uint8, 1-D, contiguous) as the next message of edge (this rank -> dst, stream). Never blocks."""
+    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
+             from_at: int = -1) -> Ticket:
+        """Let the next message of edge (src -> this rank, stream) land in ``into``.
+
+        Args:
+            into: uint8, 1-D, contiguous.
+            after: pushes that still read from it: it is free when they are done.
+            where: for the error, if one of these never is.
+            from_at: where in ``src``'s allocation the message lies, if the plan knows.
+        """
 
     @abstractmethod
-    def gather(self, value: Any, where: str) -> list[Any]:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Ticket:
+        """Send ``source`` as the next message of edge (this rank -> dst, stream). Never blocks.
+
+        Args:
+            source: uint8, 1-D, contiguous.
+            after: the message whose arrival filled ``source``, if it is passed on as it came.
+            into_at: where in ``dst``'s allocation it lands, if the plan knows.
+        """
+
+    @abstractmethod
+    def gather(self, value: Any, where: Where) -> list[Any]:
         """Collective: every rank's ``value`` (plain data that json can carry), in rank order."""
 
     @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, src: int, where: str) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
         """Collective: fill ``tensor`` (uint8, 1-D, contiguous) on every rank with ``src``'s."""
 
     @abstractmethod
-    def reset(self, where: str) -> None:
+    def reset(self, where: Where) -> None:
         """Collective: finish the messages that both sides have named, forget the rest, start every edge anew.
 
         After it returns, a message pushed before it can never meet a post made after it. Every rank must be between steps.

@@ -2,11 +2,12 @@
 
 import random
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from deepspeed_cdp.transport.base import Ticket, Transport
+from deepspeed_cdp.transport.base import Ticket, Transport, Where
 
 
 class _Late:
@@ -51,13 +52,14 @@ class Delayed(Transport):
         """Sleep once."""
         time.sleep(self._random.random() * self._max_seconds)
 
-    def post(self, stream: str, src: int, into: torch.Tensor) -> _Late:
+    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
+             from_at: int = -1) -> _Late:
         self.dawdle()
-        return _Late(self.inner.post(stream, src, into), self)
+        return _Late(self.inner.post(stream, src, into, after, where, from_at), self)
 
-    def push(self, stream: str, dst: int, source: torch.Tensor) -> _Late:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Late:
         self.dawdle()
-        return _Late(self.inner.push(stream, dst, source), self)
+        return _Late(self.inner.push(stream, dst, source, after, into_at), self)
 
     def gather(self, value: Any, where: str) -> list[Any]:
         return self.inner.gather(value, where)

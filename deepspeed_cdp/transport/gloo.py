@@ -15,6 +15,7 @@ What gloo does, found by experiment and relied upon here:
 import json
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.base import Ticket, Transport, Where
 
 _EPOCHS, _STREAMS = 1 << 5, 1 << 6  # a tag (31 bits) is: epoch 5, stream 6, number of the message 8, hash of its size 12
 _HANG_UP = (1 << 31) - 1  # a tag of epoch 31 and stream 63, which is never given out
@@ -131,11 +132,14 @@ class GlooTransport(Transport):
 
     # ---- messages -----------------------------------------------------------------------------------------------------------
 
-    def post(self, stream: str, src: int, into: torch.Tensor) -> _Ticket:
+    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
+             from_at: int = -1) -> _Ticket:
+        for ticket in after:
+            ticket.wait(where)
         edge = self._in.get((stream, src)) or self._edge(self._in, stream, src, receiving=True)
         return self._start(edge, into)
 
-    def push(self, stream: str, dst: int, source: torch.Tensor) -> _Ticket:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Ticket:
         edge = self._out.get((stream, dst)) or self._edge(self._out, stream, dst, receiving=False)
         self.sent[edge.key] += 1
         self.bytes_sent[edge.key] += source.numel()

@@ -4,12 +4,13 @@ import json
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.base import Ticket, Transport, Where
 
 _WAITING, _DONE, _FAILED = range(3)
 
@@ -89,12 +90,15 @@ class LocalTransport(Transport):
         self._calls = 0  # number of internal gathers, the same on all ranks
         self._closed = False
 
-    def post(self, stream: str, src: int, into: torch.Tensor) -> _Ticket:
+    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
+             from_at: int = -1) -> _Ticket:
+        for ticket in after:
+            ticket.wait(where)
         ticket = _Ticket(self, stream, self._peer(src), into, receiving=True)
         self._meet((self._epoch, stream, src, self.rank), ticket)
         return ticket
 
-    def push(self, stream: str, dst: int, source: torch.Tensor) -> _Ticket:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Ticket:
         ticket = _Ticket(self, stream, self._peer(dst), source, receiving=False)
         self.sent[stream, dst] += 1
         self.bytes_sent[stream, dst] += source.numel()
