@@ -61,19 +61,19 @@ class Program:
 class Place:
     """Where a rank is; becomes text only in an error."""
 
-    __slots__ = ("handoff", "action")
+    __slots__ = ("handoff", "action", "step")
 
     def __init__(self, handoff: "Handoff", action: Action):
-        self.handoff, self.action = handoff, action
+        self.handoff, self.action, self.step = handoff, action, handoff.global_step
 
     def __str__(self) -> str:
         h, a = self.handoff, self.action
         if a.kind in ("NORM", "TOTAL", "UPDATE"):
-            stage, what = h.plan.schedule.owned(h.rank), f"{a.kind.lower()} of step {h.global_step + a.version}"
+            stage, what = h.plan.schedule.owned(h.rank), f"{a.kind.lower()} of step {self.step + a.version}"
         else:
             unit = h.plan.unit(a.unit)
             stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'held parameters'}"
-        return f"rank {h.rank}, step {h.global_step}, stage {stage}, {what}"
+        return f"rank {h.rank}, step {self.step}, stage {stage}, {what}"
 
 
 class Handoff:
@@ -91,7 +91,7 @@ class Handoff:
         self.plan, self.rank, self.transport = plan, rank, transport
         self.schedule = plan.schedule
         self.buffers = Buffers(plan, transport)
-        self.scalars = Scalars(transport, device)
+        self.scalars = Scalars(transport, self.buffers)
         self.owner: Owner | None = None
         self.on_held_sum: Callable[[torch.Tensor], None] = lambda view: None
         self.on_release: Callable[[int], None] = lambda unit: None
@@ -99,6 +99,7 @@ class Handoff:
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
                     "SUM_HELD": self._sum_held, "PASS_HELD": self._pass, "DONE_HELD": self._done, "OFFER": self._offer,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
+        self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
         self.params: dict[int, torch.Tensor] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.global_step = 0
@@ -114,6 +115,7 @@ class Handoff:
         self._arrivals: dict[tuple, Ticket] = {}
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
+        self._step_end = self._own_read_end = self.transport.mark()
         self.params.clear()
         self.sums.clear()
         self._lost.clear()
@@ -132,9 +134,10 @@ class Handoff:
             raise ValueError(f"engine.flush() came in the middle of step {self.global_step}: {self.round} of "
                              f"{self.schedule.rounds} micro-batches are done; call engine.step() first")
         last = {"NORM": self._norm, "TOTAL": self._total, "UPDATE": self._apply}  # nobody reads what would be published
-        for a in self._steady.actions if self.step else ():
-            if a.kind in last and a.version == -1:
-                last[a.kind](a)
+        with self.transport.owner_stream(self._step_end):
+            for a in self._steady.actions if self.step else ():
+                if a.kind in last and a.version == -1:
+                    last[a.kind](a)
         self.transport.reset(where)
 
     @property
@@ -189,6 +192,7 @@ class Handoff:
         """Walk to the end of the step; micro-batches that did not come add nothing."""
         self._walk(len(self._program.actions))
         self._lost[self.global_step] = (self.losses.clone(), self.loss_count)
+        self._step_end = self.transport.mark()
         self.losses.zero_()
         self.loss_count = self._cursor = self.round = 0
         self._program = self._steady
@@ -266,6 +270,8 @@ class Handoff:
 
     def _read(self, a: Action) -> None:
         self._read_from[a.unit] = self._await(a)
+        if a.peer is None:
+            self.transport.join_owner()
         self.params[a.unit] = self._place(a)[1]
 
     def _relay(self, a: Action) -> None:
@@ -291,6 +297,8 @@ class Handoff:
     def _done(self, a: Action) -> None:
         if self.params.pop(a.unit, None) is not None:
             self.on_release(a.unit)
+        if self._read_from.pop(a.unit, None) is None and (a.backward or a.unit == HELD):
+            self._own_read_end = self.transport.mark()
         if self.schedule.ranks == 1 and a.backward:  # summed in place, not passed on
             self.sums.pop(a.unit, None)
         self._posts(a)
@@ -302,6 +310,13 @@ class Handoff:
         else:
             self._push(a)
         self._posts(a)
+
+    def _as_owner(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
+        """Beside the passes: after the step that the sums belong to, and after the owner's own reads of what is overwritten."""
+        def beside(a: Action) -> None:
+            with self.transport.owner_stream(self._step_end, self._own_read_end):
+                do(a)
+        return beside
 
     def _norm(self, a: Action) -> None:
         assert self.owner is not None

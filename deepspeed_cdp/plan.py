@@ -255,20 +255,22 @@ class Plan:
     @cached_property
     def regions(self) -> dict[str, int]:
         """Bytes of every region, the same on all ranks (one-sided transports address a peer's memory by offset): ``P``, ``G``;
-        ``H0``, ``H1``: held parameters of two rounds in turn; ``GH``; ``O``; ``V0`` (and ``V1``): published versions.
+        ``H0``, ``H1``: held parameters of two rounds in turn; ``GH``; ``O``; ``V0`` (and ``V1``): published versions; ``S``: scalars.
         """
         stages = range(self.schedule.ranks)
         sizes = {"P": self.p_layout[2], "G": self.g_layout[2], "O": max(self.o_layout(s)[1] for s in stages)}
         if self.held and self.schedule.ranks > 1:
             sizes |= {"H0": aligned(self.held.p_bytes), "H1": aligned(self.held.p_bytes), "GH": aligned(self.held.g_bytes)}
-        return sizes | {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}
+        sizes |= {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}
+        return sizes | {"S": 2 * aligned(8 * (self.schedule.ranks + 5))}
 
     def memory(self) -> dict[str, int]:
         """Bytes that the runtime itself allocates on each rank; masters and optimizer state come on top.
 
-        ``in flight`` parameters and sums (about 2 stages each), ``sums`` finished, ``published`` copies (about a stage each).
+        ``in flight`` parameters and sums (about 2 stages each), finished ``sums``, ``published`` copies (about a stage each), a few
+        ``scalars``.
         """
-        kinds = {"P": "in flight", "G": "in flight", "H": "in flight", "O": "sums", "V": "published"}
+        kinds = {"P": "in flight", "G": "in flight", "H": "in flight", "O": "sums", "V": "published", "S": "scalars"}
         total = dict.fromkeys(kinds.values(), 0)
         for name, nbytes in self.regions.items():
             total[kinds[name[0]]] += nbytes

@@ -8,6 +8,7 @@ finished total straight to all others, and every update waits for it.
 
 import torch
 
+from .buffers import Buffers
 from .transport.base import Ticket, Transport, Where
 
 
@@ -20,12 +21,13 @@ class Scalars:
         total: float64, [1]: the squared norm that this rank's next update clips with.
     """
 
-    def __init__(self, transport: Transport, device: torch.device):
+    def __init__(self, transport: Transport, buffers: Buffers):
         self.transport, self.size, self.rank = transport, transport.size, transport.rank
-        self.vector = torch.zeros(self.size + 5, dtype=torch.float64, device=device)
-        self._incoming = torch.zeros_like(self.vector)
-        self.total = torch.zeros(1, dtype=torch.float64, device=device)
-        self._incoming_total = torch.zeros_like(self.total)
+        room = buffers.regions["S"].numel() // 2
+        self._incoming, self._incoming_total = (buffers.view("S", at, 8 * n).view(torch.float64)
+                                                for at, n in ((0, self.size + 5), (room, 1)))
+        self._lands = {"S": buffers.address("S", 0), "T": buffers.address("S", room)}
+        self.vector, self.total = torch.zeros_like(self._incoming), torch.zeros_like(self._incoming_total)
         self._posted: dict[str, Ticket] = {}
         self._sent: list[Ticket] = []
 
@@ -43,7 +45,7 @@ class Scalars:
         self._posted[stream] = self.transport.post(stream, src, into.view(torch.uint8))
 
     def _push(self, stream: str, dst: int, source: torch.Tensor) -> None:
-        self._sent.append(self.transport.push(stream, dst, source.view(torch.uint8)))
+        self._sent.append(self.transport.push(stream, dst, source.view(torch.uint8), None, self._lands[stream]))
 
     def receive(self, src: int, where: Where) -> None:
         """Take the vector from the owner before."""

@@ -125,9 +125,8 @@ class DryRun:
         self.plan, self.schedule, self.steps = plan, plan.schedule, steps
         self.blocking, self.barrier = blocking, barrier
         n, programs = self.schedule.ranks, programs or (lambda rank, first: build(plan, rank, first))
-        self.first = [programs(r, True) for r in range(n)]
+        self.ranks = [_Rank(r, programs(r, True)) for r in range(n)]
         self.steady = [programs(r, False) for r in range(n)]
-        self.ranks = [_Rank(r, self.first[r]) for r in range(n)]
         self.o_layouts = [plan.o_layout(self.schedule.owned(r))[0] for r in range(n)]
         self.v_layouts = [plan.v_layout(self.schedule.owned(r))[0] for r in range(n)]
         self.pushes: dict[tuple[str, int, int], deque[_Push]] = {}
@@ -135,6 +134,8 @@ class DryRun:
         self.period = self.schedule.period * plan.scale
         self.ends = [(self.schedule.start(0, self.schedule.rounds, r)) * plan.scale for r in range(n)]  # of the passes of step 0
         self.log: list[tuple[int, int, Action]] = []
+        self.special = {"READ": self._read, "SUM": self._sum, "SUM_HELD": self._sum, "NORM": self._norm, "TOTAL": self._total,
+                        "UPDATE": self._update}
         for rank in self.ranks:
             for i, offset in self.v_layouts[rank.number].items():
                 rank.content["V0", offset] = ("p", i, 0)
@@ -158,19 +159,16 @@ class DryRun:
             if all(rank.step >= self.steps for rank in self.ranks):
                 break  # (ranks may be a step ahead: a push may wait for a reader's next step)
             if not moved:
-                stuck = [self._where(rank) for rank in self.ranks if rank.step <= self.steps and rank.cursor < len(rank.program)]
+                stuck = [str(self._error(x, "waits")) for x in self.ranks if x.step <= self.steps and x.cursor < len(x.program)]
                 raise PlanError(f"nothing moves any more: {'; '.join(stuck)}")
         for push in itertools.chain(*self.pushes.values()):
             due = push.tag[2] + 1 if push.action.kind == "OFFER" else push.step  # the last step in which it may be taken
             if due < self.steps:
                 raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never taken")
 
-    # ---- where and when -------------------------------------------------------------------------------------------------
-    def _where(self, rank: _Rank) -> str:
-        return f"rank {rank.number}, step {rank.step}: {rank.program[rank.cursor]}"
-
+    # ---- names -------------------------------------------------------------------------------------------------
     def _error(self, rank: _Rank, reason: str) -> PlanError:
-        return PlanError(f"{self._where(rank)}: {reason}")
+        return PlanError(f"rank {rank.number}, step {rank.step}: {rank.program[rank.cursor]}: {reason}")
 
     def _key(self, rank: _Rank, a: Action) -> Key:
         time = a.time + max(rank.step - 1, 0) * self.period  # programs of later steps are those of step 1
@@ -198,7 +196,7 @@ class DryRun:
                 return False
             rank.acted = True
             self.log.append((rank.number, rank.step, a))
-        if any(self._still_read(rank, x.region, self._slot(rank.step, x), x.nbytes) for x in a.posts):
+        if any(self._still_read(rank, x.region, self._slot(rank, x), x.nbytes) for x in a.posts):
             return False
         for post in a.posts:
             self._post(rank, self._key(rank, a), post, a)
@@ -206,10 +204,8 @@ class DryRun:
         return True
 
     def _act(self, rank: _Rank, a: Action) -> bool:
-        waits = {"READ": self._read, "SUM": self._sum, "SUM_HELD": self._sum, "NORM": self._norm,
-                 "TOTAL": self._total, "UPDATE": self._update}
-        if a.kind in waits:
-            return waits[a.kind](rank, a)
+        if a.kind in self.special:
+            return self.special[a.kind](rank, a)
         if a.kind in ("DONE", "DONE_HELD"):
             place = rank.using.pop((a.unit, a.kind == "DONE" and a.backward), None)
             if place is None:
@@ -225,8 +221,8 @@ class DryRun:
     def _end_step(self, rank: _Rank) -> None:
         passes = self.schedule.rounds * (len(self.plan.visits) + (self.plan.held is not None))
         if rank.using or rank.reads != passes:
-            raise PlanError(f"rank {rank.number}, step {rank.step}: ends after READ of {rank.reads} passes (the schedule has {passes}) "
-                            f"and without DONE for (unit, backward) {list(rank.using)}")
+            raise PlanError(f"rank {rank.number}, step {rank.step}: ends after READ of {rank.reads} passes out of {passes}, and "
+                            f"without DONE for (unit, backward) {list(rank.using)}")
         rank.step, rank.cursor, rank.reads, rank.program = rank.step + 1, 0, 0, self.steady[rank.number]
 
     def _read(self, rank: _Rank, a: Action) -> bool:
@@ -333,8 +329,8 @@ class DryRun:
         """Whether a push still reads from these bytes of the region."""
         return any(_overlap(region, at, n, offset, nbytes) for at, n in rank.reading.get(region, ()))
 
-    def _slot(self, step: int, post: Post) -> int:
-        return ((step + post.ahead) * self.schedule.rounds + post.round) % 2 if post.region == "H" else post.offset
+    def _slot(self, rank: _Rank, post: Post) -> int:
+        return ((rank.step + post.ahead) * self.schedule.rounds + post.round) % 2 if post.region == "H" else post.offset
 
     def _claim(self, rank: _Rank, region: str, offset: int, nbytes: int) -> None:
         busy = rank.busy.setdefault(region, {})
@@ -348,7 +344,7 @@ class DryRun:
             raise self._error(rank, f"frees {region}[{offset}], which is not in use")
 
     def _post(self, rank: _Rank, key: Key, post: Post, by: Action | None) -> None:
-        edge, offset = (post.stream, post.src, rank.number), self._slot(rank.step, post)
+        edge, offset = (post.stream, post.src, rank.number), self._slot(rank, post)
         self._claim(rank, post.region, offset, post.nbytes)
         self.landings.setdefault(edge, deque()).append(_Landing(key, rank.step + post.ahead, post, offset, by))
         self._match(edge)
@@ -362,7 +358,7 @@ class DryRun:
             raise self._error(rank, f"sends {tag} where the schedule says {want}")
         if a.kind == "RELAY" and rank.using.get((a.unit, a.backward)) != place:
             raise self._error(rank, "relays what this rank does not use now")
-        if a.peer == rank.number and a.stream == "O" and a.unit in mine:  # the last rank owns stage 0: its finished sum stays here
+        if a.peer == rank.number and a.stream == "O" and a.unit in mine:  # finished, and owned by this rank
             self._claim(rank, "O", mine[a.unit], a.nbytes)
             rank.content["O", mine[a.unit]] = tag
             return

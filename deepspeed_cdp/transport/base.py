@@ -75,9 +75,16 @@ class Transport(ABC):
         """Collective: zeroed memory (uint8, 1-D) that messages are read from and land in; the same size on all ranks."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
-    def owner_stream(self) -> AbstractContextManager:
-        """Where the owner's update runs: beside the passes, if the device can."""
+    def mark(self) -> Any:
+        """This point of the current stream's work, for ``owner_stream``."""
+        return None
+
+    def owner_stream(self, *after: Any) -> AbstractContextManager:
+        """Where the owner's update runs: beside the passes if the device can, once it has passed the marks ``after``."""
         return nullcontext()
+
+    def join_owner(self) -> None:
+        """Let the current stream wait for all that the owner's stream has been given."""
 
     @abstractmethod
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",

@@ -12,7 +12,6 @@ What gloo does, found by experiment and relied upon here:
   of the size: sides that disagree never meet, and time out.
 """
 
-import json
 import threading
 import time
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Ticket, Transport, Where
+from deepspeed_cdp.transport.meeting import Meeting, first_line
 
 _EPOCHS, _STREAMS = 1 << 5, 1 << 6  # a tag (31 bits) is: epoch 5, stream 6, number of the message 8, hash of its size 12
 _HANG_UP = (1 << 31) - 1  # a tag of epoch 31 and stream 63, which is never given out
-_SLICE = timedelta(seconds=1)  # the store is waited for in slices, so that a closing peer is noticed
 _DRAIN_SECONDS = 0.1  # a finished send may still sit in the kernel: hanging up at once could cut it off
 
 _PENDING, _DONE, _FAILED = range(3)
@@ -108,19 +107,14 @@ class GlooTransport(Transport):
                  name: str = "deepspeed_cdp"):
         super().__init__(rank, size, timeout_seconds)
         self.patience = timedelta(seconds=timeout_seconds)
-        store = dist.distributed_c10d._get_default_store() if store is None else store
-        self._epoch = self._calls = 0  # resets and internal gathers so far, the same on all ranks
+        self._epoch = 0  # resets so far, the same on all ranks
         self._streams: dict[str, int] = {}
         self._in: dict[tuple[str, int], _Edge] = {}  # (stream, src)
         self._out: dict[tuple[str, int], _Edge] = {}  # (stream, dst)
         self._pg: dist.ProcessGroupGloo | None = None
         where = f"rank {rank}, connecting the {size} ranks of {name!r}"
-        try:
-            instance = store.add(f"{name}/instances/{rank}", 1)
-        except RuntimeError as error:
-            raise HandoffError(f"{where}: the store does not answer: {_first_line(error)}") from error
-        self._store = dist.PrefixStore(f"{name}/{instance}", store)
-        self._exchange(None, where)
+        self._meeting = Meeting(rank, size, timeout_seconds, store, name, where)
+        self._store = self._meeting.store
         self._connect(where)
 
     def _connect(self, where: str) -> None:
@@ -128,7 +122,7 @@ class GlooTransport(Transport):
         try:
             self._pg = dist.ProcessGroupGloo(store, self.rank, self.size, self.patience)
         except RuntimeError as error:
-            raise HandoffError(f"{where}: no connection within {self.timeout_seconds} s: {_first_line(error)}") from error
+            raise HandoffError(f"{where}: no connection within {self.timeout_seconds} s: {first_line(error)}") from error
 
     # ---- messages -----------------------------------------------------------------------------------------------------------
 
@@ -196,43 +190,13 @@ class GlooTransport(Transport):
             return f"stream {stream}: the connection to rank {peer} was given up after an earlier timeout of this rank"
         if any(sign in text for sign in ("Connection closed", "onnection reset", "Broken pipe", "ocket closed")):
             return f"stream {stream}: rank {peer} closed the connection (it crashed or exited; see its log)"
-        return f"stream {stream}: hand-off with rank {peer} failed: {_first_line(error)}"
+        return f"stream {stream}: hand-off with rank {peer} failed: {first_line(error)}"
 
     # ---- collectives, none in a training step -------------------------------------------------------------------------------
 
-    def _exchange(self, value: Any, where: str) -> list[Any]:
-        call, store = self._calls, self._store
-        self._calls += 1
-        deadline = time.monotonic() + self.timeout_seconds
-        try:
-            store.set(f"gather/{call}/{self.rank}", json.dumps(value))
-            values = [json.loads(self._fetch(call, rank, deadline, where)) for rank in range(self.size)]
-            if call:
-                store.delete_key(f"gather/{call - 1}/{self.rank}")  # everybody has read the call before
-        except RuntimeError as error:
-            if isinstance(error, HandoffError):
-                raise
-            raise HandoffError(f"{where}: the store is gone (rank 0 crashed or exited?): {_first_line(error)}") from error
-        return values
-
-    def _fetch(self, call: int, rank: int, deadline: float, where: str) -> bytes:
-        store, key = self._store, f"gather/{call}/{rank}"
-        while not store.check([key]):
-            left = deadline - time.monotonic()
-            if left <= 0:
-                missing = [r for r in range(self.size) if not store.check([f"gather/{call}/{r}"])]
-                raise HandoffError(f"{where}: rank(s) {missing} missing after {self.timeout_seconds} s")
-            if store.check([f"closing/{rank}"]) and not store.check([key]):
-                raise HandoffError(f"{where}: rank {rank} has closed its transport")
-            try:
-                store.wait([key], min(_SLICE, timedelta(seconds=left)))
-            except dist.DistStoreError:
-                pass  # a slice went by; an unreachable store raises another error
-        return store.get(key)
-
     def gather(self, value: Any, where: str) -> list[Any]:
         self.collectives += 1
-        return self._exchange(value, where)
+        return self._meeting.exchange(value, where)
 
     def broadcast(self, tensor: torch.Tensor, src: int, where: str) -> None:
         self.collectives += 1
@@ -244,13 +208,13 @@ class GlooTransport(Transport):
             self._pg.broadcast(tensor, src, timeout=self.patience).wait(self.patience)
         except RuntimeError as error:
             raise HandoffError(f"{where}: broadcast from rank {src} failed within {self.timeout_seconds} s "
-                               f"(a rank crashed, exited or is late): {_first_line(error)}") from error
+                               f"(a rank crashed, exited or is late): {first_line(error)}") from error
 
     def reset(self, where: str) -> None:
         self.collectives += 1
         named = {side: [[stream, peer, edge.count] for (stream, peer), edge in edges.items()]
                  for side, edges in (("posted", self._in), ("pushed", self._out))}
-        everyone = self._exchange(named, where)
+        everyone = self._meeting.exchange(named, where)
         for edges, side in ((self._in, "pushed"), (self._out, "posted")):
             for (stream, peer), edge in edges.items():
                 there = next((n for s, p, n in everyone[peer][side] if s == stream and p == self.rank), 0)
@@ -262,7 +226,7 @@ class GlooTransport(Transport):
             edges.clear()
         self._epoch += 1
         if self._epoch % _EPOCHS == 0:  # tags start anew: so must the connections, which may remember dropped messages
-            self._exchange(None, where)  # nobody waits for old messages any more
+            self._meeting.exchange(None, where)  # nobody waits for old messages any more
             self._hang_up()
             self._connect(where)
 
@@ -271,11 +235,7 @@ class GlooTransport(Transport):
     def close(self, linger: bool) -> None:
         if self._pg is None:
             return
-        try:
-            posted = [[stream, src, edge.count] for (stream, src), edge in self._in.items()]
-            self._store.set(f"closing/{self.rank}", json.dumps(posted))
-        except RuntimeError:
-            pass  # the store is gone, and so is rank 0; pushes to it will fail at once
+        self._meeting.close([[stream, src, edge.count] for (stream, src), edge in self._in.items()])
         threads = self._linger([edge for edge in self._out.values() if edge.pending]) if linger else []
         self._hang_up()
         for thread in threads:  # hanging up has woken them; none may be inside gloo when the interpreter ends
@@ -323,11 +283,11 @@ class GlooTransport(Transport):
         """How many messages of ``edge`` its peer posted for in all, once the peer is closing; infinity before."""
         stream, peer = edge.key
         try:
-            if not self._store.check([f"closing/{peer}"]):
-                return float("inf")
-            posted = json.loads(self._store.get(f"closing/{peer}"))
+            posted = self._meeting.closed(peer)
         except RuntimeError:
-            return float("inf")  # the connection to the peer decides
+            posted = None  # the connection to the peer decides
+        if posted is None:
+            return float("inf")
         return next((n for s, r, n in posted if s == stream and r == self.rank), 0)
 
     def _hang_up(self) -> None:
@@ -339,7 +299,3 @@ class GlooTransport(Transport):
                     pg.recv([torch.empty(1, dtype=torch.uint8)], peer, _HANG_UP).wait(timedelta(milliseconds=1))
                 except RuntimeError:
                     pass
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).split("\n", 1)[0].strip()
