@@ -18,5 +18,8 @@ def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: tor
     if kind in ("auto", "gloo") and device.type == "cpu":
         from .gloo import GlooTransport
         return GlooTransport(rank, size, timeout_seconds)
-    raise ValueError(f"cyclic.transport is {kind!r}, which does not work on device {device.type!r} in this version; allowed is 'gloo' "
-                     "(or 'auto') on CPUs; set DS_ACCELERATOR=cpu, or leave cyclic out on this machine")
+    if kind in ("auto", "peer") and device.type == "cuda":
+        from .peer import PeerTransport
+        return PeerTransport(rank, size, timeout_seconds, device)
+    raise ValueError(f"cyclic.transport is {kind!r}, which does not work on device {device.type!r} in this version; allowed are "
+                     "'gloo' on CPUs, 'peer' on GPUs of one host, and 'auto'; use 'auto'")

@@ -1,0 +1,310 @@
+"""Hand-offs between GPUs of one host that reach each other's memory: copy engines move the bytes, words in memory say when.
+
+Every rank's buffers are one symmetric allocation, so an offset names a place on all of them. Each edge has two words, one on
+either side. Ring streams are pushed: the receiver's *credit* word on the sender counts regions that are free, the sender's
+*arrival* word on the receiver counts messages that have landed. First hops (P0, H0) are pulled by the reader: the owner's
+*arrival* word there counts what it has published, the reader's *credit* word on the owner counts what it has taken.
+
+The host only enqueues. All waiting is done by streams, on words (``cuStreamWaitValue32``), in an order that cannot close a cycle
+(design §6), so it may run ahead as far as it likes, or block wherever it likes.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
+
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.transport.base import Ticket, Transport, Where
+from deepspeed_cdp.transport.driver import Driver
+from deepspeed_cdp.transport.meeting import Meeting
+
+STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "S", "T")
+PULLED = ("P0", "H0")
+_LANES = {"P": "P", "H": "P", "G": "G", "GH": "G", "O": "O", "S": "S", "T": "S"}  # pushes that share a CUDA stream
+_OWNERS = ("O", "S", "T")  # their credits are given from the owner's stream, which must not hold up the others
+_POISON = 1 << 30  # added to a word, it lets every wait on it pass
+
+
+class _Word:
+    """A message that is there once a word of this rank has reached a value."""
+
+    __slots__ = ("transport", "edge", "address", "value", "nbytes", "counted")
+
+    def __init__(self, transport: "PeerTransport", edge: tuple[str, int], address: int, value: int, nbytes: int):
+        self.transport, self.edge, self.address, self.value, self.nbytes = transport, edge, address, value, nbytes
+        self.counted = nbytes < 0
+
+    def enqueue(self, stream: torch.cuda.Stream) -> None:
+        self.transport.driver.wait(stream.cuda_stream, self.address, self.value)
+
+    def wait(self, where: Where) -> None:
+        self.transport.note_wait(self, where)
+        self.enqueue(torch.cuda.current_stream())
+        if not self.counted:
+            self.counted = True
+            self.transport.count(self.edge, self.nbytes)
+
+    def done(self) -> bool:
+        return False  # not worth asking the device
+
+
+class _Event:
+    """A message whose work on a CUDA stream ends with an event."""
+
+    __slots__ = ("transport", "edge", "event", "nbytes", "counted")
+
+    def __init__(self, transport: "PeerTransport", edge: tuple[str, int], event: torch.cuda.Event, nbytes: int):
+        self.transport, self.edge, self.event, self.nbytes = transport, edge, event, nbytes
+        self.counted = nbytes < 0
+
+    def enqueue(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self.event)
+
+    def wait(self, where: Where) -> None:
+        torch.cuda.current_stream().wait_event(self.event)
+        if not self.counted:
+            self.counted = True
+            self.transport.count(self.edge, self.nbytes)
+
+    def done(self) -> bool:
+        return self.event.query()
+
+
+class PeerTransport(Transport):
+    """See the module's text. All ranks must make their transports in the same order.
+
+    Args:
+        rank, size: this rank and the number of ranks, all of them in the default process group.
+        timeout_seconds: how long the device may wait for a peer before this rank ends with an error.
+        device: this rank's GPU.
+    Raises:
+        HandoffError: not all ranks came.
+        RuntimeError: no symmetric memory between them (``cyclic.transport: "nccl"`` needs none).
+    """
+
+    name = "peer"
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device, store: dist.Store | None = None,
+                 name: str = "deepspeed_cdp"):
+        super().__init__(rank, size, timeout_seconds)
+        self.device, self.driver = device, Driver()
+        self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
+        self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
+        self._bases: list[int] = []
+        self._lanes = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("P", "G", "O", "credit", "P0", "H0")}
+        self._owner = torch.cuda.Stream(device)
+        self._lanes["S"] = self._owner
+        self._counts: dict[tuple[str, int, bool], int] = {}  # (stream, peer, incoming) -> messages named
+        self._waits: deque[tuple[_Word, Where]] = deque(maxlen=512)
+        self._failure: str | None = None
+        self._closed = False
+        self._watch = _Watch(self)
+
+    def _symmetric(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
+        memory = symmetric.empty(max(nbytes, 1024), dtype=torch.uint8, device=self.device)
+        handle = symmetric.rendezvous(memory, dist.group.WORLD)
+        memory.zero_()
+        torch.cuda.synchronize(self.device)
+        self._meeting.exchange(None, f"rank {self.rank}, allocating")
+        return memory, list(handle.buffer_ptrs)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        memory, self._bases = self._symmetric(nbytes)
+        return memory[:nbytes]
+
+    # ---- words and counts -----------------------------------------------------------------------------------------------
+    def _word(self, at: int, stream: str, peer: int, arrival: bool) -> int:
+        """Address, in rank ``at``'s memory, of its word on the edge with ``peer``."""
+        return self._word_bases[at] + 4 * ((STREAMS.index(stream) * self.size + peer) * 2 + arrival)
+
+    def _next(self, stream: str, peer: int, incoming: bool) -> int:
+        key = (stream, peer, incoming)
+        self._counts[key] = number = self._counts.get(key, 0) + 1
+        return number
+
+    def count(self, edge: tuple[str, int], nbytes: int) -> None:
+        """A message was received."""
+        self.received[edge] += 1
+        self.bytes_received[edge] += nbytes
+
+    def note_wait(self, word: _Word, where: Where) -> None:
+        """Remember what a stream is about to wait for, for the watch; raise what it has found."""
+        if self._failure:
+            raise HandoffError(self._failure)
+        self._waits.append((word, where))
+
+    # ---- messages -------------------------------------------------------------------------------------------------------
+    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
+             from_at: int = -1) -> Ticket:
+        number, driver, current = self._next(stream, src, True), self.driver, torch.cuda.current_stream()
+        lane = current if stream in _OWNERS else self._lanes[stream if stream in PULLED else "credit"]
+        if lane is not current:
+            lane.wait_stream(current)
+        for ticket in after:
+            ticket.enqueue(lane)
+        credit, arrival = self._word(src, stream, self.rank, False), self._word(self.rank, stream, src, True)
+        handle = lane.cuda_stream
+        if stream not in PULLED:
+            driver.write(handle, credit, number)
+            return _Word(self, (stream, src), arrival, number, into.numel())
+        driver.wait(handle, arrival, number)
+        driver.copy(handle, into.data_ptr(), self._bases[src] + from_at, into.numel())
+        driver.write(handle, credit, number)
+        self._waits.append((_Word(self, (stream, src), arrival, number, -1), where))
+        return _Event(self, (stream, src), lane.record_event(), into.numel())
+
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Ticket:
+        number, driver, edge = self._next(stream, dst, False), self.driver, (stream, dst)
+        self.sent[edge] += 1
+        self.bytes_sent[edge] += source.numel()
+        credit, arrival = self._word(self.rank, stream, dst, False), self._word(dst, stream, self.rank, True)
+        if stream in PULLED:
+            driver.write(torch.cuda.current_stream().cuda_stream, arrival, number)
+            return _Word(self, edge, credit, number, -1)
+        lane = self._lanes[_LANES[stream]]
+        handle = lane.cuda_stream
+        if after is not None:
+            after.enqueue(lane)
+        else:
+            lane.wait_stream(torch.cuda.current_stream())
+        driver.wait(handle, credit, number)
+        driver.copy(handle, self._bases[dst] + into_at, source.data_ptr(), source.numel())
+        driver.write(handle, arrival, number)
+        return _Event(self, edge, lane.record_event(), -1)
+
+    # ---- the owner's stream ---------------------------------------------------------------------------------------------
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.current_stream().record_event()
+        self._watch.look(event)
+        return event
+
+    @contextmanager
+    def owner_stream(self, *after: torch.cuda.Event) -> Iterator[None]:
+        for event in after:
+            self._owner.wait_event(event)
+        with torch.cuda.stream(self._owner):
+            yield
+
+    def join_owner(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._owner)
+
+    # ---- collectives, none in a training step ---------------------------------------------------------------------------
+    def gather(self, value: Any, where: Where) -> list[Any]:
+        self.collectives += 1
+        return self._meeting.exchange(value, where)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
+        self.collectives += 1
+        self._meeting.exchange(None, where)  # with a timeout, unlike what follows
+        dist.broadcast(tensor, src)
+
+    def reset(self, where: Where) -> None:
+        self.collectives += 1
+        self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
+        self._synchronize([s for lane, s in self._lanes.items() if lane not in PULLED] + [torch.cuda.current_stream()], where)
+        self._meeting.exchange(None, where)  # all steps are done: only pulls of what nobody will publish are left
+        self._poison(PULLED)
+        torch.cuda.synchronize(self.device)
+        self._meeting.exchange(None, where)  # nobody writes words any more
+        self._words.zero_()
+        torch.cuda.synchronize(self.device)
+        self._counts.clear()
+        self._waits.clear()
+        self._meeting.exchange(None, where)
+
+    def _synchronize(self, streams: Sequence[torch.cuda.Stream], where: Where) -> None:
+        deadline = time.monotonic() + self.timeout_seconds
+        for stream in streams:
+            while not stream.query():
+                if self._failure or time.monotonic() > deadline:
+                    raise HandoffError(self._failure or f"{where}: {self.diagnose()}")
+                time.sleep(0.0005)
+
+    def _poison(self, streams: Sequence[str]) -> None:
+        """Let this rank's waits for arrivals on these streams pass, whatever comes."""
+        side = torch.cuda.Stream(self.device)
+        for stream in streams:
+            for peer in range(self.size):
+                number = self._counts.get((stream, peer, True), 0)
+                self.driver.write(side.cuda_stream, self._word(self.rank, stream, peer, True), number + _POISON)
+        side.synchronize()
+
+    # ---- when something is wrong ----------------------------------------------------------------------------------------
+    def diagnose(self) -> str:
+        """Which of the latest waits holds this rank up."""
+        side = torch.cuda.Stream(self.device)
+        with torch.cuda.stream(side):
+            words = self._words.view(torch.int32).to("cpu", non_blocking=False)
+        for word, where in list(self._waits):
+            have = int(words[(word.address - self._word_bases[self.rank]) // 4])
+            if have < word.value:
+                stream, peer = word.edge
+                return f"{where}: no message on stream {stream} from rank {peer} within {self.timeout_seconds} s"
+        return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
+
+    def give_up(self, reason: str) -> None:
+        """Called by the watch: unblock the device, and let the next call raise."""
+        self._failure = reason
+        side = torch.cuda.Stream(self.device)
+        for stream in STREAMS:
+            for peer in range(self.size):
+                for incoming in (True, False):
+                    number = self._counts.get((stream, peer, incoming), 0)
+                    self.driver.write(side.cuda_stream, self._word(self.rank, stream, peer, incoming), number + _POISON)
+        side.synchronize()
+
+    # ---- the end --------------------------------------------------------------------------------------------------------
+    def close(self, linger: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.stop()
+        where = f"rank {self.rank}, closing"
+        try:
+            if linger and not self._failure:
+                self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
+                self._synchronize([s for lane, s in self._lanes.items() if lane not in PULLED], where)
+                self._meeting.exchange(None, where)  # and done them
+        except HandoffError:
+            pass  # a peer has failed; it tells itself
+        self._meeting.close(None)
+        self.give_up(f"{where}: the transport is closed")
+        torch.cuda.synchronize(self.device)
+        self._bases, self._lanes = [], {}
+
+
+class _Watch:
+    """A thread that sees when the device has waited too long."""
+
+    def __init__(self, transport: PeerTransport):
+        self._transport = transport
+        self._marks: deque[tuple[float, torch.cuda.Event]] = deque()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp watch")
+        self._thread.start()
+
+    def look(self, event: torch.cuda.Event) -> None:
+        """This event should be reached within the timeout."""
+        if not self._marks or time.monotonic() - self._marks[-1][0] > 0.2:
+            self._marks.append((time.monotonic(), event))
+
+    def _run(self) -> None:
+        transport, patience = self._transport, self._transport.timeout_seconds
+        torch.cuda.set_device(transport.device)
+        while not self._over.wait(min(1.0, patience / 4)):
+            while self._marks and self._marks[0][1].query():
+                self._marks.popleft()
+            if self._marks and time.monotonic() - self._marks[0][0] > patience:
+                transport.give_up(transport.diagnose())
+                return
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join(5)

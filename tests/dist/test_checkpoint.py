@@ -1,0 +1,261 @@
+"""Checkpoints of the engine: resuming is bitwise continuing, other rings can read them, damage is named and changes nothing."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import models
+import pytest
+import torch
+from engine_work import Job, pack, same, start, train, unpack, whole
+
+from deepspeed_cdp.checkpoint import CheckpointError
+
+RESUME = [Job("mlp", "cdp-v2", 2, optimizer="sgd", schedule="lambda", clip=0.3),
+          Job("conv", "cdp-v1", 1, optimizer="groups", schedule="lambda", clip=0.3),
+          Job("llama-tied", "dp", 1, schedule="warmup", clip=0.3),
+          Job("rooted", "cdp-v2", 1, schedule="warmup", clip=0.3),
+          Job("llama-tied", "cdp-v1", 2, optimizer="sgd", bf16=True)]
+
+
+def snapshot(engine: Any) -> dict[str, Any]:
+    """Everything that a failed load must leave alone."""
+    runtime = engine._runtime
+    return {"masters": {n: m.detach().clone() for n, m in runtime.owner.masters.items()},
+            "state": {(n, k): torch.as_tensor(v).clone() for n, m in runtime.owner.masters.items()
+                      for k, v in runtime.owner.optimizer.state.get(m, {}).items()},
+            "buffers": {n: b.clone() for n, b in engine.module.named_buffers()},
+            "steps": torch.tensor([engine.global_steps, engine.micro_steps, engine.global_samples]),
+            "lr": torch.tensor(engine.get_lr()),
+            "scalars": runtime.handoff.scalars.vector.clone()}
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    return torch.equal(a, b)
+
+
+def resumes(rank: int, world: int, jobs: list[Job], folder: str) -> list[bool]:
+    """By job: train on after saving; a new engine that loads and trains on comes to the same, bit by bit."""
+    for at, job in enumerate(jobs):
+        path = os.path.join(folder, str(at))
+        one = start(job, world)
+        train(one, job, rank, 0, 3)
+        client = {"epoch": 4, "words": ["a", "b"], "tensor": torch.arange(3)}
+        assert one.save_checkpoint(path, client_state=client)
+        losses = train(one, job, rank, 3, 6)
+        norm = one.get_global_grad_norm()
+        want, kept = whole(one), snapshot(one)
+        one.destroy()
+
+        other = start(job, world)
+        train(other, job, rank, 0, 2)  # what it did before loading leaves no trace
+        found, state = other.load_checkpoint(path)
+        assert found == os.path.join(path, "global_step3"), found
+        assert state["epoch"] == 4 and state["words"] == ["a", "b"] and torch.equal(state["tensor"], torch.arange(3))
+        assert other.global_steps == 3
+        assert train(other, job, rank, 3, 6) == losses, job
+        assert other.get_global_grad_norm() == norm
+        same(whole(other), want)
+        now = snapshot(other)
+        assert equal(now, kept), (job, [k for k in kept if not equal(now[k], kept[k])])
+        other.destroy()
+    return []
+
+
+def test_resuming_is_bitwise_continuing(pool, tmp_path):
+    """Momentum, Adam, schedules, batch norm's buffers, counters, client_state; v1, v2, dp; clipping needs last step's norms."""
+    pool.run(3, resumes, RESUME, str(tmp_path), timeout=120)
+
+
+def save_once(rank: int, world: int, job: Job, folder: str) -> bytes:
+    engine = start(job, world)
+    train(engine, job, rank, 0, 3)
+    engine.save_checkpoint(folder)
+    engine.save_checkpoint(folder, tag="named", save_latest=False)
+    state = pack(whole(engine))
+    engine.destroy()
+    return state
+
+
+def load_elsewhere(rank: int, world: int, jobs: list[Job], folder: str) -> list[tuple[bytes, Any]]:
+    results = []
+    for job in jobs:
+        engine = start(job, world)
+        found = engine.load_checkpoint(folder)
+        assert found[0] and engine.global_steps == 3
+        state, stages = pack(whole(engine)), engine.cyclic_plan.stages
+        train(engine, job, rank, 3, 5)
+        results.append((state, pack(whole(engine)), stages))
+        engine.destroy()
+    return results
+
+
+def test_another_ring_rule_or_partition_reads_it(pool, tmp_path):
+    job = Job("rooted", "cdp-v2", 1, clip=0.3)
+    saved = unpack(pool.run(3, save_once, job, str(tmp_path), timeout=60)[0])
+    assert (tmp_path / "latest").read_text() == "global_step3" and (tmp_path / "named").is_dir()
+    others = [Job("rooted", "cdp-v1", 1, clip=0.3), Job("rooted", "dp", 1, clip=0.3),
+              Job("rooted", "dp", 1, clip=0.3, cyclic={"partition_method": "type:Linear"})]
+    partitions, continued = set(), []
+    for world in (2, 3, 4):
+        for results in pool.run(world, load_elsewhere, others, str(tmp_path), timeout=60):
+            for state, later, stages in results:
+                same(unpack(state), saved)
+                partitions.add((world, stages))
+            continued.append((world, unpack(results[1][1]), unpack(results[2][1])))
+    assert len(partitions) > 3
+    for _, one, two in continued:  # under dp the partition changes nothing: moments have found their parameters
+        same(one, two, 1e-5, 1e-7)
+
+
+def damaged(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
+    """Load what is not there, and what is damaged in every way; then the good one."""
+    import torch.distributed as dist
+    engine = start(job, world)
+    train(engine, job, rank, 0, 2)
+    engine.flush()
+    before, root = snapshot(engine), Path(folder)
+    assert engine.load_checkpoint(str(root / "nowhere")) == (None, None)
+    assert engine.load_checkpoint(folder, tag="not-there") == (None, None)
+    texts: dict[str, str] = {}
+    for name in ("stage_001.safetensors", "buffers_000.safetensors", "client.pt", "cyclic.json"):
+        path = root / "global_step3" / name
+        good = path.read_bytes()
+        flipped = good[:len(good) // 2] + bytes([good[len(good) // 2] ^ 0x10]) + good[len(good) // 2 + 1:]
+        for how, data in (("truncated", good[:len(good) // 2]), ("flipped", flipped), ("missing", None)):
+            dist.barrier()
+            if rank == 0:
+                path.unlink() if data is None else path.write_bytes(data)
+            dist.barrier()
+            try:
+                engine.load_checkpoint(folder)
+            except CheckpointError as error:
+                texts[f"{name} {how}"] = str(error)
+            else:
+                texts[f"{name} {how}"] = "loaded"
+            dist.barrier()
+            if rank == 0:
+                path.write_bytes(good)
+            dist.barrier()
+            assert equal(snapshot(engine), before), (name, how)
+    engine._failed = False
+    assert engine.load_checkpoint(folder)[0]
+    losses = train(engine, job, rank, 3, 5)
+    engine.destroy()
+    return {"texts": texts, "losses": losses}
+
+
+def test_damage_is_named_and_changes_nothing(pool, tmp_path):
+    job = Job("mlp", "cdp-v2", 1, clip=0.3)
+    pool.run(2, save_once, job, str(tmp_path), timeout=60)
+    for result in pool.run(2, damaged, job, str(tmp_path), timeout=60):
+        assert len(result["texts"]) == 12
+        for what, text in result["texts"].items():
+            assert what.split()[0] in text and "nothing was changed" in text, (what, text)
+
+
+def fails_while_saving(rank: int, world: int, job: Job, folder: str) -> str:
+    """Rank 1 raises in its second save; all learn of it, training goes on, the first checkpoint is still the one loaded."""
+    from deepspeed_cdp import checkpoint
+    engine = start(job, world)
+    train(engine, job, rank, 0, 2)
+    engine.save_checkpoint(folder)
+    want = whole(engine)
+    train(engine, job, rank, 2, 4)
+    stock = checkpoint._save_tensors
+
+    def full(*args: Any) -> dict:
+        if rank == 1:
+            raise OSError(28, "No space left on device")
+        return stock(*args)
+    checkpoint._save_tensors = full
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            engine.save_checkpoint(folder)
+    finally:
+        checkpoint._save_tensors = stock
+    train(engine, job, rank, 4, 5)
+    path, _ = engine.load_checkpoint(folder)
+    assert path.endswith("global_step2")
+    same(whole(engine), want)
+    engine.destroy()
+    return str(caught.value)
+
+
+def killed_while_saving(rank: int, world: int, job: Job, folder: str) -> None:
+    """Rank 1 is killed in the middle of a save over the tag that is there."""
+    from deepspeed_cdp import checkpoint
+    engine = start(job, world)
+    engine.load_checkpoint(folder)
+    train(engine, job, rank, 2, 3)
+    stock = checkpoint._save_tensors
+
+    def kill(directory: str, name: str, *rest: Any) -> dict:
+        if rank == 1 and name.startswith("buffers"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stock(directory, name, *rest)
+    checkpoint._save_tensors = kill
+    engine.save_checkpoint(folder, tag="global_step2")
+
+
+def test_a_failed_save_leaves_the_last_good_checkpoint(pool, tmp_path):
+    job = Job("mlp", "cdp-v2", 1, optimizer="sgd", timeout=4.0)
+    for text in pool.run(2, fails_while_saving, job, str(tmp_path), timeout=60):
+        assert "rank 1" in text and "No space left on device" in text and "untouched" in text
+    good = {p.name: p.read_bytes() for p in (tmp_path / "global_step2").iterdir()}
+    started = time.monotonic()
+    left, dead = pool.run_failing(2, killed_while_saving, job, str(tmp_path), timeout=60)
+    assert dead == -signal.SIGKILL and "rank(s) [1] missing" in left or "rank 1" in left, left
+    assert time.monotonic() - started < 30
+    assert {p.name: p.read_bytes() for p in (tmp_path / "global_step2").iterdir()} == good
+    pool.run(2, loads, job, str(tmp_path), timeout=60)
+
+
+def loads(rank: int, world: int, job: Job, folder: str) -> None:
+    engine = start(job, world)
+    assert engine.load_checkpoint(folder)[0].endswith("global_step2")
+    train(engine, job, rank, 2, 4)
+    engine.save_checkpoint(folder)  # over the remains of the save that was killed
+    assert engine.load_checkpoint(folder)[0].endswith("global_step4")
+    engine.destroy()
+
+
+def exports(rank: int, world: int, jobs: list[Job], folder: str) -> None:
+    for job in jobs:
+        engine = start(job, world)
+        train(engine, job, rank, 0, 2)
+        path = os.path.join(folder, job.kind)
+        engine.save_checkpoint(path)
+        state = whole(engine)
+        assert engine.save_16bit_model(path, "weights.bin")
+        import torch.distributed as dist
+        dist.barrier()
+        saved = torch.load(os.path.join(path, "weights.bin"), weights_only=True)
+        assert saved.keys() == state.keys() and all(torch.equal(saved[k], state[k]) for k in state), job
+        gathered = engine._zero3_consolidated_16bit_state_dict()
+        assert (gathered is None) == (rank != 0)
+        if rank == 0:
+            assert gathered.keys() == state.keys() and all(torch.equal(gathered[k], state[k]) for k in state)
+        fresh = models.build(job.kind)
+        fresh.load_state_dict(state)  # strict: tied names, frozen ones and buffers are all there
+        without = engine.module_state_dict(exclude_frozen_parameters=True)
+        frozen = {n for n, p in engine.module.named_parameters() if not p.requires_grad}
+        assert state.keys() - without.keys() == frozen and bool(frozen) == (job.kind == "rooted")
+        train(engine, job, rank, 2, 3)
+        engine.destroy()
+
+        module_only = start(job, world)
+        found, _ = module_only.load_checkpoint(path, load_module_only=True)
+        assert found and module_only.global_steps == 0 and not module_only._runtime.owner.optimizer.state
+        same(whole(module_only), state)
+        module_only.destroy()
+
+
+def test_exports_and_load_module_only(pool, tmp_path):
+    gather = {"zero_optimization": {"stage": 3, "stage3_gather_16bit_weights_on_model_save": True}}
+    jobs = [Job(kind, "cdp-v2", config=gather, bf16=kind == "llama-tied") for kind in ("rooted", "conv", "llama-tied")]
+    pool.run(2, exports, jobs, str(tmp_path), timeout=90)

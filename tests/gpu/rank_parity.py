@@ -1,0 +1,92 @@
+"""One rank of the GPU parity check: CyclicEngine through deepspeed.initialize against the oracle on the same GPU.
+
+Started by tests/gpu/test_gpu.py, or by hand: torchrun --nproc-per-node N tests/gpu/rank_parity.py [SECONDS]
+"""
+
+import faulthandler
+import itertools
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+faulthandler.dump_traceback_later(float(sys.argv[1]) if len(sys.argv) > 1 else 240, exit=True)
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import deepspeed  # noqa: E402
+import models  # noqa: E402
+
+import deepspeed_cdp  # noqa: E402, F401
+from deepspeed_cdp import reference  # noqa: E402
+from deepspeed_cdp.schedule import threshold  # noqa: E402
+
+STEPS = 6
+
+
+def adamw(named):
+    return torch.optim.AdamW([p for _, p in named], lr=1e-2, foreach=True)
+
+
+def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, synchronize: bool) -> dict:
+    device = torch.device("cuda", torch.cuda.current_device())
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    module = models.build(kind).to(device, dtype)
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": rounds, "gradient_clipping": 0.5,
+              "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True,
+              "steps_per_print": 10 ** 9, "cyclic": {"enabled": True, "rule": rule, "timeout_seconds": 30}}
+    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(list(module.named_parameters())), config=config)
+    losses = {}
+    for step in range(STEPS):
+        for m in range(rounds):
+            x = models.batch(kind, step, m, rank).to(device)
+            loss = models.loss(engine, kind, x.to(dtype) if x.is_floating_point() else x)
+            engine.backward(loss)
+            engine.step()
+            losses[step, m, rank] = loss.detach()
+            if synchronize:
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+        if step == 3:
+            engine.flush()
+    state = engine.module_state_dict()
+    stages, traffic = engine.cyclic_plan.stages, engine._runtime.traffic()
+    engine.destroy()
+    template = models.build(kind).to(device, dtype)
+    want = reference.train(template, stages, threshold(rule, size),
+                           lambda t, m, r: (lambda x: x.to(dtype) if x.is_floating_point() else x)(models.batch(kind, t, m, r).to(device)),
+                           lambda call, x: models.loss(call, kind, x), adamw, STEPS, rounds=rounds, clip=0.5, flush_after={3})
+    worst = max(float((state[n].float() - p.to(dtype).float()).abs().max()) for n, p in want.masters.items())
+    scale = max(float(p.abs().max()) for p in want.masters.values())
+    mine = max(abs(float(v) - want.losses[k]) / abs(want.losses[k]) for k, v in losses.items())
+    bytes_right = all(row["counted"] == row["closed form"] for row in traffic.values())
+    return {"model": kind, "rule": rule, "rounds": rounds, "bf16": bf16, "ranks": size, "weights": worst / scale, "losses": mine,
+            "bytes": bytes_right, "sync": synchronize}
+
+
+def main() -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    deepspeed.init_distributed("nccl")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    cases = [(k, r, m, False, s) for k, r, m, s in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"), (1,), (False,))]
+    cases += [("llama", "cdp-v2", 2, False, True), ("llama-tied", "cdp-v1", 1, True, False), ("llama", "cdp-v2", 1, True, True),
+              ("routed", "cdp-v2", 1, False, False)]
+    failed = False
+    for case in cases:
+        begun = time.time()
+        row = check(*case[:4], rank, size, case[4])
+        good = row["weights"] < 1e-5 and row["losses"] < (1e-5 if not row["bf16"] else 1e-2) and row["bytes"]
+        failed |= not good
+        if rank == 0:
+            print(("ok  " if good else "BAD ") + json.dumps(row) + f" {time.time() - begun:.1f} s", flush=True)
+    if rank == 0:
+        print("failed" if failed else "passed", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
