@@ -61,8 +61,7 @@ def measure(args: argparse.Namespace, name: str, repeat: int, device: torch.devi
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     free_before = torch.cuda.mem_get_info()[0] if cuda else 0
-    step, engine = engines.make(name, model, args.micro_batch, args.compile) if name not in ("compute", "ddp", "fsdp2") else (
-        engines.make(name, model, args.micro_batch, args.compile))
+    step, engine = engines.make(name, model, args.micro_batch, args.compile)
     del model
     generator = torch.Generator().manual_seed(rank)
     late = random.Random(1000 + rank)
@@ -98,7 +97,7 @@ def measure(args: argparse.Namespace, name: str, repeat: int, device: torch.devi
         took = (time.perf_counter() - begun) * 1000 / args.steps
         mine = {"step_ms": took if len(times) < 2 else statistics.mean(times), "times": times,
                 "peak": (torch.cuda.max_memory_allocated() + _outside(engine)) / 2 ** 30 if cuda else 0,
-                "received": (_received(engine) - received) / args.steps / 2 ** 20, "loss": float(loss)}
+                "received": (_received(engine) - received) / args.steps / 2 ** 20, "loss": float(loss.detach())}
         everyone: list[dict] = [None] * size  # type: ignore[list-item]
         dist.all_gather_object(everyone, mine)
         slowest = max(everyone, key=lambda x: x["step_ms"])

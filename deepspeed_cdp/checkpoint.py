@@ -67,7 +67,7 @@ def save(engine: "CyclicEngine", runtime: "Runtime", save_dir: str, tag: str | N
         manifest = {"deepspeed_cdp": __version__, "ranks": runtime.plan.schedule.ranks, "rule": runtime.settings.rule,
                     "stages": runtime.plan.stages, "counters": {c: getattr(engine, c) for c in COUNTERS},
                     "files": {name: entry for x in everyone for name, entry in x["files"].items()}}
-        _write_text(os.path.join(working, MANIFEST), json.dumps(manifest, indent=1))
+        _write_text(os.path.join(working, MANIFEST), json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1))
         _replace(working, final)
         if save_latest:
             _write_text(os.path.join(save_dir, "latest"), tag)
@@ -113,7 +113,8 @@ def _plain(value: Any) -> Any:
 
 def _save_tensors(folder: str, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict:
     path = os.path.join(folder, name)
-    save_file({k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, path, metadata)
+    save_file({k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, path,
+              metadata or None)  # safetensors cannot read what it writes for empty metadata and no tensors
     with open(path, "rb+") as file:
         _sync(file)
     return {"sha256": _digest(path), "names": sorted(tensors)}
@@ -134,6 +135,10 @@ def _digest_by_parts(file: Any) -> str:  # Python 3.10
     while part := file.read(1 << 22):
         digest.update(part)
     return digest.hexdigest()
+
+
+def _manifest_digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _write_text(path: str, text: str) -> None:
@@ -188,8 +193,14 @@ def _read(runtime: "Runtime", folder: str, strict: bool, optimizer_states: bool)
     path = os.path.join(folder, MANIFEST)
     if not os.path.isfile(path):
         raise CheckpointError(f"{path} is missing: not a finished checkpoint of the cyclic engine")
-    with open(path) as file:
-        manifest = json.load(file)
+    try:
+        with open(path) as file:
+            manifest = json.load(file)
+        whole = manifest.pop("sha256") == _manifest_digest(manifest)
+    except (ValueError, LookupError, TypeError, AttributeError):  # not JSON, not UTF-8, not a manifest
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{path} is damaged: it is not what was written")
     for name, entry in manifest["files"].items():
         if not os.path.isfile(os.path.join(folder, name)):
             raise CheckpointError(f"{os.path.join(folder, name)} is missing")

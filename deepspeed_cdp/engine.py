@@ -39,6 +39,7 @@ class CyclicEngine(DeepSpeedEngine):
     # ---- setting up -----------------------------------------------------------------------------------------------------
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         config = self._config.cyclic_config
+        self._config.timers_config.synchronized = False  # a device synchronize per step would hold up the ring's hand-offs
         if any(hasattr(p, "ds_id") for p in model.parameters()):
             raise ValueError("model holds parameters partitioned by deepspeed.zero.Init, which is not supported in this version; "
                              "build the model outside zero.Init")
@@ -136,6 +137,8 @@ class CyclicEngine(DeepSpeedEngine):
     def _noting_failure(self) -> Iterator[None]:
         try:
             yield
+        except checkpoint.CheckpointError:  # on all ranks, and nothing was changed: training may go on
+            raise
         except BaseException:
             self._failed = True  # peers must learn of it from a closed connection, not from their timeout
             raise

@@ -97,7 +97,7 @@ class Handoff:
         self.on_release: Callable[[int], None] = lambda unit: None
         self._first, self._steady = (Program.of(build(plan, rank, first)) for first in (True, False))
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
-                    "SUM_HELD": self._sum_held, "PASS_HELD": self._pass, "DONE_HELD": self._done, "OFFER": self._offer,
+                    "SUM_HELD": self._sum_held, "PASS_HELD": self._pass, "DONE_HELD": self._done, "OFFER": self._offer, "TAKE": self._posts,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
         self.params: dict[int, torch.Tensor] = {}

@@ -148,11 +148,14 @@ class Binder:
             ValueError: there was no forward, or this is its second backward.
         """
         if self.mode != BACKWARD:
-            raise ValueError(f"a backward of step {self.handoff.global_step} came without a training forward before it (in eval() "
-                             "mode and under no_grad() there is none, and each forward has one backward); call engine.train() "
-                             "and engine(...) first, and add up losses before engine.backward()")
+            raise self._no_forward()
         self.handoff.end_round()
         self.mode = IDLE
+
+    def _no_forward(self) -> ValueError:
+        return ValueError(f"a backward of step {self.handoff.global_step} came without a training forward before it (in eval() mode "
+                          "and under no_grad() there is none, and each forward has one backward); call engine.train() and "
+                          "engine(...) first, and add up losses before engine.backward()")
 
     def _enter_backward(self, i: int) -> None:
         if self.mode != BACKWARD or self._latest == i and i in self._bound:
@@ -211,6 +214,8 @@ class Binder:
         if not isinstance(x, Saved):
             return x
         self._enter_backward(x.unit)
+        if x.unit not in self._bound:  # a second backward over a graph that was retained
+            raise self._no_forward()
         flat = self._bound[x.unit][x.offset:]
         return torch.as_strided(flat[:flat.numel() // x.dtype.itemsize * x.dtype.itemsize].view(x.dtype), x.shape, x.stride)
 

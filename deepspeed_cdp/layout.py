@@ -29,7 +29,8 @@ def overlap_in_time(a: Lifetime, b: Lifetime, period: int) -> bool:
 def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...], int]:
     """Offsets such that regions in use at the same time never overlap, and the bytes needed.
 
-    First fit, in the better of two orders: by start (good for a sliding window) and by size (good for uneven units).
+    The best of first fit by start, first fit by size (good for uneven units), and laps of a ring (good for a sliding window: of n
+    equal regions with L live at once it needs room for ceil(n / floor(n / L)), the fewest there can be).
 
     Args:
         lifetimes: each shorter than ``period``.
@@ -39,8 +40,8 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
     assert all(0 <= x.end - x.start < period for x in lifetimes), "a region must be free before its next use"
     orders = (sorted(range(len(lifetimes)), key=lambda i: lifetimes[i].start),
               sorted(range(len(lifetimes)), key=lambda i: (-lifetimes[i].nbytes, lifetimes[i].start)))
-    found = [_first_fit(lifetimes, period, order) for order in orders]
-    return min(found, key=lambda result: result[1])
+    best = min((_first_fit(lifetimes, period, order) for order in orders), key=lambda result: result[1])
+    return _laps(lifetimes, period, orders[0], best[1]) or best
 
 
 def _first_fit(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -62,6 +63,27 @@ def _first_fit(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int])
     return tuple(offsets), total
 
 
+def _laps(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int], below: int) -> tuple[tuple[int, ...], int] | None:
+    """One after the other, back to the beginning for each of so many laps of about equal bytes; as many as work."""
+    sizes = [aligned(x.nbytes) for x in lifetimes]
+    live = max((sum(size for x, size in zip(lifetimes, sizes) if overlap_in_time(x, Lifetime(y.start, y.start, 0), period))
+                for y in lifetimes), default=0)
+    pairs = [(i, j) for n, i in enumerate(order) for j in order[:n] if overlap_in_time(lifetimes[i], lifetimes[j], period)]
+    total = sum(sizes)
+    for laps in range(total // live if live else 0, 1, -1):
+        if total >= below * laps:
+            break
+        offsets, at, before, lap = [0] * len(sizes), 0, 0, 0
+        for i in order:
+            if before * laps // total > lap:
+                at, lap = 0, before * laps // total
+            offsets[i], at, before = at, at + sizes[i], before + sizes[i]
+        end = max(offset + size for offset, size in zip(offsets, sizes))
+        if end < below and all(offsets[i] + sizes[i] <= offsets[j] or offsets[j] + sizes[j] <= offsets[i] for i, j in pairs):
+            return tuple(offsets), end
+    return None
+
+
 def gates(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
     """For each item, the item whose release lets the next message of this item land: its *credit*.
 
@@ -79,7 +101,7 @@ def gates(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
         gate = i - n
         for j in range(i - 1, i - n, -1):
             k = j % n
-            if offsets[k] < ends and offsets[i] < offsets[k] + aligned(sizes[k]):
+            if sizes[i] and sizes[k] and offsets[k] < ends and offsets[i] < offsets[k] + aligned(sizes[k]):
                 gate = j
                 break
         raw.append(gate)

@@ -74,8 +74,8 @@ class StageOwner:
     def publish(self, slot: int) -> None:
         """Write the masters, in the parameters' dtype, into published copy ``slot``."""
         with torch.no_grad():
-            for name, master in self.masters.items():
-                self._published[slot][name].copy_(master)
+            if self.masters:
+                torch._foreach_copy_([self._published[slot][n] for n in self.masters], list(self.masters.values()))
 
     def publish_all(self) -> None:
         """Write everything, frozen parameters too, into every copy."""
@@ -92,21 +92,29 @@ class StageOwner:
     @torch.no_grad()
     def average(self) -> torch.Tensor:
         """Turn the finished sums into the masters' gradients (fp32, sum / N); their squared norm (float64 scalar on the device)."""
-        total = torch.zeros((), dtype=torch.float64, device=self._device)
-        for name, view in self._sums.items():
-            grad = view if view.dtype == torch.float32 else view.to(torch.float32)
-            self.masters[name].grad = grad.div_(self.handoff.schedule.ranks)
-            total += torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2
-        return total
+        views = list(self._sums.values())
+        grads = [v if v.dtype == torch.float32 else torch.empty_like(v, dtype=torch.float32) for v in views]
+        pairs = [(g, v) for g, v in zip(grads, views) if g is not v]
+        if pairs:
+            torch._foreach_copy_(*map(list, zip(*pairs)))
+        if not grads:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
+        torch._foreach_div_(grads, float(self.handoff.schedule.ranks))
+        for name, grad in zip(self._sums, grads):
+            self.masters[name].grad = grad
+        if self._device.type == "cpu":  # exact, as the oracle has it
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
+        else:
+            norms = torch._foreach_norm(grads)
+        return torch.stack(norms).double().square().sum()
 
     def update(self, step: int, norm2: torch.Tensor) -> None:
         """theta_{step+1} = opt(theta_step, averaged gradients), clipped."""
-        with torch.no_grad():
-            if self.clip > 0:
-                # as ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one
-                factor = (1.0 / torch.clamp((norm2.sqrt() + 1e-6) / self.clip, min=1.0)).to(torch.float32)
-                for master in self.masters.values():
-                    master.grad.mul_(factor)
+        grads = [master.grad for master in self.masters.values() if master.grad is not None]
+        if self.clip > 0 and grads:
+            # as ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one
+            factor = (1.0 / torch.clamp((norm2.sqrt() + 1e-6) / self.clip, min=1.0)).to(torch.float32)
+            torch._foreach_mul_(grads, factor.squeeze())
         self._step(self._recorded.pop(step))
         for master in self.masters.values():
             master.grad = None

@@ -7,7 +7,7 @@ Streams (each edge of each stream keeps its own order):
 
 ======  =============================================================================================
 P, H    parameters relayed to the ring neighbour: units, held parameters
-P0, H0  the same from the owner's published copy: offered as soon as it is published, taken when the first reader has room
+P0, H0  the same from the owner's published copy: offered as soon as it is published, taken by its first reader
 G, GH   running gradient sums of units, of held parameters: rank r to r+1 (and N-1 to 0 between rounds)
 O       finished gradient sums, rank N-1 to the owner
 S       a few scalars, owner to owner: squared norms by stage, loss (design §9)
@@ -91,7 +91,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         unit = "held" if self.unit == HELD else f"unit {self.unit}"
-        incoming = self.kind in ("READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
+        incoming = self.kind in ("TAKE", "READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
         arrow = "" if self.peer is None else f" {'<-' if incoming else '->'} rank {self.peer}"
         where = "" if self.kind in ("NORM", "UPDATE", "TOTAL") else f" {'backward' if self.backward else 'forward'} {unit}"
         return f"{self.kind}{where}{arrow} (stream {self.stream or '-'}, round {self.round}, logical time {self.time})"
@@ -99,7 +99,7 @@ class Action(NamedTuple):
 
 # Kinds, in the order they take at equal time and phase.
 ORDER = {"DONE": 0, "PASS": 1, "SUM_HELD": 2, "PASS_HELD": 3, "DONE_HELD": 4,  # ends
-         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "READ": 9, "RELAY": 10, "SUM": 11}  # starts
+         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "TAKE": 9, "READ": 10, "RELAY": 11, "SUM": 12}  # starts
 
 
 @dataclass(frozen=True)

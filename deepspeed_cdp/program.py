@@ -36,6 +36,8 @@ class _Builder:
 
     def _all(self) -> Iterator[Action]:
         yield from self._passes()
+        for step in (self.step, self.step + 1):
+            yield from self._takes(step)
         for version in range(max(self.step - 1, 0), self.step + 2):
             yield from self._publish(version)
 
@@ -100,6 +102,28 @@ class _Builder:
         yield self._action(kind, time, END, m, i, True, peer=peer, stream=stream, nbytes=unit.g_bytes, posts=posts,
                            into=(stream, offset, m), **place)
 
+    def _takes(self, step: int) -> Iterator[Action]:
+        """As a first reader, let the owner's offers in: two positions before they are read, but not before they are made."""
+        s, plan = self.schedule, self.plan
+        for m in range(s.rounds):
+            for i, backward in ([(HELD, False)] if plan.held else []) + list(plan.visits):
+                stage = plan.unit(i).stage
+                src, first = self._origin(step - self.step, m, stage)
+                if src is None or not first:
+                    continue
+                begin = 0 if i == HELD else plan.spans[i, backward][0]
+                time = (s.start(step, m, self.rank) - 2) * plan.scale + begin
+                version = s.version(step, m, self.rank, stage)
+                if step:  # (version 0 is there earlier, but all later steps are to have one program)
+                    made = s.update_time(version - 1, stage)
+                    time = max(time, made * plan.scale + 1)
+                    if made >= s.start(step, 0, src):  # in the owner's same step: this rank must have begun it too
+                        time = max(time, s.start(step, 0, self.rank) * plan.scale)
+                region, offset = ("H", 0) if i == HELD else ("P", plan.p_layout[0][i, backward])
+                post = Post(region + "0", src, region, offset, plan.unit(i).p_bytes, step - self.step, m, i, backward,
+                            plan.v_layout(stage)[0][i], version - step)
+                yield self._action("TAKE", time, START, m, i, backward, peer=src, stream=post.stream, posts=(post,))
+
     # ---- this rank as an owner ------------------------------------------------------------------------------------------
     def _publish(self, version: int) -> Iterator[Action]:
         """How ``version`` of the owned stage comes to be (0: it is there from the start), and to whom it is offered."""
@@ -145,22 +169,17 @@ class _Builder:
             i, backward = visits[x % len(visits)]
             unit = self.plan.units[i]
             if buffer == "P":
-                src, first, nbytes = *self._origin(ahead, round, unit.stage), unit.p_bytes
+                (src, first), nbytes = self._origin(ahead, round, unit.stage), unit.p_bytes
+                src = None if first else src  # offers are taken, see _takes
             else:
-                first, nbytes = False, unit.g_bytes
+                nbytes = unit.g_bytes
                 src = None if (round == 0 and self.rank == 0) or not nbytes else (self.rank - 1) % self.schedule.ranks
             if src is not None:
-                yield Post(buffer + ("0" if first else ""), src, buffer, offsets[i, backward], nbytes, ahead, round, i, backward,
-                           *(self._published(ahead, round, i) if first else ()))
+                yield Post(buffer, src, buffer, offsets[i, backward], nbytes, ahead, round, i, backward)
 
     def _origin(self, ahead: int, round: int, stage: int) -> tuple[int | None, bool]:
         at = (self.step + ahead, round, self.rank, stage)
         return self.schedule.source(*at), self.schedule.is_first(*at)
-
-    def _published(self, ahead: int, round: int, i: int) -> tuple[int, int]:
-        """Where the owner has the version that this rank reads: offset in its published copy, version relative to the step."""
-        stage, step = self.plan.unit(i).stage, self.step + ahead
-        return self.plan.v_layout(stage)[0][i], self.schedule.version(step, round, self.rank, stage) - step
 
     def held_posts(self, number: int) -> list[Post]:
         """The held parameters of round ``number`` since the flush; their slot is the number's parity."""
@@ -168,8 +187,7 @@ class _Builder:
             return []
         ahead, round = self._place(number - self.step * self.schedule.rounds)
         src, first = self._origin(ahead, round, 0)
-        posts = [] if src is None else [Post("H0" if first else "H", src, "H", 0, self.plan.held.p_bytes, ahead, round, HELD,
-                                             False, *(self._published(ahead, round, HELD) if first else ()))]
+        posts = [] if src is None or first else [Post("H", src, "H", 0, self.plan.held.p_bytes, ahead, round, HELD, False)]
         return posts + (list(self._held_sum_posts(0)) if number == 0 else [])
 
     def _held_sum_posts(self, m: int) -> Iterator[Post]:

@@ -9,8 +9,6 @@ Every message carries a tag instead of bytes: which unit, which version, or how 
   N k micro-batches, each once, in order;
 - that no region is posted, or overwritten, while its former content is still to be read or relayed;
 - that it ends, also when a push blocks its rank until it has landed, and also with a barrier after every step.
-
-Pure, no torch.
 """
 
 import itertools
@@ -20,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .plan import Action, Plan, Post
+from .plan import HELD, Action, Plan, Post
 from .program import build, initial_posts
 
 Programs = Callable[[int, bool], Sequence[Action]]
@@ -31,7 +29,7 @@ Place = tuple[str, int]  # region and offset; slots of H are offsets 0 and 1, co
 BEFORE: Key = (-1, False, 0, 0)  # the first action
 SUMS = ("SUM", "SUM_HELD")
 PASSES = ("PASS", "PASS_HELD")
-OWN = ("NORM", "TOTAL", "UPDATE", "OFFER")
+OWN = ("NORM", "TOTAL", "UPDATE", "OFFER", "TAKE")
 MESSAGES = ("READ", "RELAY", "OFFER", *SUMS, *PASSES)  # kinds that name the bytes of a unit
 
 
@@ -65,12 +63,12 @@ class _Rank:
     step: int = 0
     cursor: int = 0
     acted: bool = False  # the action at the cursor is done, except for its posts
-    reads: int = 0  # passes begun in this step
+    reads: int = 0  # READs of this step
     normed: int = 0  # steps whose finished sums were measured
     version: int = 0  # updates applied
     content: dict[Place, Tag] = field(default_factory=dict)
     busy: dict[str, dict[int, int]] = field(default_factory=dict)  # region -> offset -> bytes, from the post to the last use
-    using: dict[tuple[int, bool], Place] = field(default_factory=dict)  # passes under way -> where they read
+    using: dict[tuple[int, int, bool], Place] = field(default_factory=dict)  # passes under way -> where they read
     landed: dict[tuple, tuple[Key, Place]] = field(default_factory=dict)  # awaited message -> key of its push, place
     reading: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # region -> (offset, bytes) of each push from it
     offers: dict[str, Key] = field(default_factory=dict)  # copy -> latest key at which a reader let its offer in
@@ -125,14 +123,15 @@ class DryRun:
         self.plan, self.schedule, self.steps = plan, plan.schedule, steps
         self.blocking, self.barrier = blocking, barrier
         n, programs = self.schedule.ranks, programs or (lambda rank, first: build(plan, rank, first))
-        self.ranks = [_Rank(r, programs(r, True)) for r in range(n)]
-        self.steady = [programs(r, False) for r in range(n)]
+        self.ranks, self.steady = [_Rank(r, programs(r, True)) for r in range(n)], [programs(r, False) for r in range(n)]
         self.o_layouts = [plan.o_layout(self.schedule.owned(r))[0] for r in range(n)]
         self.v_layouts = [plan.v_layout(self.schedule.owned(r))[0] for r in range(n)]
         self.pushes: dict[tuple[str, int, int], deque[_Push]] = {}
         self.landings: dict[tuple[str, int, int], deque[_Landing]] = {}
         self.period = self.schedule.period * plan.scale
         self.ends = [(self.schedule.start(0, self.schedule.rounds, r)) * plan.scale for r in range(n)]  # of the passes of step 0
+        held = [(HELD, False)] if plan.held else []
+        self.order = [(m, *visit) for m in range(self.schedule.rounds) for visit in (*held, *plan.visits)]
         self.log: list[tuple[int, int, Action]] = []
         self.special = {"READ": self._read, "SUM": self._sum, "SUM_HELD": self._sum, "NORM": self._norm, "TOTAL": self._total,
                         "UPDATE": self._update}
@@ -147,8 +146,7 @@ class DryRun:
     def run(self) -> None:
         """Raises PlanError, or returns with every rank at the end of its last step."""
         while True:
-            moved = False
-            floor = min(rank.step for rank in self.ranks)
+            moved, floor = False, min(rank.step for rank in self.ranks)
             for rank in self.ranks:
                 while rank.step <= self.steps and not (self.barrier and rank.step > floor):
                     if rank.cursor == len(rank.program):
@@ -162,8 +160,7 @@ class DryRun:
                 stuck = [str(self._error(x, "waits")) for x in self.ranks if x.step <= self.steps and x.cursor < len(x.program)]
                 raise PlanError(f"nothing moves any more: {'; '.join(stuck)}")
         for push in itertools.chain(*self.pushes.values()):
-            due = push.tag[2] + 1 if push.action.kind == "OFFER" else push.step  # the last step in which it may be taken
-            if due < self.steps:
+            if (push.tag[2] + 1 if push.action.kind == "OFFER" else push.step) < self.steps:  # in which it is taken at last
                 raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never taken")
 
     # ---- names -------------------------------------------------------------------------------------------------
@@ -207,40 +204,44 @@ class DryRun:
         if a.kind in self.special:
             return self.special[a.kind](rank, a)
         if a.kind in ("DONE", "DONE_HELD"):
-            place = rank.using.pop((a.unit, a.kind == "DONE" and a.backward), None)
-            if place is None:
-                raise self._error(rank, "ends a pass that is not under way")
+            place = rank.using.pop((a.round, a.unit, a.kind == "DONE" and a.backward), None)
+            if place is None or a.kind == "DONE_HELD" and not self._all_read(rank, a):
+                raise self._error(rank, "ends a pass that is not under way, or too early")
             if place[0][0] != "V":
                 self._free(rank, *place)
-        else:
+        elif a.kind != "TAKE":  # which has nothing but its post
             self._push(rank, a)
             if a.kind in PASSES:
                 self._free(rank, *self._at(rank, a))
         return True
 
     def _end_step(self, rank: _Rank) -> None:
-        passes = self.schedule.rounds * (len(self.plan.visits) + (self.plan.held is not None))
-        if rank.using or rank.reads != passes:
-            raise PlanError(f"rank {rank.number}, step {rank.step}: ends after READ of {rank.reads} passes out of {passes}, and "
-                            f"without DONE for (unit, backward) {list(rank.using)}")
+        if missing := list(rank.using) + self.order[rank.reads:]:
+            raise PlanError(f"rank {rank.number}, step {rank.step}: DONE is missing for (round, unit, backward) {missing}")
         rank.step, rank.cursor, rank.reads, rank.program = rank.step + 1, 0, 0, self.steady[rank.number]
+
+    def _all_read(self, rank: _Rank, a: Action) -> bool:
+        """Whether the round's passes are over."""
+        return rank.reads * self.schedule.rounds == (a.round + 1) * len(self.order) and all(i == HELD for _, i, _ in rank.using)
 
     def _read(self, rank: _Rank, a: Action) -> bool:
         if a.peer is not None and not self._arrived(rank, a):
             return False
-        place, version = self._at(rank, a), rank.step + a.version
-        got, want = rank.content.get(place), self.schedule.version(rank.step, a.round, rank.number, self.plan.unit(a.unit).stage)
+        place, version, stage = self._at(rank, a), rank.step + a.version, self.plan.unit(a.unit).stage
+        got, want = rank.content.get(place), self.schedule.version(rank.step, a.round, rank.number, stage)
         if version != want or got != ("p", a.unit, want):
             raise self._error(rank, f"reads {got} as version {version} where the schedule says {want}")
-        if (a.unit, a.backward) in rank.using:
-            raise self._error(rank, "begins a pass that is under way already")
-        rank.using[a.unit, a.backward] = place
+        if self.order[rank.reads:rank.reads + 1] != [(a.round, a.unit, a.backward)]:
+            raise self._error(rank, f"is out of order; next is (round, unit, backward) {self.order[rank.reads:rank.reads + 1]}")
+        rank.using[a.round, a.unit, a.backward] = place
         rank.reads += 1
         return True
 
     def _sum(self, rank: _Rank, a: Action) -> bool:
         if a.peer is not None and not self._arrived(rank, a):
             return False
+        if not (self._all_read(rank, a) if a.unit == HELD else (a.round, a.unit, a.backward) in rank.using):
+            raise self._error(rank, "is outside of the unit's backward")
         q, place = a.round * self.schedule.ranks + rank.number, self._at(rank, a)
         want = ("g", a.unit, rank.step, q)
         if q and rank.content.get(place) != want:
@@ -272,21 +273,21 @@ class DryRun:
         return True
 
     def _total(self, rank: _Rank, a: Action) -> bool:
+        if rank.normed != rank.step + a.version + 1:
+            raise self._error(rank, f"comes after {rank.normed} norms")
         for peer in range(self.schedule.ranks - 1):
             self._send_scalar(rank, a, "T", peer, rank.normed - 1)
         return True
 
     def _update(self, rank: _Rank, a: Action) -> bool:
-        step = rank.step + a.version
-        copy = f"V{(step + 1) % self.plan.copies}"
+        step, copy = rank.step + a.version, f"V{(rank.step + a.version + 1) % self.plan.copies}"
         if self._still_read(rank, copy) or not self._scalar(rank, a, "T", step):
             return False
         if rank.normed != step + 1 or rank.version != step:
             raise self._error(rank, f"updates {rank.version} to {step + 1} with the finished sums of {rank.normed} steps")
         if any(region == copy for region, _ in rank.using.values()):
             raise self._error(rank, f"overwrites published copy {copy} while a pass of this rank reads it")
-        if copy in rank.offers:
-            self._earlier(rank, a, rank.offers.pop(copy), "a reader")
+        self._earlier(rank, a, rank.offers.pop(copy, BEFORE), "a reader")
         for i, offset in self.o_layouts[rank.number].items():
             if self.plan.unit(i).g_bytes:
                 self._free(rank, "O", offset)
@@ -296,12 +297,9 @@ class DryRun:
         return True
 
     def _scalar(self, rank: _Rank, a: Action, stream: str, step: int) -> bool:
-        if a.peer is None:
-            return True
-        queue = rank.scalars.get((stream, a.peer))
-        if not queue:
-            return False
-        key, sent = queue.popleft()
+        if a.peer is None or not rank.scalars.get((stream, a.peer)):
+            return a.peer is None
+        key, sent = rank.scalars[stream, a.peer].popleft()
         self._earlier(rank, a, key, f"scalars ({stream})")
         if sent != step:
             raise self._error(rank, f"receives scalars ({stream}) of step {sent} where it needs those of step {step}")
@@ -351,22 +349,23 @@ class DryRun:
 
     def _push(self, rank: _Rank, a: Action) -> None:
         place, mine = self._at(rank, a), self.o_layouts[rank.number]
-        tag, want = rank.content.get(place), ("p", a.unit, rank.step + a.version)
+        tag, used = rank.content.get(place), rank.using.get((a.round, a.unit, a.backward))
+        want: Tag = ("p", a.unit, rank.step + a.version)
         if a.kind in PASSES:
             want = ("g", a.unit, rank.step, a.round * self.schedule.ranks + rank.number + 1)
         if tag != want:
             raise self._error(rank, f"sends {tag} where the schedule says {want}")
-        if a.kind == "RELAY" and rank.using.get((a.unit, a.backward)) != place:
-            raise self._error(rank, "relays what this rank does not use now")
-        if a.peer == rank.number and a.stream == "O" and a.unit in mine:  # finished, and owned by this rank
+        if a.kind == "RELAY" and used != place or a.kind in PASSES and (used or not a.backward):
+            raise self._error(rank, "relays what this rank does not use, or passes on what it still adds to")
+        if a.peer == rank.number and a.into[:2] == (a.stream, mine.get(a.unit)):  # finished, and owned by this rank
             self._claim(rank, "O", mine[a.unit], a.nbytes)
             rank.content["O", mine[a.unit]] = tag
             return
         assert a.peer is not None
         rank.blocked += a.kind != "OFFER"
         rank.reading.setdefault(place[0], []).append((place[1], a.nbytes))
-        push, edge = _Push(rank.number, rank.step, self._key(rank, a), a, place, tag), (a.stream, rank.number, a.peer)
-        self.pushes.setdefault(edge, deque()).append(push)
+        edge = (a.stream, rank.number, a.peer)
+        self.pushes.setdefault(edge, deque()).append(_Push(rank.number, rank.step, self._key(rank, a), a, place, tag))
         self._match(edge)
 
     def _match(self, edge: tuple[str, int, int]) -> None:
@@ -380,6 +379,11 @@ class DryRun:
                          f"{'backward' if post.backward else 'forward'} ({landing.by or 'before the first action'})")
             elif a.kind != "OFFER" and not landing.key < push.key:
                 wrong = f"needs a credit of rank {edge[2]} that is not earlier in logical time"
+            elif (a.offset, push.tag[2]) != (post.origin, landing.step + post.version) if a.kind == "OFFER" else \
+                    a.into[:2] != (post.region, post.offset) or post.region == "H" and a.into[2] != post.round:
+                wrong = f"is not at {(post.origin, post.version)} or into {a.into}, as rank {edge[2]} has it in {post}"
+            elif a.kind == "OFFER" and not push.key < landing.key:
+                wrong = f"is taken by rank {edge[2]} ({landing.by}) at a time that is not later in logical time"
             elif sender.content.get(push.place) != push.tag:
                 wrong = f"the region was overwritten before rank {edge[2]} took it"
             if wrong:
@@ -394,6 +398,5 @@ class DryRun:
 
 
 def _overlap(region: str, at: int, size: int, offset: int, nbytes: int) -> bool:
-    if region == "H":  # two slots, told apart by number
-        return at == offset
-    return bool(size and nbytes) and at < offset + nbytes and offset < at + size
+    """The two slots of H are told apart by number."""
+    return at == offset if region == "H" else bool(size and nbytes) and at < offset + nbytes and offset < at + size

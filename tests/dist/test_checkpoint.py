@@ -99,7 +99,7 @@ def test_another_ring_rule_or_partition_reads_it(pool, tmp_path):
     saved = unpack(pool.run(3, save_once, job, str(tmp_path), timeout=60)[0])
     assert (tmp_path / "latest").read_text() == "global_step3" and (tmp_path / "named").is_dir()
     others = [Job("rooted", "cdp-v1", 1, clip=0.3), Job("rooted", "dp", 1, clip=0.3),
-              Job("rooted", "dp", 1, clip=0.3, cyclic={"partition_method": "type:Linear"})]
+              Job("rooted", "dp", 1, clip=0.3, cyclic={"units": [f"blocks.{i}" for i in (0, 1, 3, 4)]})]
     partitions, continued = set(), []
     for world in (2, 3, 4):
         for results in pool.run(world, load_elsewhere, others, str(tmp_path), timeout=60):
@@ -120,7 +120,8 @@ def damaged(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
     engine.flush()
     before, root = snapshot(engine), Path(folder)
     assert engine.load_checkpoint(str(root / "nowhere")) == (None, None)
-    assert engine.load_checkpoint(folder, tag="not-there") == (None, None)
+    with pytest.raises(CheckpointError, match="not-there.*cyclic.json is missing"):  # asked for by name: not silently anew
+        engine.load_checkpoint(folder, tag="not-there")
     texts: dict[str, str] = {}
     for name in ("stage_001.safetensors", "buffers_000.safetensors", "client.pt", "cyclic.json"):
         path = root / "global_step3" / name
@@ -142,7 +143,6 @@ def damaged(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
                 path.write_bytes(good)
             dist.barrier()
             assert equal(snapshot(engine), before), (name, how)
-    engine._failed = False
     assert engine.load_checkpoint(folder)[0]
     losses = train(engine, job, rank, 3, 5)
     engine.destroy()
@@ -209,7 +209,7 @@ def test_a_failed_save_leaves_the_last_good_checkpoint(pool, tmp_path):
     good = {p.name: p.read_bytes() for p in (tmp_path / "global_step2").iterdir()}
     started = time.monotonic()
     left, dead = pool.run_failing(2, killed_while_saving, job, str(tmp_path), timeout=60)
-    assert dead == -signal.SIGKILL and "rank(s) [1] missing" in left or "rank 1" in left, left
+    assert dead == -signal.SIGKILL and ("rank(s) [1] missing" in left or "rank 1" in left) and "saving checkpoint" in left, left
     assert time.monotonic() - started < 30
     assert {p.name: p.read_bytes() for p in (tmp_path / "global_step2").iterdir()} == good
     pool.run(2, loads, job, str(tmp_path), timeout=60)
@@ -235,7 +235,8 @@ def exports(rank: int, world: int, jobs: list[Job], folder: str) -> None:
         import torch.distributed as dist
         dist.barrier()
         saved = torch.load(os.path.join(path, "weights.bin"), weights_only=True)
-        assert saved.keys() == state.keys() and all(torch.equal(saved[k], state[k]) for k in state), job
+        buffers = {n for n, _ in engine.module.named_buffers()} if rank else set()  # rank 0's: each rank has its own batch norm
+        assert saved.keys() == state.keys() and all(torch.equal(saved[k], state[k]) for k in state.keys() - buffers), job
         gathered = engine._zero3_consolidated_16bit_state_dict()
         assert (gathered is None) == (rank != 0)
         if rank == 0:

@@ -4,9 +4,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import models
 import pytest
 import torch
 from engine_work import Job, start, train
+from torch.utils._python_dispatch import TorchDispatchMode
 
 PUBLIC = ("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_gather_coalesced",
           "_all_gather_base", "reduce", "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "broadcast",
@@ -15,14 +17,25 @@ PUBLIC = ("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object
 METHODS = ("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced",
            "_allgather_base", "_reduce_scatter_base", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "broadcast",
            "barrier", "monitored_barrier", "gather", "scatter", "alltoall", "alltoall_base")
-COLLECTIVE = ("allreduce", "all_reduce", "allgather", "all_gather", "reduce_scatter", "broadcast", "barrier", "alltoall",
-              "all_to_all", "gather", "scatter", "reduce")
+
+class _Operators(TorchDispatchMode):
+    """Notes every c10d operator: the engine's transport has no other than its own backend, which the wrapped methods see."""
+
+    def __init__(self, seen: list[str]):
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @contextlib.contextmanager
 def counting() -> Iterator[list[str]]:
-    """The names of all collectives that run meanwhile: at torch.distributed, at process groups' methods, in the profiler's trace
-    (c10d and gloo record there what reaches them from anywhere, C++ included).
+    """The names of all collectives that run meanwhile: at torch.distributed, at the methods of process groups and backends, and
+    at the dispatcher, where a ProcessGroup's methods arrive as c10d operators. (Not torch.profiler: it crashes when a gloo
+    message is under way as it ends, as hand-offs are.)
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
@@ -43,19 +56,15 @@ def counting() -> Iterator[list[str]]:
     for module in (dist, c10d):
         for name in PUBLIC:
             wrap(module, name, "dist")
-    for group in (dist.ProcessGroup, dist.ProcessGroupGloo):
+    for group in (dist.ProcessGroup, torch._C._distributed_c10d.Backend, dist.ProcessGroupGloo):
         for name in METHODS:
             wrap(group, name, group.__name__)
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with _Operators(seen):
             yield seen
     finally:
         for owner, name, stock in reversed(undo):
             setattr(owner, name, stock)
-    for event in profiler.events():
-        kind = event.name.lower().removeprefix("c10d::").removeprefix("gloo:").rstrip("_")
-        if event.name.lower().startswith(("c10d::", "gloo:")) and kind.startswith(COLLECTIVE):
-            seen.append(event.name)
 
 
 def steady(rank: int, world: int, job: Job) -> dict[str, Any]:
@@ -63,7 +72,9 @@ def steady(rank: int, world: int, job: Job) -> dict[str, Any]:
     import torch.distributed as dist
     with counting() as caught:
         dist.all_reduce(torch.ones(1))
-        dist.distributed_c10d._get_default_group().broadcast([torch.ones(1)], dist.BroadcastOptions()).wait()
+        group = dist.distributed_c10d._get_default_group()
+        group.broadcast([torch.ones(1)], dist.BroadcastOptions()).wait()
+        group._get_backend(torch.device("cpu")).broadcast(torch.ones(1), 0).wait()
     engine = start(job, world)
     train(engine, job, rank, 0, 2)
     ours = hasattr(engine, "cyclic_plan")
@@ -101,14 +112,15 @@ def test_no_collective_in_steady_steps_and_bytes_equal_the_closed_form(pool):
             assert result["bytes"] == result["form"] and result["form"]["F + B"] > 0, (job, rank)
             assert 0 < result["scalars"] <= 4 * 8 * (3 + 5 + 1), "a few numbers per step"
         for result in results:  # the harness sees what is there
-            assert {"dist.all_reduce", "ProcessGroup.broadcast"} <= set(result["caught"])
-            assert any(name.startswith("gloo:") or name.startswith("c10d::") for name in result["caught"]), result["caught"]
-        assert len(results[-1]["seen"]) > 20, "stock ZeRO-3 gathers and scatters"
+            assert {"dist.all_reduce", "ProcessGroup.broadcast", "Backend.broadcast"} <= set(result["caught"]), result["caught"]
+            assert any(name.startswith("c10d.") for name in result["caught"]), result["caught"]
+        assert len(results[-1]["seen"]) >= 4 * 3, "stock ZeRO-3 gathers and scatters"
 
 
 def memory(rank: int, world: int, job: Job) -> dict[str, Any]:
     """Bytes this rank keeps between steps and the parameters' memory between and during steps."""
-    engine = start(job, world)
+    torch.manual_seed(7)
+    engine = start(job, world, models.MLP(width=8, blocks=16) if job.kind == "mlp" else None)
     runtime = engine._runtime
     live: list[int] = []
     seen_in_forward: dict[str, int] = {}
@@ -136,36 +148,36 @@ def memory(rank: int, world: int, job: Job) -> dict[str, Any]:
         handle.remove()
     optimizer = {(t.data_ptr(), t.numel()): t.numel() * t.element_size() for s in runtime.owner.optimizer.state.values()
                  for t in s.values() if isinstance(t, torch.Tensor)}
-    result = {"buffers": runtime.handoff.buffers.nbytes(), "plan": engine.cyclic_plan.memory(rank),
+    result = {"buffers": runtime.handoff.buffers.nbytes(), "plan": engine.cyclic_plan.memory(),
               "masters": sum(m.numel() * m.element_size() for m in runtime.owner.masters.values()),
               "grads": sum(m.grad.numel() for m in runtime.owner.masters.values() if m.grad is not None),
               "optimizer": sum(optimizer.values()), "owned": sum(engine.cyclic_plan.unit(i).p_bytes for i in
                                                                  engine.cyclic_plan.members(runtime.plan.schedule.owned(rank))),
               "placeholders": small, "alive": parameters_alive(), "checks": len(live), "bound": len(seen_in_forward),
-              "psi": sum(p.numel() * 4 for p in engine.module.parameters()), "count": len(small)}
+              "psi": sum(p.numel() * 4 for p in engine.module.parameters()), "count": len(small), "kept": len(runtime.owner.masters)}
     engine.destroy()
     return result
 
 
+@pytest.mark.parametrize("kind", ["mlp", "llama"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_memory_is_the_plans_and_about_one_nth(pool, world):
-    """Masters and Adam's two states are 12 bytes per owned parameter; buffers are what the plan says."""
-    results = pool.run(world, memory, Job("llama", "cdp-v2", steps=3), timeout=60)
-    psi = results[0]["psi"]
+def test_memory_is_the_plans_and_about_one_nth(pool, world, kind):
+    """Replicated AdamW keeps 5 Psi: parameters, sums, masters, two states. Here a rank keeps those of its stage, and about two
+    stages each of parameters and sums in flight (and a unit or two): 10 to 11 stages, so with even stages 2.2 * 5 Psi / N,
+    Psi and stages counted with each parameter's alignment to 64 bytes.
+    """
+    results = pool.run(world, memory, Job(kind, "cdp-v2", steps=3), timeout=60)
+    psi, largest = sum(r["owned"] for r in results), max(r["owned"] for r in results)
+    rounding = 4 * results[0]["count"] + results[0]["plan"]["scalars"]  # Adam's step counts, and the few numbers that ride along
     for rank, r in enumerate(results):
-        assert r["buffers"] == sum(r["plan"].values())
+        assert r["buffers"] == sum(r["plan"].values()), rank
         assert all(nbytes == 4 for nbytes in r["placeholders"].values()), "a released parameter keeps one element"
         assert r["alive"] == 4 * r["count"], "between steps no parameter has memory"
         assert r["checks"] > 0 and r["bound"] > 0 and r["grads"] == 0
-        steps = 4 * 64  # Adam's step counts, and alignment
-        assert abs(r["masters"] - r["owned"]) <= steps and abs(r["optimizer"] - 2 * r["owned"]) <= steps, rank
-    # replicated: parameters, sums, masters, two states. Here: what is owned once each, plus the hand-off buffers in the plan.
-    assert sum(r["masters"] for r in results) == psi
-    largest = max(r["owned"] for r in results)
-    for rank, r in enumerate(results):
+        assert r["masters"] <= r["owned"] and r["optimizer"] == 2 * r["masters"] + 4 * r["kept"], rank
         total = r["buffers"] + r["masters"] + r["optimizer"]
-        own = 5 * largest  # sum, published copy, master, two states
-        in_flight = r["plan"]["P"] + r["plan"]["G"] + r["plan"]["H"]
-        assert total <= own + in_flight + 4096
-        assert in_flight <= 8 * largest, (rank, in_flight / largest)  # two to three stages each of P and G, a few units more
-        assert total < 5 * psi
+        print(f"{kind} world {world} rank {rank}: {total / largest:.2f} stages, {total / (5 * psi / world):.2f} of 5 Psi / N")
+        assert total <= 5 * largest + r["plan"]["in flight"] + rounding
+        if kind == "mlp":  # even stages
+            assert total <= 2.2 * 5 * psi / world + rounding, rank
+    assert sum(r["masters"] for r in results) == results[0]["psi"], "each master is kept once"

@@ -1,0 +1,205 @@
+"""Mistakes in the config, the script or the model: each is one sentence that names what is wrong and what to do, and doing it helps."""
+
+from collections.abc import Callable
+from typing import Any
+
+import models
+import pytest
+import torch
+import torch.nn.functional as F
+from engine_work import Job, oracle, pack, same, start, train, unpack, whole
+from torch import nn
+
+
+class Backwards(models.MLP):
+    """Registered first to last, used last to first."""
+
+    def forward(self, x):
+        for block in reversed(self.blocks):
+            x = x + block(x)
+        return x
+
+
+class Twice(models.MLP):
+    """Block 2 runs again after block 3, as the same module."""
+
+    def forward(self, x):
+        for at in (0, 1, 2, 3, 2, 4, 5):
+            x = x + self.blocks[at](x)
+        return x
+
+
+class Repeats(models.MLP):
+    """Block 2 runs twice in a row."""
+
+    def forward(self, x):
+        for at in (0, 1, 2, 2, 3, 4, 5):
+            x = x + self.blocks[at](x)
+        return x
+
+
+class Borrows(models.MLP):
+    """The last layer's weight is read by the root, which never calls the layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.proj = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return F.linear(super().forward(x), self.proj.weight)
+
+
+def built(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return kind()
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The one-line error of a call."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# what is added to a good config -> words that the one sentence must hold
+CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"cyclic": {"rul": "cdp-v2"}}, ("cyclic.rul is 'cdp-v2'", "no such key", "did you mean cyclic.rule?")),
+    ({"cyclic": {"rule": "cdp-v3"}}, ("cyclic.rule is 'cdp-v3'", '"cdp-v2"', "use")),
+    ({"cyclic": {"rule": 4}}, ("cyclic.rule is 4", "from 0 to 3 with 2 ranks", "choose")),
+    ({"cyclic": {"timeout_seconds": 0}}, ("cyclic.timeout_seconds is 0", "above 0", "use 600")),
+    ({"cyclic": {"units": ["blocks.0", "blocks.9"]}}, ("cyclic.units has 'blocks.9'", "no module of this model", "named_modules()")),
+    ({"cyclic": {"units": ["blocks"]}}, ("cyclic.units has 'blocks'", "never called", "list its children")),
+    ({"cyclic": {"units": ["blocks.0"]}}, ("1 units for 2 ranks", "list more modules in cyclic.units")),
+    ({"cyclic": {"partition_method": "type:Conv"}}, ("cyclic.partition_method is 'type:Conv'", "matches no unit", "Sequential")),
+    ({"fp16": {"enabled": True}}, ("fp16.enabled is true under cyclic.rule cdp-v2", "use bf16")),
+    ({"zero_optimization": {"stage": 2}}, ("zero_optimization.stage is 2", "set it to 3")),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, ("offload_param is cpu", "remove it")),
+    ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ("zero_quantized_weights is true", "remove it")),
+    ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, ("zero_hpz_partition_size is 2", "remove it")),
+    ({"zero_optimization": {"stage": 3, "zenflow": {}}}, ("zero_optimization.zenflow is set", "remove it")),
+    ({"hybrid_engine": {"enabled": True}}, ("hybrid_engine.enabled is true", "remove it")),
+    ({"optimizer": None}, ("optimizer is missing", "give an optimizer")),
+]
+
+
+def configs(rank: int, world: int) -> list[str]:
+    texts = []
+    for extra, _ in CONFIGS:
+        rest = {k: v for k, v in extra.items() if k not in ("cyclic", "optimizer")}
+        job = Job("mlp", config=rest, cyclic=extra.get("cyclic", {}), optimizer="none" if "optimizer" in extra else "adamw")
+        texts.append(told(lambda job=job: start(job, world)))
+    two = models.MLP(blocks=1)
+    two.blocks[0] = nn.Linear(8, 8)
+    texts.append(told(lambda: start(Job(), world, two)))
+    engine = start(Job("mlp"), world)  # after all these, a good one works
+    train(engine, Job("mlp"), rank, 0, 2)
+    engine.destroy()
+    return texts
+
+
+def test_wrong_settings(pool):
+    wanted = [words for _, words in CONFIGS] + [("has 1 units for 2 ranks", "use at most 1 ranks, or a model with more layers")]
+    for texts in pool.run(2, configs, timeout=60):
+        assert len(texts) == len(wanted)
+        for text, words in zip(texts, wanted):
+            assert text.startswith("ValueError: ") and "\n" not in text, (words, text)
+            for word in words:
+                assert word in text, (word, text)
+
+
+def wrong_order(rank: int, world: int) -> dict[str, str]:
+    """Each mistake on one rank's engine of its own, all ranks making it alike."""
+    texts: dict[str, str] = {}
+
+    def note(name: str, job: Job, mistake: Callable[[Any, Callable[[], torch.Tensor]], Any]) -> None:
+        engine = start(job, world)
+        train(engine, job, rank, 0, 1)
+        texts[name] = told(lambda: mistake(engine, lambda: models.loss(engine, "mlp", models.batch("mlp", 1, 0, rank))))
+        engine.destroy()
+
+    one, two = Job("mlp", timeout=10.0), Job("mlp", rounds=2, timeout=10.0)
+    note("two forwards", one, lambda e, forward: (forward(), forward()))
+    note("second backward", one, lambda e, forward: [e.backward(x) for x in [forward()] for _ in range(2)])
+
+    def retained(e: Any, forward: Callable[[], torch.Tensor]) -> None:
+        loss = forward()
+        e.backward(loss, retain_graph=True)
+        e.backward(loss)
+    note("retained", one, retained)
+
+    def too_many(e: Any, forward: Callable[[], torch.Tensor]) -> None:
+        for _ in range(3):
+            e.backward(forward())
+    note("too many", two, too_many)
+    note("step first", one, lambda e, forward: (forward(), e.step()))
+    note("flush inside", one, lambda e, forward: (forward(), e.flush()))
+
+    def half(e: Any, forward: Callable[[], torch.Tensor]) -> None:
+        e.backward(forward())
+        e.flush()
+    note("flush in a step", two, half)
+
+    def no_graph(e: Any, forward: Callable[[], torch.Tensor]) -> None:
+        e.eval()
+        e.backward(forward())
+    note("backward in eval", one, no_graph)
+    return texts
+
+
+def test_calls_in_the_wrong_order(pool):
+    wanted = {
+        "two forwards": ("engine.forward() of step 1", "before the backward", "call engine.backward(loss) first"),
+        "retained": ("step 1", "each forward has one backward"),
+        "too many": ("gradient_accumulation_steps is 2", "micro-batch 3", "call engine.step()"),
+        "step first": ("engine.step() of step 1", "call engine.backward(loss) first"),
+        "flush inside": ("engine.flush()", "step 1", "call engine.backward(loss) first"),
+        "flush in a step": ("engine.flush() came in the middle of step 1", "1 of 2 micro-batches", "call engine.step() first"),
+        "backward in eval": ("eval() mode", "engine.train()"),
+    }
+    for texts in pool.run(2, wrong_order, timeout=60):
+        for name, words in wanted.items():
+            for word in words:
+                assert word in texts[name], (name, texts[name])
+        assert texts["second backward"] != "no error"  # torch's own words: the graph is gone
+
+
+# model -> words of its error, and the units that its error tells one to list
+MODELS: list[tuple[type[nn.Module], tuple[str, ...], list[str]]] = [
+    (Backwards, ("'blocks.5'", "cyclic.units", "order of use"), [f"blocks.{i}" for i in reversed(range(6))]),
+    (Twice, ("'blocks.2'", "cyclic.units", "leave out those that are used more than once"), [f"blocks.{i}" for i in (0, 1, 3, 4, 5)]),
+    (Repeats, ("'blocks.2'", "cyclic.units", "leave it out"), [f"blocks.{i}" for i in (0, 1, 3, 4, 5)]),
+    (Borrows, ("'proj'", "cyclic.units", "without 'proj'"), [f"blocks.{i}" for i in range(6)]),
+]
+
+
+def odd_models(rank: int, world: int) -> list[tuple[str, bytes, Any, dict]]:
+    results = []
+    for kind, _, units in MODELS:
+        job = Job("mlp", optimizer="sgd", timeout=10.0)
+        engine = start(job, world, built(kind))
+        text = told(lambda engine=engine, job=job: train(engine, job, rank))
+        engine.destroy()
+        fixed = Job("mlp", optimizer="sgd", cyclic={"units": units})
+        engine = start(fixed, world, built(kind))
+        losses = train(engine, fixed, rank)
+        results.append((text, pack(whole(engine)), engine.cyclic_plan.stages, losses))
+        engine.destroy()
+    return results
+
+
+def test_models_that_need_cyclic_units(pool):
+    """The error names the module and the setting; what it says to do works, and trains as the oracle does."""
+    results = pool.run(2, odd_models, timeout=90)
+    for at, (kind, words, _) in enumerate(MODELS):
+        for text, state, stages, _ in (ranks[at] for ranks in results):
+            for word in words:
+                assert word in text, (kind, word, text)
+            want = oracle(Job("mlp", optimizer="sgd"), stages, 2, build=lambda kind=kind: built(kind))
+            got = unpack(state)
+            unused = {"proj.bias"} if kind is Borrows else set()  # zero gradient here and there
+            same(got, {n: m for n, m in want.masters.items() if n not in unused})
+            assert all(torch.equal(got[n], want.masters[n]) for n in unused)
+        losses = {place: value for ranks in results for place, value in ranks[at][3].items()}
+        assert losses == pytest.approx(want.losses, rel=0, abs=0)

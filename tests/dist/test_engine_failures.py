@@ -1,0 +1,216 @@
+"""Nothing hangs: whatever one rank does to the others, they end in time, with an error that says where they were and for whom."""
+
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import models
+import pytest
+import torch
+from engine_work import Job, evaluate, start, train
+from workers import Failure
+
+SECONDS = 3.0  # cyclic.timeout_seconds
+SLACK = 6.0  # closing, on two shared cores
+
+
+class Refuses(models.MLP):
+    """Raises in its forward when told to."""
+
+    refuse = False
+
+    def forward(self, x):
+        if self.refuse:
+            raise FloatingPointError("a forward that fails")
+        return super().forward(x)
+
+
+def timed(job: Job, rank: int, world: int, guilty: Any, steps: int = 40) -> float:
+    """Train; ``guilty(engine, step)`` may misbehave between steps. Seconds from the misdeed to this rank's end."""
+    torch.manual_seed(7)
+    module = Refuses()
+    engine = start(job, world, module)
+    train(engine, job, rank, 0, 2)
+    began = time.monotonic()
+    try:
+        guilty(engine, module)
+        train(engine, job, rank, 2, steps)
+    except BaseException as error:
+        error.add_note(f"seconds: {time.monotonic() - began:.2f}")
+        engine.destroy()  # as the interpreter does at exit
+        error.add_note(f"seconds with destroy: {time.monotonic() - began:.2f}")
+        raise
+    seconds = time.monotonic() - began
+    engine.destroy()
+    return seconds
+
+
+def misbehaves(rank: int, world: int, who: int, how: str, rule: str) -> Any:
+    job = Job("mlp", rule, timeout=SECONDS)
+
+    def act(engine: Any, module: Refuses) -> None:
+        if rank != who:
+            return
+        if how == "killed":
+            train(engine, job, rank, 2, 4)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "forward":
+            train(engine, job, rank, 2, 4)
+            module.refuse = True
+        if how == "loader":
+            train(engine, job, rank, 2, 4)
+            raise KeyError("a data loader that fails")
+        if how == "stopped":
+            train(engine, job, rank, 2, 4)
+            pid = os.getpid()
+            if os.fork() == 0:  # wakes it up again: a child that does nothing else
+                time.sleep(SECONDS + 3)
+                os.kill(pid, signal.SIGCONT)
+                os._exit(0)
+            os.kill(pid, signal.SIGSTOP)
+    return timed(job, rank, world, act)
+
+
+WHERE = re.compile(r"HandoffError: rank (\d+), step (\d+), (stage (\d+), (forward|backward|norm|update|total)|flush|saving|gather)"
+                   r".*(stream (\w+)|rank\(s\) \[\d+\] missing|closed)")
+
+
+def check_named(failure: Any, rank: int, world: int) -> None:
+    """The last line of the traceback names this rank, its step and stage, a stream and a peer; and it came in time."""
+    assert isinstance(failure, Failure), (rank, failure)
+    line = [x for x in failure.splitlines() if "HandoffError: " in x][-1]
+    found = WHERE.search(line)
+    assert found and int(found.group(1)) == rank, line
+    assert re.search(r"stream \w+: rank \d|on stream \w+ (from|for) rank \d|stream \w+: the connection to rank \d", line), line
+    seconds = float(re.search(r"seconds with destroy: ([\d.]+)", failure).group(1))
+    assert seconds < 2 * SECONDS + SLACK, (rank, seconds)
+
+
+@pytest.mark.parametrize(("how", "who", "rule"), [("killed", 1, "cdp-v2"), ("killed", 0, "cdp-v1"), ("stopped", 1, "cdp-v2")])
+def test_a_rank_that_dies_or_stalls(pool, how, who, rule):
+    outcomes = pool.run_failing(3, misbehaves, who, how, rule, timeout=60)
+    for rank, outcome in enumerate(outcomes):
+        if rank != who:
+            check_named(outcome, rank, 3)
+    if how == "killed":
+        assert outcomes[who] == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("how", "who", "rule"), [("forward", 1, "cdp-v2"), ("loader", 2, "cdp-v1"), ("loader", 0, "dp")])
+def test_a_rank_that_raises(pool, how, who, rule):
+    outcomes = pool.run_failing(3, misbehaves, who, how, rule, timeout=60)
+    for rank, outcome in enumerate(outcomes):
+        if rank == who:
+            assert ("a forward that fails" if how == "forward" else "a data loader that fails") in outcome
+        else:
+            check_named(outcome, rank, 3)
+
+
+def stops_early(rank: int, world: int, how: str, rule: str) -> float | str:
+    """Rank 1 ends after four steps, the others want forty."""
+    job = Job("mlp", rule, timeout=SECONDS)
+    engine = start(job, world)
+    began = time.monotonic()
+    try:
+        train(engine, job, rank, 0, 4 if rank == 1 else 40)
+        if rank == 1 and how == "saves":
+            engine.save_checkpoint("/nonexistent/never-written")
+        if rank == 1 and how == "evaluates":
+            evaluate(engine, job, rank, 1)
+        if rank == 1 and how == "returns":
+            return "returned"  # the engine is still there; its end is the script's
+        engine.destroy()
+    except BaseException as error:
+        engine.destroy()
+        error.add_note(f"seconds with destroy: {time.monotonic() - began:.2f}")
+        raise
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(("how", "rule"), [("destroys", "cdp-v2"), ("returns", "cdp-v1"), ("evaluates", "cdp-v2")])
+def test_unequal_numbers_of_steps(pool, how, rule):
+    outcomes = pool.run_failing(3, stops_early, how, rule, timeout=60)
+    for rank in (0, 2):
+        check_named(outcomes[rank], rank, 3)
+    if how == "evaluates":  # the collective names who is missing
+        text = outcomes[1].splitlines()
+        assert any("HandoffError: rank 1, step 4, flush" in x for x in text), outcomes[1]
+
+
+def differs(rank: int, world: int, what: list[str]) -> list[tuple[str, float]]:
+    """By mismatch: rank 1 starts with something else than the others; each rank's error and seconds."""
+    results = []
+    for name in what:
+        odd, module = rank == 1, models.MLP()
+        job = Job("mlp", "cdp-v2", timeout=SECONDS)
+        if name == "rule" and odd:
+            job = Job("mlp", "cdp-v1", timeout=SECONDS)
+        if name == "rounds" and odd:
+            job = Job("mlp", "cdp-v2", 2, timeout=SECONDS)
+        if name == "clip" and odd:
+            job = Job("mlp", "cdp-v2", clip=0.5, timeout=SECONDS)
+        if name == "width" and odd:
+            module = models.MLP(width=6)
+        if name == "layers" and odd:
+            module = models.MLP(blocks=7)
+        if name == "dtype" and odd:
+            job = Job("mlp", "cdp-v2", bf16=True, timeout=SECONDS)
+        began = time.monotonic()
+        try:
+            start(job, world, module)
+            results.append(("no error", 0.0))
+        except ValueError as error:
+            results.append((str(error), time.monotonic() - began))
+    return results
+
+
+MISMATCHES = {"rule": ("cyclic.rule", "'cdp-v2'", "'cdp-v1'"), "rounds": ("gradient_accumulation_steps", "1", "2"),
+              "clip": ("gradient_clipping", "0.0", "0.5"), "width": ("parameter names, shapes and dtypes",),
+              "layers": ("number of parameters", "12", "14"), "dtype": ("dtypes", "float32", "bfloat16")}
+
+
+def test_configs_and_models_that_differ_between_ranks(pool):
+    results = pool.run(3, differs, list(MISMATCHES), timeout=60)
+    for rank, mine in enumerate(results):
+        for (name, words), (text, seconds) in zip(MISMATCHES.items(), mine):
+            other = "on rank 1" if rank != 1 else "on rank 0"
+            assert all(w in text for w in words) and f"on rank {rank}" in text and other in text, (rank, name, text)
+            assert "same config, model" in text and seconds < SECONDS + SLACK, (rank, name, seconds)
+
+
+def enabled_on_one(rank: int, world: int, who: int, folder: str) -> None:
+    """As a script does that lets the error end it."""
+    began = time.monotonic()
+    try:
+        start(Job("mlp", "cdp-v2" if rank == who else None, timeout=SECONDS), world)
+    except Exception as error:
+        with open(os.path.join(folder, str(rank)), "w") as file:
+            file.write(f"{time.monotonic() - began:.1f} {type(error).__name__}: {error}")
+        os._exit(1)
+
+
+def test_enabled_on_one_rank_only(pool, tmp_path):
+    """The rank with the engine says who did not come, and its end is the end of the other's wait in stock DeepSpeed."""
+    assert pool.run_failing(2, enabled_on_one, 0, str(tmp_path), timeout=25) == [1, 1]
+    seconds, text = (tmp_path / "0").read_text().split(" ", 1)
+    assert text.startswith("HandoffError: rank 0, connecting the 2 ranks") and "rank(s) [1] missing after 3.0 s" in text, text
+    assert float(seconds) < SECONDS + SLACK and (tmp_path / "1").read_text()
+
+
+def own_barriers(rank: int, world: int, rules: list[str | int]) -> list[float]:
+    results = []
+    for rule in rules:
+        job = Job("mlp", rule, 1 + (rule == "cdp-v2"), steps=5, barriers=True, timeout=SECONDS * 3)
+        engine = start(job, world)
+        results.append(sum(train(engine, job, rank).values()))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_a_users_own_collectives_between_steps(pool, world):
+    """HF Trainer gathers losses as it logs: no step may need a neighbour to be in its next one."""
+    rules: list[str | int] = ["dp", "cdp-v1", "cdp-v2", *range(1, 2 * world - 1)]
+    pool.run(world, own_barriers, rules, timeout=60)

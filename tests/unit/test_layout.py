@@ -1,0 +1,164 @@
+"""layout.py by brute force: lifetimes laid on a circle of ticks, and a walk that posts every message at its gate."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from deepspeed_cdp.layout import ALIGN, Lifetime, aligned, allocate, gates, overlap_in_time
+
+PERIODS = st.integers(2, 24)
+
+
+@st.composite
+def circles(draw: st.DrawFn) -> tuple[list[Lifetime], int]:
+    period = draw(PERIODS)
+    life = st.builds(lambda start, length, nbytes: Lifetime(start, start + length, nbytes),
+                     st.integers(-2 * period, 2 * period), st.integers(0, period - 1), st.integers(0, 1000))
+    return draw(st.lists(life, max_size=14)), period
+
+
+def ticks(x: Lifetime, period: int) -> set[int]:
+    return {t % period for t in range(x.start, x.end + 1)}
+
+
+def bytes_of(offset: int, nbytes: int) -> range:
+    return range(offset // ALIGN, (offset + aligned(nbytes)) // ALIGN)
+
+
+def lowest_bound(lives: list[Lifetime], period: int) -> int:
+    """The most bytes in use at one tick: no layout needs less."""
+    return max((sum(aligned(x.nbytes) for x in lives if t in ticks(x, period)) for t in range(period)), default=0)
+
+
+def sliding(sizes: list[int], ahead: int) -> tuple[list[Lifetime], int]:
+    """Unit i is used at tick 2i and lands ``ahead`` units earlier; what the P buffer does."""
+    return [Lifetime(2 * (i - ahead) + 1, 2 * i + 2, n) for i, n in enumerate(sizes)], 2 * len(sizes)
+
+
+def test_aligned() -> None:
+    assert [aligned(n) for n in (0, 1, ALIGN - 1, ALIGN, ALIGN + 1)] == [0, ALIGN, ALIGN, ALIGN, 2 * ALIGN]
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(circles())
+def test_overlap_in_time_as_counted_on_the_circle(circle) -> None:
+    lives, period = circle
+    for a in lives:
+        for b in lives:
+            assert overlap_in_time(a, b, period) == bool(ticks(a, period) & ticks(b, period))
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(circles())
+def test_nothing_overlaps_in_time_and_bytes(circle) -> None:
+    lives, period = circle
+    offsets, total = allocate(lives, period)
+    assert len(offsets) == len(lives)
+    for t in range(period):
+        used: set[int] = set()
+        for x, offset in zip(lives, offsets):
+            if t in ticks(x, period):
+                blocks = bytes_of(offset, x.nbytes)
+                assert offset % ALIGN == 0 and offset >= 0 and offset + aligned(x.nbytes) <= total
+                assert used.isdisjoint(blocks)
+                used.update(blocks)
+    assert lowest_bound(lives, period) <= total
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(circles())
+def test_random_lifetimes_cost_at_most_twice_the_bound(circle) -> None:
+    lives, period = circle
+    assert allocate(lives, period)[1] <= 2 * lowest_bound(lives, period)
+
+
+@pytest.mark.parametrize("count", [8, 15, 16, 33, 64, 128])
+@pytest.mark.parametrize("ahead", [1, 3, 7, 16])
+def test_equal_units_in_a_sliding_window_cost_the_fewest_there_can_be(count: int, ahead: int) -> None:
+    """With L live at once, a slot serves at most floor(n / L) of n units."""
+    if ahead < count:
+        lives, period = sliding([1024] * count, ahead)
+        assert lowest_bound(lives, period) == 1024 * (ahead + 1)
+        assert allocate(lives, period)[1] == 1024 * -(-count // (count // (ahead + 1)))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_uneven_units_in_a_sliding_window_cost_at_most_half_more_than_live(seed: int) -> None:
+    rng = random.Random(seed)
+    lives, period = sliding([rng.randint(1, 40) * ALIGN for _ in range(40)], 12)
+    assert allocate(lives, period)[1] <= 1.5 * lowest_bound(lives, period)
+
+
+def test_the_best_order_is_taken() -> None:
+    """Each is packed without waste by one way only: by size, by start, around a ring."""
+    by_size = [Lifetime(0, 1, 64), Lifetime(1, 3, 128), Lifetime(3, 5, 192), Lifetime(5, 6, 64)]
+    assert allocate(by_size, 8)[1] == 320 == lowest_bound(by_size, 8)
+    ring, period = sliding([64] * 64, 16)
+    assert allocate(ring, period)[1] == 22 * 64
+
+
+def test_a_lifetime_as_long_as_the_period_is_refused() -> None:
+    with pytest.raises(AssertionError):
+        allocate([Lifetime(0, 4, 1)], 4)
+    with pytest.raises(AssertionError):
+        allocate([Lifetime(1, 0, 1)], 4)
+
+
+# ---- gates --------------------------------------------------------------------------------------------------------------
+@st.composite
+def laid_out(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    n = draw(st.integers(1, 12))
+    blocks = st.lists(st.integers(0, 8), min_size=n, max_size=n)
+    return [b * ALIGN for b in draw(blocks)], [50 * b for b in draw(blocks)]
+
+
+def share(i: int, j: int, offsets: list[int], sizes: list[int]) -> bool:
+    n = len(offsets)
+    return not set(bytes_of(offsets[i % n], sizes[i % n])).isdisjoint(bytes_of(offsets[j % n], sizes[j % n]))
+
+
+@settings(max_examples=250, derandomize=True, deadline=None)
+@given(laid_out())
+def test_gates_in_a_walk_over_four_repetitions(case) -> None:
+    """Items are released in order. What is posted at its gate meets only free bytes; one release earlier it, or one that is to be
+    posted before it, would meet bytes in use."""
+    offsets, sizes = case
+    n, gate = len(offsets), gates(offsets, sizes)
+    assert list(gate) == sorted(gate) and gate[-1] <= gate[0] + n and all(i - n <= g < i for i, g in enumerate(gate))
+    in_use: set[int] = set()
+    posted = -1
+    for released in range(-n - 1, 4 * n):
+        in_use.discard(released)
+        while gate[(posted + 1) % n] + (posted + 1) // n * n <= released:
+            posted += 1
+            for other in in_use:
+                assert not share(posted, other, offsets, sizes), (posted, other, released)
+            in_use.add(posted)
+        waiting = range(posted + 1, posted + 1 + n)
+        assert any(share(i, released + 1, offsets, sizes) or i == released + 1 + n for i in waiting) or \
+            gate[(posted + 1) % n] + (posted + 1) // n * n > released + 1, (posted, released)
+        assert released + 1 <= posted or released < -1, "an item is posted before it is its turn"
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(laid_out())
+def test_gates_are_no_later_than_needed(case) -> None:
+    """Each gate is the release that this item, or one before it on the stream, needs: of shared bytes, or its own last."""
+    offsets, sizes = case
+    n, gate = len(offsets), gates(offsets, sizes)
+    for i in range(n):
+        needs = [j for j in range(i - n, i + 1)
+                 if gate[i] == j - n or (j - n < gate[i] < j and share(j, gate[i], offsets, sizes))]
+        assert needs, (i, gate[i])
+
+
+def test_gates_of_small_cases() -> None:
+    assert gates([], []) == ()
+    assert gates([0], [64]) == (-1,)  # its own release
+    assert gates([0, 0], [64, 64]) == (-1, 0)  # one region: one at a time
+    assert gates([0, 64], [64, 64]) == (-2, -1)  # a region each
+    assert gates([0, 64, 0], [64, 64, 64]) == (-1, -1, 0)  # 0 waits for 2, and 1 keeps its place behind it
+    assert gates([0, 0, 0], [64, 0, 64]) == (-1, -1, 0)  # an empty item waits for nobody but those before it
+    assert gates([0, 0, 0], [0, 0, 0]) == (-3, -2, -1)

@@ -1,0 +1,309 @@
+"""A plan made wrong on purpose, in every way we could think of, is rejected, and the message names rank, step and action.
+
+Faults are tried at every place where they can be made: each action of each program (first and steady step) of each rank.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+
+from deepspeed_cdp.plan import END, Action, Plan, Post, Unit
+from deepspeed_cdp.program import build, initial_posts
+from deepspeed_cdp.schedule import Schedule
+from deepspeed_cdp.validate import PlanError, validate
+
+Program = tuple[Action, ...]
+Fault = Callable[[Plan, int, Program, int], Iterator[Program]]  # plan, rank, program, index of the action -> wrong programs
+NAMED = re.compile(r"rank \d+, step \d+: (?:nothing |)([A-Z_]+|before the first action)")
+STARTS = ("NORM", "TOTAL", "UPDATE")
+
+
+@cache
+def plan(name: str) -> Plan:
+    """v2 with two rounds, held and frozen parameters; v1 and dp, which have a TOTAL; one rank alone."""
+    counts, k, rounds = {"v2": ((2, 1, 2), 2, 2), "v1": ((1, 2, 1), 5, 1), "dp": ((1, 2, 1), 0, 1), "one": ((2,), 0, 2)}[name]
+    stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    units = tuple(Unit(f"u{i}", stage, (f"w{i}",), (), 256 * (3 + i), 0 if (name, i) == ("v2", 1) else 128 * (3 + i))
+                  for i, stage in enumerate(stages))
+    return Plan(Schedule(len(counts), k, rounds), units, None if name == "dp" else Unit("", 0, ("tied",), (), 512, 256))
+
+
+@cache
+def program(name: str, rank: int, first: bool) -> Program:
+    return build(plan(name), rank, first)
+
+
+@cache
+def before(name: str, rank: int) -> tuple[Post, ...]:
+    return initial_posts(plan(name), rank)
+
+
+def rejected(name: str, rank: int, first: bool, wrong: Program) -> str:
+    """The message with which the dry-run refuses this program."""
+    with pytest.raises(PlanError) as error:
+        validate(plan(name), programs=lambda r, f: wrong if (r, f) == (rank, first) else program(name, r, f),
+                 posts=lambda r: before(name, r))
+    return str(error.value)
+
+
+def everywhere(name: str, fault: Fault, kind: str | None = None) -> Iterator[tuple[Action, int, str]]:
+    """(the action made wrong, its rank, the message), for every place where the fault can be made."""
+    for rank in range(plan(name).schedule.ranks):
+        for first in (True, False):
+            good = program(name, rank, first)
+            for index, action in enumerate(good):
+                if kind in (None, action.kind):
+                    for wrong in fault(plan(name), rank, good, index):
+                        assert wrong != good
+                        yield action, rank, rejected(name, rank, first, wrong)
+
+
+def put(good: Program, index: int, *actions: Action) -> Program:
+    return good[:index] + actions + good[index + 1:]
+
+
+# ---- faults -------------------------------------------------------------------------------------------------------------
+def drop(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    yield put(good, i)
+
+
+def duplicate(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    yield put(good, i, good[i], good[i])
+
+
+def wrong_peer(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    for peer in range(p.schedule.ranks):
+        if good[i].peer not in (None, peer) and good[i].kind != "TAKE":  # whose post says all
+            yield put(good, i, good[i]._replace(peer=peer))
+
+
+def wrong_stream(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    for stream in ("P", "O"):
+        if good[i].peer is not None and good[i].nbytes and stream != good[i].stream:
+            yield put(good, i, good[i]._replace(stream=stream))
+
+
+def wrong_offset(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    for offset in {0, good[i].offset + 64} - {good[i].offset}:
+        if good[i].nbytes:
+            yield put(good, i, good[i]._replace(offset=offset))
+
+
+def wrong_size(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    for nbytes in (good[i].nbytes - 64, good[i].nbytes + 64):
+        if good[i].nbytes:
+            yield put(good, i, good[i]._replace(nbytes=nbytes))
+
+
+def wrong_version(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    for version in (good[i].version - 1, good[i].version + 1):
+        if good[i].kind in ("READ", "RELAY", "OFFER", *STARTS):
+            yield put(good, i, good[i]._replace(version=version))
+
+
+def wrong_pass(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """Another unit, the other direction, another round."""
+    a = good[i]
+    if a.kind not in (*STARTS, "TAKE"):
+        others = [a._replace(unit=(a.unit + 1) % len(p.units)), a._replace(unit=(a.unit - 1) % len(p.units))]
+        if not a.kind.endswith("HELD") and a.unit >= 0:
+            others.append(a._replace(backward=not a.backward))
+        if a.kind != "OFFER":  # which is known by its order alone
+            others.append(a._replace(round=a.round + 1))
+        yield from (put(good, i, other) for other in others)
+
+
+def swap_pushes(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """With the next push on the same edge; each takes the other's logical time."""
+    a = good[i]
+    for j in range(i + 1, len(good)):
+        b = good[j]
+        if a.kind in ("RELAY", "OFFER", "PASS") and (b.kind, b.stream, b.peer) == (a.kind, a.stream, a.peer):
+            early, late = (x._replace(time=y.time, phase=y.phase) for x, y in ((b, a), (a, b)))
+            if (a.unit, a.nbytes) != (b.unit, b.nbytes):
+                yield put(put(good, i, early), j, late)
+            return
+
+
+def out_of_order(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    if i and good[i - 1].key != good[i].key:
+        yield put(put(good, i - 1, good[i]), i, good[i - 1])
+
+
+def wrong_landing(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """Where a one-sided push goes."""
+    region, offset, round = good[i].into
+    if region:
+        yield put(good, i, good[i]._replace(into=(region, offset + 64, round)))
+        yield put(good, i, good[i]._replace(into=("V", offset, round)))
+        if region == "H":
+            yield put(good, i, good[i]._replace(into=(region, offset, round + 1)))
+
+
+FAULTS = [duplicate, wrong_peer, wrong_stream, wrong_offset, wrong_size, wrong_version, wrong_pass, swap_pushes, wrong_landing,
+          out_of_order]
+
+
+@pytest.mark.parametrize("name", ["v2", "v1", "dp", "one"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_rejected_and_named(name: str, fault: Fault) -> None:
+    messages = list(everywhere(name, fault))
+    assert messages or (name == "one" and fault in (wrong_peer, wrong_stream, swap_pushes, wrong_landing))
+    for action, rank, message in messages:
+        assert NAMED.search(message), (action, rank, message)
+
+
+KINDS = {  # what the message names where this kind is missing: the kind itself, or those that suffer
+    "READ": "READ|RELAY|DONE|DONE_HELD|SUM|SUM_HELD", "RELAY": "RELAY|READ", "SUM": "PASS|SUM|NORM", "PASS": "PASS|SUM|NORM|DONE",
+    "DONE": "DONE|READ|RELAY|OFFER|TAKE|PASS|UPDATE|SUM_HELD|DONE_HELD", "SUM_HELD": "PASS_HELD|SUM_HELD|NORM",
+    "PASS_HELD": "PASS_HELD|SUM_HELD|NORM|PASS", "DONE_HELD": "DONE|READ|TAKE|RELAY", "OFFER": "OFFER|READ", "TAKE": "OFFER|READ",
+    "NORM": "NORM|UPDATE|TOTAL", "TOTAL": "UPDATE", "UPDATE": "UPDATE|OFFER|READ|NORM",
+}
+
+
+@pytest.mark.parametrize(("name", "kind"), [(n, k) for n in ("v2", "v1", "dp", "one") for k in KINDS])
+def test_a_missing_action_is_named_by_itself_or_by_what_suffers(name: str, kind: str) -> None:
+    found = list(everywhere(name, drop, kind))
+    present = {a.kind for r in range(plan(name).schedule.ranks) for a in program(name, r, False)}
+    assert bool(found) == (kind in present)
+    for action, _, message in found:
+        assert re.search(rf"rank \d+, step \d+: ({KINDS[kind]})\b", message), (action, message)
+
+
+@pytest.mark.parametrize("kind", ["SUM", "DONE", "UPDATE", "DONE_HELD"])
+def test_a_repeated_action_is_named_itself(kind: str) -> None:
+    """A round's gradient summed twice, a buffer freed twice, an update applied twice."""
+    for action, rank, message in everywhere("v2", duplicate, kind):
+        assert f"rank {rank}, step" in message and f": {kind}" in message, (action, message)
+
+
+@pytest.mark.parametrize("kind", ["READ", "RELAY", "OFFER", "SUM", "PASS"])
+def test_a_wrong_size_names_the_place(kind: str) -> None:
+    for action, rank, message in everywhere("v2", wrong_size, kind):
+        assert re.match(rf"rank {rank}, step [01]: {kind} ", message) and "bytes" in message, (action, message)
+
+
+def test_a_wrong_version_names_the_place() -> None:
+    for kind in ("READ", "RELAY", "OFFER"):
+        for action, rank, message in everywhere("v2", wrong_version, kind):
+            assert re.match(rf"rank {rank}, step \d+: {kind} ", message) and "schedule says" in message, (action, message)
+
+
+# ---- posts --------------------------------------------------------------------------------------------------------------
+def post_changes(p: Plan, post: Post) -> Iterator[tuple[Post, ...]]:
+    """Missing, repeated, and each field wrong."""
+    yield ()
+    yield post, post
+    yield from ((post._replace(src=src),) for src in range(p.schedule.ranks) if src != post.src)
+    yield from ((post._replace(nbytes=post.nbytes + n),) for n in (-64, 64))
+    yield from ((post._replace(offset=offset),) for offset in {0, post.offset + 64} - {post.offset})
+    yield post._replace(ahead=1 - post.ahead),
+    yield post._replace(round=post.round + 1),
+    yield post._replace(backward=not post.backward),
+    yield post._replace(unit=(post.unit + 1) % len(p.units)),
+    if post.origin >= 0:
+        yield post._replace(origin=post.origin + 64),
+        yield post._replace(version=post.version + 1),
+
+
+def wrong_posts(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    posts = good[i].posts
+    for j, post in enumerate(posts):
+        for changed in post_changes(p, post):
+            yield put(good, i, good[i]._replace(posts=posts[:j] + changed + posts[j + 1:]))
+
+
+@pytest.mark.parametrize("name", ["v2", "v1", "dp"])
+def test_wrong_posts_are_rejected_and_named(name: str) -> None:
+    messages = list(everywhere(name, wrong_posts))
+    assert len(messages) > 300
+    for action, rank, message in messages:
+        assert NAMED.search(message), (action, rank, message)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_wrong_posts_before_the_first_action_are_rejected(rank: int) -> None:
+    p, good = plan("v2"), before("v2", rank)
+    for i, post in enumerate(good):
+        for changed in post_changes(p, post):
+            wrong = {r: before("v2", r) for r in range(3)} | {rank: good[:i] + changed + good[i + 1:]}
+            with pytest.raises(PlanError, match=NAMED):
+                validate(p, posts=wrong.__getitem__)
+
+
+def early_post(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """Let a message in at the action before the one that frees its bytes."""
+    reads = {(a.round, a.unit, a.backward): a for a in good if a.kind == "READ" and a.peer is not None}
+    freed = reads.get((good[i].round, good[i].unit, good[i].backward)) if good[i].kind == "DONE" else good[i]
+    for j, post in enumerate(good[i].posts):
+        if freed and freed.region == post.region and post.offset < freed.offset + freed.nbytes and \
+                freed.offset < post.offset + post.nbytes:
+            before = max((b for b in range(i) if good[b].phase == END and good[b].kind != "PASS_HELD"), default=None)
+            if before is not None:
+                wrong = put(good, i, good[i]._replace(posts=good[i].posts[:j] + good[i].posts[j + 1:]))
+                yield put(wrong, before, good[before]._replace(posts=(*good[before].posts, post)))
+
+
+@pytest.mark.parametrize("name", ["v2", "v1", "dp"])
+def test_a_post_before_its_gate_is_rejected(name: str) -> None:
+    messages = list(everywhere(name, early_post))
+    assert len(messages) > 20
+    assert all(NAMED.search(m) for _, _, m in messages), messages
+    assert sum("still in use" in m for _, _, m in messages) > len(messages) // 2
+
+
+# ---- time ---------------------------------------------------------------------------------------------------------------
+def moved(good: Program, i: int, j: int) -> Program:
+    """Action i where action j is, and at its logical time."""
+    rest = list(put(good, i))
+    rest.insert(j, good[i]._replace(time=good[j].time, phase=good[j].phase))
+    return tuple(rest)
+
+
+def late_push(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """A relay, or a sum, three positions later than planned: after the time at which the neighbour needs it."""
+    if good[i].kind in ("RELAY", "PASS") and good[i].stream in ("P", "G"):
+        later = [j for j in range(i + 1, len(good)) if good[j].time >= good[i].time + 3 * p.scale]
+        if later:
+            yield moved(good, i, later[0])
+
+
+@pytest.mark.parametrize("name", ["v2", "v1", "dp"])
+def test_a_push_after_the_time_it_is_needed_is_rejected(name: str) -> None:
+    messages = list(everywhere(name, late_push))
+    assert len(messages) >= 20
+    assert all(re.search(r"rank \d+, step \d+: (READ|RELAY|SUM|PASS|DONE)", m) for _, _, m in messages), messages
+
+
+def early_update(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """An update, or its norm, before the sums are complete: where the last backward of the stage has yet to come."""
+    if good[i].kind in ("NORM", "UPDATE"):
+        norm = next((j for j in range(i) if good[j].kind == "NORM"), None) if good[i].kind == "UPDATE" else \
+            next((j for j in range(i) if good[j].kind in ("PASS", "PASS_HELD") and good[j].peer == rank), None)
+        if norm is not None:
+            yield moved(good, i, norm)
+
+
+@pytest.mark.parametrize("name", ["v2", "v1", "dp"])
+def test_an_update_before_its_sums_are_complete_is_rejected(name: str) -> None:
+    messages = list(everywhere(name, early_update))
+    assert messages
+    assert all(re.search(r"rank \d+, step \d+: (NORM|UPDATE)", m) for _, _, m in messages), messages
+
+
+def test_what_is_enqueued_at_a_time_must_not_wait_for_the_same_time() -> None:
+    """The logical-time rule itself: a READ moved to the time of its push waits for something that is not earlier."""
+    good = program("v2", 1, False)
+    i = next(j for j, a in enumerate(good) if a.kind == "READ" and a.peer == 0 and a.stream == "P")
+    wrong = put(good, i, good[i]._replace(time=good[i].time - 2 * plan("v2").scale))
+    wrong = tuple(sorted(wrong, key=lambda a: a.key))
+    message = rejected("v2", 1, False, wrong)
+    assert re.match(r"rank 1, step 1: READ .* waits for a push that is not earlier in logical time", message), message
+
+
+@pytest.mark.parametrize("name", ["v2", "v1", "dp", "one"])
+def test_the_plans_themselves_pass(name: str) -> None:
+    validate(plan(name))
+    validate(plan(name), programs=lambda r, f: program(name, r, f), posts=lambda r: initial_posts(plan(name), r))
