@@ -130,14 +130,13 @@ class DryRun:
         self.landings: dict[tuple[str, int, int], deque[_Landing]] = {}
         self.period = self.schedule.period * plan.scale
         self.ends = [(self.schedule.start(0, self.schedule.rounds, r)) * plan.scale for r in range(n)]  # of the passes of step 0
-        held = [(HELD, False)] if plan.held else []
-        self.order = [(m, *visit) for m in range(self.schedule.rounds) for visit in (*held, *plan.visits)]
+        visits = ((HELD, False), *plan.visits) if plan.held else plan.visits
+        self.order = [(m, *visit) for m in range(self.schedule.rounds) for visit in visits]
         self.log: list[tuple[int, int, Action]] = []
         self.special = {"READ": self._read, "SUM": self._sum, "SUM_HELD": self._sum, "NORM": self._norm, "TOTAL": self._total,
                         "UPDATE": self._update}
         for rank in self.ranks:
-            for i, offset in self.v_layouts[rank.number].items():
-                rank.content["V0", offset] = ("p", i, 0)
+            rank.content.update({("V0", offset): ("p", i, 0) for i, offset in self.v_layouts[rank.number].items()})
             for post in posts(rank.number) if posts else initial_posts(plan, rank.number):
                 self._post(rank, BEFORE, post, None)
         if n > 1:
@@ -157,8 +156,8 @@ class DryRun:
             if all(rank.step >= self.steps for rank in self.ranks):
                 break  # (ranks may be a step ahead: a push may wait for a reader's next step)
             if not moved:
-                stuck = [str(self._error(x, "waits")) for x in self.ranks if x.step <= self.steps and x.cursor < len(x.program)]
-                raise PlanError(f"nothing moves any more: {'; '.join(stuck)}")
+                stuck = "; ".join(str(self._error(x, "waits")) for x in self.ranks if x.cursor < len(x.program))
+                raise PlanError(f"nothing moves any more: {stuck}")
         for push in itertools.chain(*self.pushes.values()):
             if (push.tag[2] + 1 if push.action.kind == "OFFER" else push.step) < self.steps:  # in which it is taken at last
                 raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never taken")
@@ -291,8 +290,7 @@ class DryRun:
         for i, offset in self.o_layouts[rank.number].items():
             if self.plan.unit(i).g_bytes:
                 self._free(rank, "O", offset)
-        for i, offset in self.v_layouts[rank.number].items():
-            rank.content[copy, offset] = ("p", i, step + 1)
+        rank.content.update({(copy, offset): ("p", i, step + 1) for i, offset in self.v_layouts[rank.number].items()})
         rank.version += 1
         return True
 
@@ -348,9 +346,8 @@ class DryRun:
         self._match(edge)
 
     def _push(self, rank: _Rank, a: Action) -> None:
-        place, mine = self._at(rank, a), self.o_layouts[rank.number]
-        tag, used = rank.content.get(place), rank.using.get((a.round, a.unit, a.backward))
-        want: Tag = ("p", a.unit, rank.step + a.version)
+        place, mine, used = self._at(rank, a), self.o_layouts[rank.number], rank.using.get((a.round, a.unit, a.backward))
+        tag, want = rank.content.get(place), ("p", a.unit, rank.step + a.version)
         if a.kind in PASSES:
             want = ("g", a.unit, rank.step, a.round * self.schedule.ranks + rank.number + 1)
         if tag != want:

@@ -1,4 +1,4 @@
-"""What the engine's tests run inside worker processes: jobs as data, an ordinary DeepSpeed training loop, small models that err."""
+"""What the engine's tests run inside worker processes: jobs as data, an ordinary DeepSpeed training loop, the oracle."""
 
 import io
 from collections.abc import Callable

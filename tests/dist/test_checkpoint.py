@@ -103,7 +103,7 @@ def test_another_ring_rule_or_partition_reads_it(pool, tmp_path):
     partitions, continued = set(), []
     for world in (2, 3, 4):
         for results in pool.run(world, load_elsewhere, others, str(tmp_path), timeout=60):
-            for state, later, stages in results:
+            for state, _, stages in results:
                 same(unpack(state), saved)
                 partitions.add((world, stages))
             continued.append((world, unpack(results[1][1]), unpack(results[2][1])))

@@ -10,9 +10,9 @@ import torch
 from engine_work import Job, start, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PUBLIC = ("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object", "all_gather_into_tensor", "all_gather_coalesced",
-          "_all_gather_base", "reduce", "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base", "broadcast",
-          "broadcast_object_list", "barrier", "monitored_barrier", "gather", "gather_object", "scatter", "scatter_object_list",
+PUBLIC = ("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object", "all_gather_into_tensor",
+          "all_gather_coalesced", "_all_gather_base", "reduce", "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base",
+          "broadcast", "broadcast_object_list", "barrier", "monitored_barrier", "gather", "gather_object", "scatter", "scatter_object_list",
           "all_to_all", "all_to_all_single")
 METHODS = ("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced",
            "_allgather_base", "_reduce_scatter_base", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "broadcast",
@@ -88,7 +88,7 @@ def steady(rank: int, world: int, job: Job) -> dict[str, Any]:
         got = {kind: sum(n - before.get(edge, 0) for edge, n in after.items() if edge[0] in streams)
                for kind, streams in by_kind.items()}
         scalars = sum(n - before.get(edge, 0) for edge, n in after.items() if edge[0] in ("S", "T"))
-        assert sum(got.values()) + scalars == sum(after.values()) - sum(before.values()), "a stream that the closed form leaves out"
+        assert sum(got.values()) + scalars == sum(after.values()) - sum(before.values()), "a stream the closed form lacks"
         result |= {"bytes": got, "form": {"F + B": 4 * (form["F"] + form["B"]), "G": 4 * form["G"], "O": 4 * form["O"]},
                    "scalars": scalars, "counter": engine._runtime.collectives_in_steps}
     engine.destroy()
@@ -154,7 +154,8 @@ def memory(rank: int, world: int, job: Job) -> dict[str, Any]:
               "optimizer": sum(optimizer.values()), "owned": sum(engine.cyclic_plan.unit(i).p_bytes for i in
                                                                  engine.cyclic_plan.members(runtime.plan.schedule.owned(rank))),
               "placeholders": small, "alive": parameters_alive(), "checks": len(live), "bound": len(seen_in_forward),
-              "psi": sum(p.numel() * 4 for p in engine.module.parameters()), "count": len(small), "kept": len(runtime.owner.masters)}
+              "psi": sum(p.numel() * 4 for p in engine.module.parameters()), "count": len(small),
+              "kept": len(runtime.owner.masters)}
     engine.destroy()
     return result
 

@@ -1,4 +1,4 @@
-"""Mistakes in the config, the script or the model: each is one sentence that names what is wrong and what to do, and doing it helps."""
+"""Mistakes in the config, the script or the model: one sentence says what is wrong and what to do, and doing it helps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -69,7 +69,7 @@ CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cyclic": {"rule": "cdp-v3"}}, ("cyclic.rule is 'cdp-v3'", '"cdp-v2"', "use")),
     ({"cyclic": {"rule": 4}}, ("cyclic.rule is 4", "from 0 to 3 with 2 ranks", "choose")),
     ({"cyclic": {"timeout_seconds": 0}}, ("cyclic.timeout_seconds is 0", "above 0", "use 600")),
-    ({"cyclic": {"units": ["blocks.0", "blocks.9"]}}, ("cyclic.units has 'blocks.9'", "no module of this model", "named_modules()")),
+    ({"cyclic": {"units": ["blocks.0", "blocks.9"]}}, ("cyclic.units has 'blocks.9'", "no module of this model")),
     ({"cyclic": {"units": ["blocks"]}}, ("cyclic.units has 'blocks'", "never called", "list its children")),
     ({"cyclic": {"units": ["blocks.0"]}}, ("1 units for 2 ranks", "list more modules in cyclic.units")),
     ({"cyclic": {"partition_method": "type:Conv"}}, ("cyclic.partition_method is 'type:Conv'", "matches no unit", "Sequential")),
@@ -168,7 +168,8 @@ def test_calls_in_the_wrong_order(pool):
 # model -> words of its error, and the units that its error tells one to list
 MODELS: list[tuple[type[nn.Module], tuple[str, ...], list[str]]] = [
     (Backwards, ("'blocks.5'", "cyclic.units", "order of use"), [f"blocks.{i}" for i in reversed(range(6))]),
-    (Twice, ("'blocks.2'", "cyclic.units", "leave out those that are used more than once"), [f"blocks.{i}" for i in (0, 1, 3, 4, 5)]),
+    (Twice, ("'blocks.2'", "cyclic.units", "leave out those that are used more than once"),
+     [f"blocks.{i}" for i in (0, 1, 3, 4, 5)]),
     (Repeats, ("'blocks.2'", "cyclic.units", "leave it out"), [f"blocks.{i}" for i in (0, 1, 3, 4, 5)]),
     (Borrows, ("'proj'", "cyclic.units", "without 'proj'"), [f"blocks.{i}" for i in range(6)]),
 ]

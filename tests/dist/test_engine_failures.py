@@ -73,7 +73,8 @@ def misbehaves(rank: int, world: int, who: int, how: str, rule: str) -> Any:
     return timed(job, rank, world, act)
 
 
-WHERE = re.compile(r"HandoffError: rank (\d+), step (\d+), (stage (\d+), (forward|backward|norm|update|total)|flush|saving|gather)"
+WHERE = re.compile(r"HandoffError: rank (\d+), step (\d+), "
+                   r"(stage (\d+), (forward|backward|norm|update|total)|flush|saving|gather)"
                    r".*(stream (\w+)|rank\(s\) \[\d+\] missing|closed)")
 
 

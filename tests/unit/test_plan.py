@@ -51,13 +51,13 @@ def test_every_small_ring_passes(ranks: int, k: int, rounds: int) -> None:
     validate(Plan(Schedule(ranks, k, rounds), tuple(units), HELD_UNIT if (k + rounds) % 2 else None))
 
 
-@settings(max_examples=15, derandomize=True, deadline=None)
+@settings(max_examples=10, derandomize=True, deadline=None)
 @given(plans(st.integers(1, 9)))
 def test_random_plans_pass(plan: Plan) -> None:
     validate(plan)
 
 
-@settings(max_examples=3, derandomize=True, deadline=None)
+@settings(max_examples=2, derandomize=True, deadline=None)
 @given(plans(st.integers(16, 32), rounds=1))
 def test_random_large_rings_pass(plan: Plan) -> None:
     validate(plan, steps=3)
@@ -123,7 +123,7 @@ def counted(run: DryRun, rank: int, step: int) -> dict[str, int]:
     return total
 
 
-@settings(max_examples=20, derandomize=True, deadline=None)
+@settings(max_examples=12, derandomize=True, deadline=None)
 @given(plans(st.integers(1, 6)))
 def test_closed_form_equals_what_the_dry_run_counts(plan: Plan) -> None:
     run = DryRun(plan, 4)

@@ -1,6 +1,6 @@
 """A plan made wrong on purpose, in every way we could think of, is rejected, and the message names rank, step and action.
 
-Faults are tried at every place where they can be made: each action of each program (first and steady step) of each rank.
+Faults are tried at each action of each program (first and steady step) of each rank; under v2, at every second one of them.
 """
 
 import re
@@ -23,7 +23,7 @@ STARTS = ("NORM", "TOTAL", "UPDATE")
 @cache
 def plan(name: str) -> Plan:
     """v2 with two rounds, held and frozen parameters; v1 and dp, which have a TOTAL; one rank alone."""
-    counts, k, rounds = {"v2": ((2, 1, 2), 2, 2), "v1": ((1, 2, 1), 5, 1), "dp": ((1, 2, 1), 0, 1), "one": ((2,), 0, 2)}[name]
+    counts, k, rounds = {"v2": ((1, 2, 1), 2, 2), "v1": ((1, 2, 1), 5, 1), "dp": ((1, 2, 1), 0, 1), "one": ((2,), 0, 2)}[name]
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     units = tuple(Unit(f"u{i}", stage, (f"w{i}",), (), 256 * (3 + i), 0 if (name, i) == ("v2", 1) else 128 * (3 + i))
                   for i, stage in enumerate(stages))
@@ -49,12 +49,12 @@ def rejected(name: str, rank: int, first: bool, wrong: Program) -> str:
 
 
 def everywhere(name: str, fault: Fault, kind: str | None = None) -> Iterator[tuple[Action, int, str]]:
-    """(the action made wrong, its rank, the message), for every place where the fault can be made."""
+    """(the action made wrong, its rank, the message), for every place where the fault can be made (half of them under v2)."""
     for rank in range(plan(name).schedule.ranks):
         for first in (True, False):
             good = program(name, rank, first)
             for index, action in enumerate(good):
-                if kind in (None, action.kind):
+                if action.kind == kind or kind is None and (name != "v2" or (index + rank + first) % 2):
                     for wrong in fault(plan(name), rank, good, index):
                         assert wrong != good
                         yield action, rank, rejected(name, rank, first, wrong)
@@ -197,8 +197,8 @@ def post_changes(p: Plan, post: Post) -> Iterator[tuple[Post, ...]]:
     yield ()
     yield post, post
     yield from ((post._replace(src=src),) for src in range(p.schedule.ranks) if src != post.src)
-    yield from ((post._replace(nbytes=post.nbytes + n),) for n in (-64, 64))
-    yield from ((post._replace(offset=offset),) for offset in {0, post.offset + 64} - {post.offset})
+    yield post._replace(nbytes=post.nbytes + 64),
+    yield post._replace(offset=post.offset + 64),
     yield post._replace(ahead=1 - post.ahead),
     yield post._replace(round=post.round + 1),
     yield post._replace(backward=not post.backward),
