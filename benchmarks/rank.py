@@ -117,12 +117,30 @@ def measure(args: argparse.Namespace, name: str, repeat: int, device: torch.devi
             "commit": args.commit, "time": time.strftime("%Y-%m-%dT%H:%M:%S")})
     if args.trace and name.startswith(args.trace):
         _trace(run, Path(args.out).parent, name)
+        _profile(run, Path(args.out).parent, name)
     if rank == 0:
         median = statistics.median(r["step_ms"] for r in rows)
         print(f"{args.model} mbs {args.micro_batch} {name:12} {median:8.1f} ms  {rows[-1]['peak_gib']:.1f} GiB  "
               f"loss {rows[-1]['loss']:.3f}  (init left {free_before / 2 ** 30:.0f} GiB free)", flush=True)
     engines.clean(engine)
     return rows
+
+
+def _profile(run, folder: Path, name: str) -> None:
+    """Where the host's time goes: backward on this thread, too."""
+    import cProfile
+    import io
+    import pstats
+    with torch.autograd.set_multithreading_enabled(False):
+        run(2)
+        profiler = cProfile.Profile()
+        profiler.enable()
+        run(4)
+        profiler.disable()
+    if dist.get_rank() == 1:
+        text = io.StringIO()
+        pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(45)
+        (folder / f"profile_{name}.txt").write_text(text.getvalue())
 
 
 def _received(engine: object) -> int:

@@ -20,16 +20,25 @@ PASSES = {"READ", "RELAY", "SUM", "DONE", "PASS", "SUM_HELD", "PASS_HELD", "DONE
 
 
 class Owner(Protocol):
-    """Who keeps the owned stage's masters (see optimizer.py)."""
+    """Who keeps the owned stage's masters (see optimizer.py).
 
-    def average(self) -> torch.Tensor:
-        """Turn the finished sums into averaged gradients; their squared norm (float64 scalar)."""
+    Attributes:
+        by_unit: whether each unit may be updated as soon as its own sum is finished.
+    """
 
-    def update(self, step: int, norm2: torch.Tensor) -> None:
-        """Apply the update of ``step``; ``norm2`` is what to clip with."""
+    by_unit: bool
 
-    def publish(self, slot: int) -> None:
-        """Write the newest version into published copy ``slot``."""
+    def average(self, unit: int) -> torch.Tensor:
+        """Turn the unit's finished sum into averaged gradients; their squared norm (float64 scalar)."""
+
+    def update(self, step: int, norm2: torch.Tensor | None = None) -> None:
+        """Apply the update of ``step`` to what has been averaged; ``norm2`` is what to clip with."""
+
+    def finish(self, step: int) -> None:
+        """The update of ``step`` is complete."""
+
+    def publish(self, slot: int, unit: int | None = None) -> None:
+        """Write the newest version (of one unit, or all) into published copy ``slot``."""
 
 
 class OutOfOrder(RuntimeError):
@@ -116,6 +125,8 @@ class Handoff:
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
         self._step_end = self._own_read_end = self.transport.mark()
+        self._sum_ends: dict[int, object] = {}  # unit -> the mark at which its sum, finished on this rank, is in place
+        self._flushing = False
         self.params.clear()
         self.sums.clear()
         self._lost.clear()
@@ -134,10 +145,12 @@ class Handoff:
             raise ValueError(f"engine.flush() came in the middle of step {self.global_step}: {self.round} of "
                              f"{self.schedule.rounds} micro-batches are done; call engine.step() first")
         last = {"NORM": self._norm, "TOTAL": self._total, "UPDATE": self._apply}  # nobody reads what would be published
-        with self.transport.owner_stream(self._step_end):
+        self._flushing = True
+        with self.transport.owner_stream():
             for a in self._steady.actions if self.step else ():
                 if a.kind in last and a.version == -1:
                     last[a.kind](a)
+        self._flushing = False
         self.transport.reset(where)
 
     @property
@@ -307,28 +320,54 @@ class Handoff:
         view = self.sums.pop(a.unit)
         if a.peer == self.rank:  # the last rank owns stage 0
             self.buffers.view("O", self.plan.o_layout(0)[0][a.unit], a.nbytes).copy_(view)
+            self._sum_ends[a.unit] = self.transport.mark()
         else:
             self._push(a)
         self._posts(a)
 
     def _as_owner(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        """Beside the passes: after the step that the sums belong to, and after the owner's own reads of what is overwritten."""
         def beside(a: Action) -> None:
-            with self.transport.owner_stream(self._step_end, self._own_read_end):
+            with self.transport.owner_stream():
                 do(a)
         return beside
 
     def _norm(self, a: Action) -> None:
         assert self.owner is not None
         where, step, stage = Place(self, a), self.step + a.version, self.schedule.owned(self.rank)
-        if self.rank != self.schedule.ranks - 1:
-            for i in self.plan.members(stage):
-                if self.plan.unit(i).g_bytes:
-                    self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
+        last = self.rank == self.schedule.ranks - 1
+        norm2 = torch.zeros((), dtype=torch.float64, device=self.scalars.vector.device)
+        if self.owner.by_unit:
+            self._free_copy(a)
+        for i in reversed(self.plan.members(stage)):  # as they finish; held ones last
+            if not self.plan.unit(i).g_bytes:
+                continue
+            if last:
+                self.transport.after(self._sum_ends.pop(i, None))
+            else:
+                self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
+            norm2 = norm2 + self.owner.average(i)
+            if self.owner.by_unit:
+                self.owner.update(self.global_step + a.version)
+                if not self._flushing:
+                    self.owner.publish(self._copy(a), i)
         if a.peer is not None:
             self.scalars.receive(a.peer, where)
+        self.transport.after(self._step_end)
         loss, count = self._lost.pop(self.global_step + a.version, (self.losses, self.loss_count))
-        self.scalars.add(stage, self.owner.average(), loss, count)
+        self.scalars.add(stage, norm2, loss, count)
+
+    def _copy(self, a: Action) -> int:
+        return (self.step + a.version + 1) % self.plan.copies
+
+    def _free_copy(self, a: Action) -> None:
+        """Wait until the published copy that is next to be written is not read any more (unless nobody is to read it: a flush)."""
+        if self._flushing:
+            return
+        region = f"V{self._copy(a)}"
+        for ticket in self._readers(region, 0, self.buffers.regions[region].numel()):
+            ticket.wait(Place(self, a))
+        if not (self.owner.by_unit and self.rank == self.schedule.ranks - 1):  # there, each unit's sum ends after its last read
+            self.transport.after(self._own_read_end)
 
     def _total(self, a: Action) -> None:
         self.scalars.send_total()
@@ -337,13 +376,14 @@ class Handoff:
         assert self.owner is not None
         if a.peer is not None:
             self.scalars.receive_total(Place(self, a))
-        self.owner.update(self.global_step + a.version, self.scalars.total)
+        step = self.global_step + a.version
+        if not self.owner.by_unit:
+            self.owner.update(step, self.scalars.total)
+        self.owner.finish(step)
 
     def _update(self, a: Action) -> None:
         self._apply(a)
-        slot = (self.step + a.version + 1) % self.plan.copies
-        region = f"V{slot}"
-        for ticket in self._readers(region, 0, self.buffers.regions[region].numel()):  # of the old version
-            ticket.wait(Place(self, a))
-        self.owner.publish(slot)
+        if not self.owner.by_unit:
+            self._free_copy(a)
+            self.owner.publish(self._copy(a))
         self._posts(a)

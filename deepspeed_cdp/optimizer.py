@@ -46,7 +46,12 @@ class StageOwner:
             else:
                 self.frozen[name] = value.to(self._device, copy=True)
         self._published = [{n: self._view("V", i, s, c) for n, (i, s) in self.slots.items()} for c in range(handoff.plan.copies)]
-        self._sums = {n: self._view("O", i, s) for n, (i, s) in self.slots.items() if s.sum_offset >= 0}
+        self._sums: dict[int, dict[str, torch.Tensor]] = {i: {} for i in places}
+        for n, (i, s) in self.slots.items():
+            if s.sum_offset >= 0:
+                self._sums[i][n] = self._view("O", i, s)
+        # Nothing is clipped, and the optimizer keeps its state by parameter: units can be updated one by one as they finish.
+        self.by_unit = not clip and not handoff.schedule.exact_norm and type(optimizer).__module__.startswith("torch.optim")
         self._take_over(names)
         self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam keeps its count there)
@@ -71,11 +76,12 @@ class StageOwner:
                     self.optimizer.state[self.masters[n]] = state[n]
 
     # ---- publishing -----------------------------------------------------------------------------------------------------
-    def publish(self, slot: int) -> None:
-        """Write the masters, in the parameters' dtype, into published copy ``slot``."""
-        with torch.no_grad():
-            if self.masters:
-                torch._foreach_copy_([self._published[slot][n] for n in self.masters], list(self.masters.values()))
+    @torch.no_grad()
+    def publish(self, slot: int, unit: int | None = None) -> None:
+        """Write the masters (of one unit, or all) in the parameters' dtype into published copy ``slot``."""
+        names = list(self.masters if unit is None else self._sums[unit])
+        if names:
+            torch._foreach_copy_([self._published[slot][n] for n in names], [self.masters[n] for n in names])
 
     def publish_all(self) -> None:
         """Write everything, frozen parameters too, into every copy."""
@@ -90,34 +96,39 @@ class StageOwner:
         self._recorded[step] = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
     @torch.no_grad()
-    def average(self) -> torch.Tensor:
-        """Turn the finished sums into the masters' gradients (fp32, sum / N); their squared norm (float64 scalar on the device)."""
-        views = list(self._sums.values())
+    def average(self, unit: int) -> torch.Tensor:
+        """Turn a unit's finished sums into its masters' gradients (fp32, sum / N); their squared norm (float64, on the device)."""
+        views = list(self._sums[unit].values())
+        if not views:
+            return torch.zeros((), dtype=torch.float64, device=self._device)
         grads = [v if v.dtype == torch.float32 else torch.empty_like(v, dtype=torch.float32) for v in views]
         pairs = [(g, v) for g, v in zip(grads, views) if g is not v]
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs)))
-        if not grads:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
         torch._foreach_div_(grads, float(self.handoff.schedule.ranks))
-        for name, grad in zip(self._sums, grads):
+        for name, grad in zip(self._sums[unit], grads):
             self.masters[name].grad = grad
-        if self._device.type == "cpu":  # exact, as the oracle has it
+        if self._device.type == "cpu":  # in double precision, as the oracle has it
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
         else:
             norms = torch._foreach_norm(grads)
         return torch.stack(norms).double().square().sum()
 
-    def update(self, step: int, norm2: torch.Tensor) -> None:
-        """theta_{step+1} = opt(theta_step, averaged gradients), clipped."""
+    def update(self, step: int, norm2: torch.Tensor | None = None) -> None:
+        """theta_{step+1} = opt(theta_step, gradients) for the masters that have gradients now; clipped by ``norm2`` if given."""
         grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        if self.clip > 0 and grads:
+        if norm2 is not None and self.clip > 0 and grads:
             # as ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one
             factor = (1.0 / torch.clamp((norm2.sqrt() + 1e-6) / self.clip, min=1.0)).to(torch.float32)
-            torch._foreach_mul_(grads, factor.squeeze())
-        self._step(self._recorded.pop(step))
+            with torch.no_grad():
+                torch._foreach_mul_(grads, factor.squeeze())
+        self._step(self._recorded[step])
         for master in self.masters.values():
             master.grad = None
+
+    def finish(self, step: int) -> None:
+        """All of the step's updates are done."""
+        del self._recorded[step]
 
     def _step(self, recorded: list[dict[str, Any]]) -> None:
         groups = self.optimizer.param_groups

@@ -76,11 +76,14 @@ class Transport(ABC):
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def mark(self) -> Any:
-        """This point of the current stream's work, for ``owner_stream``."""
+        """This point of the current stream's work, for ``after``."""
         return None
 
-    def owner_stream(self, *after: Any) -> AbstractContextManager:
-        """Where the owner's update runs: beside the passes if the device can, once it has passed the marks ``after``."""
+    def after(self, mark: Any) -> None:
+        """Let the current stream go on only once the mark's point is passed."""
+
+    def owner_stream(self) -> AbstractContextManager:
+        """Where the owner's update runs: beside the passes if the device can."""
         return nullcontext()
 
     def join_owner(self) -> None:

@@ -12,8 +12,8 @@ The host only enqueues. All waiting is done by streams, on words (``cuStreamWait
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -185,12 +185,12 @@ class PeerTransport(Transport):
         self._watch.look(event)
         return event
 
-    @contextmanager
-    def owner_stream(self, *after: torch.cuda.Event) -> Iterator[None]:
-        for event in after:
-            self._owner.wait_event(event)
-        with torch.cuda.stream(self._owner):
-            yield
+    def after(self, mark: torch.cuda.Event | None) -> None:
+        if mark is not None:
+            torch.cuda.current_stream().wait_event(mark)
+
+    def owner_stream(self) -> AbstractContextManager:
+        return torch.cuda.stream(self._owner)
 
     def join_owner(self) -> None:
         torch.cuda.current_stream().wait_stream(self._owner)

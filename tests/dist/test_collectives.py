@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 PUBLIC = ("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object", "all_gather_into_tensor",
           "all_gather_coalesced", "_all_gather_base", "reduce", "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base",
-          "broadcast", "broadcast_object_list", "barrier", "monitored_barrier", "gather", "gather_object", "scatter", "scatter_object_list",
-          "all_to_all", "all_to_all_single")
+          "broadcast", "broadcast_object_list", "barrier", "monitored_barrier", "gather", "gather_object", "scatter",
+          "scatter_object_list", "all_to_all", "all_to_all_single")
 METHODS = ("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced",
            "_allgather_base", "_reduce_scatter_base", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "broadcast",
            "barrier", "monitored_barrier", "gather", "scatter", "alltoall", "alltoall_base")

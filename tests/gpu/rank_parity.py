@@ -79,7 +79,8 @@ def main() -> None:
     for case in cases:
         begun = time.time()
         row = check(*case[:4], rank, size, case[4])
-        good = row["weights"] < 1e-5 and row["losses"] < (1e-5 if not row["bf16"] else 1e-2) and row["bytes"]
+        # fp32: kernels of another shape may sum in another order; bf16: a weight may round to its neighbour (2^-8 of itself)
+        good = row["weights"] < (4e-3 if row["bf16"] else 1e-6) and row["losses"] < (1e-3 if row["bf16"] else 1e-6) and row["bytes"]
         failed |= not good
         if rank == 0:
             print(("ok  " if good else "BAD ") + json.dumps(row) + f" {time.time() - begun:.1f} s", flush=True)

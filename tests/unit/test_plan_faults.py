@@ -303,6 +303,25 @@ def test_what_is_enqueued_at_a_time_must_not_wait_for_the_same_time() -> None:
     assert re.match(r"rank 1, step 1: READ .* waits for a push that is not earlier in logical time", message), message
 
 
+def test_a_credit_must_be_earlier_than_its_push() -> None:
+    """A rank whose logical times all run late frees regions in time for its neighbour, but not in logical time."""
+    late = tuple(a._replace(time=a.time + 6 * plan("v2").scale) for a in program("v2", 1, False))
+    message = rejected("v2", 1, False, late)
+    assert re.match(r"rank 0, step \d+: (RELAY|PASS) .* needs a credit of rank 1 that is not earlier in logical time", message), message
+
+
+def test_a_read_of_a_freed_region_with_the_same_content_is_rejected() -> None:
+    """The backward read where the forward's copy lay: what is there is right by chance."""
+    found = []
+    for rank in range(3):
+        good = program("v1", rank, False)
+        reads = {(a.unit, a.backward): (i, a) for i, a in enumerate(good) if a.kind == "READ" and a.region == "P"}
+        for (unit, backward), (i, a) in reads.items():
+            if backward and (unit, False) in reads and reads[unit, False][1].offset != a.offset:
+                found.append(rejected("v1", rank, False, put(good, i, a._replace(offset=reads[unit, False][1].offset))))
+    assert any("for what landed at" in message for message in found), found
+
+
 @pytest.mark.parametrize("name", ["v2", "v1", "dp", "one"])
 def test_the_plans_themselves_pass(name: str) -> None:
     validate(plan(name))

@@ -129,10 +129,10 @@ def test_a_wrong_version_is_seen():
     def late(runtime):
         publish, calls = runtime.owner.publish, []
 
-        def skip_third(slot):
+        def skip_third(slot, unit=None):
             calls.append(slot)
             if len(calls) != 3 or runtime.handoff.rank:
-                publish(slot)
+                publish(slot, unit)
         runtime.owner.publish = skip_third
 
     with pytest.raises(AssertionError):
