@@ -23,16 +23,17 @@ class Owner(Protocol):
     """Who keeps the owned stage's masters (see optimizer.py).
 
     Attributes:
-        by_unit: whether each unit may be updated as soon as its own sum is finished.
+        by_unit: whether units can be updated one by one; at_once: and each as soon as its own sum is finished.
     """
 
     by_unit: bool
+    at_once: bool
 
     def average(self, unit: int) -> torch.Tensor:
         """Turn the unit's finished sum into averaged gradients; their squared norm (float64 scalar)."""
 
-    def update(self, step: int, norm2: torch.Tensor | None = None) -> None:
-        """Apply the update of ``step`` to what has been averaged; ``norm2`` is what to clip with."""
+    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None) -> None:
+        """Apply the update of ``step`` to one unit, or to all that have been averaged; ``norm2`` is what to clip with."""
 
     def finish(self, step: int) -> None:
         """The update of ``step`` is complete."""
@@ -125,6 +126,7 @@ class Handoff:
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
         self._step_end = self._own_read_end = self.transport.mark()
+        self._published_at: dict[int, object] = {}  # unit -> the mark at which this owner's newest version is in place
         self._sum_ends: dict[int, object] = {}  # unit -> the mark at which its sum, finished on this rank, is in place
         self._flushing = False
         self.params.clear()
@@ -284,7 +286,7 @@ class Handoff:
     def _read(self, a: Action) -> None:
         self._read_from[a.unit] = self._await(a)
         if a.peer is None:
-            self.transport.join_owner()
+            self.transport.after(self._published_at.get(a.unit))
         self.params[a.unit] = self._place(a)[1]
 
     def _relay(self, a: Action) -> None:
@@ -336,7 +338,7 @@ class Handoff:
         where, step, stage = Place(self, a), self.step + a.version, self.schedule.owned(self.rank)
         last = self.rank == self.schedule.ranks - 1
         norm2 = torch.zeros((), dtype=torch.float64, device=self.scalars.vector.device)
-        if self.owner.by_unit:
+        if self.owner.at_once:
             self._free_copy(a)
         for i in reversed(self.plan.members(stage)):  # as they finish; held ones last
             if not self.plan.unit(i).g_bytes:
@@ -346,10 +348,9 @@ class Handoff:
             else:
                 self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
             norm2 = norm2 + self.owner.average(i)
-            if self.owner.by_unit:
-                self.owner.update(self.global_step + a.version)
-                if not self._flushing:
-                    self.owner.publish(self._copy(a), i)
+            if self.owner.at_once:
+                self.owner.update(self.global_step + a.version, None, i)
+                self._publish(a, i)
         if a.peer is not None:
             self.scalars.receive(a.peer, where)
         self.transport.after(self._step_end)
@@ -366,8 +367,13 @@ class Handoff:
         region = f"V{self._copy(a)}"
         for ticket in self._readers(region, 0, self.buffers.regions[region].numel()):
             ticket.wait(Place(self, a))
-        if not (self.owner.by_unit and self.rank == self.schedule.ranks - 1):  # there, each unit's sum ends after its last read
+        if not (self.owner.at_once and self.rank == self.schedule.ranks - 1):  # there, each unit's sum ends after its last read
             self.transport.after(self._own_read_end)
+
+    def _publish(self, a: Action, unit: int) -> None:
+        if not self._flushing:
+            self.owner.publish(self._copy(a), unit)
+            self._published_at[unit] = self.transport.mark()
 
     def _total(self, a: Action) -> None:
         self.scalars.send_total()
@@ -377,13 +383,17 @@ class Handoff:
         if a.peer is not None:
             self.scalars.receive_total(Place(self, a))
         step = self.global_step + a.version
-        if not self.owner.by_unit:
-            self.owner.update(step, self.scalars.total)
+        if not self.owner.at_once:
+            self._free_copy(a)
+            if not self.owner.by_unit:
+                self.owner.update(step, self.scalars.total)
+            for i in self.plan.members(self.schedule.owned(self.rank)):  # in the order in which they are read
+                if self.plan.unit(i).g_bytes:
+                    if self.owner.by_unit:
+                        self.owner.update(step, self.scalars.total, i)
+                    self._publish(a, i)
         self.owner.finish(step)
 
     def _update(self, a: Action) -> None:
         self._apply(a)
-        if not self.owner.by_unit:
-            self._free_copy(a)
-            self.owner.publish(self._copy(a))
         self._posts(a)

@@ -50,8 +50,11 @@ class StageOwner:
         for n, (i, s) in self.slots.items():
             if s.sum_offset >= 0:
                 self._sums[i][n] = self._view("O", i, s)
-        # Nothing is clipped, and the optimizer keeps its state by parameter: units can be updated one by one as they finish.
-        self.by_unit = not clip and not handoff.schedule.exact_norm and type(optimizer).__module__.startswith("torch.optim")
+        # torch's own optimizers keep their state by parameter, so units can be updated one by one; and if nothing is clipped by
+        # a norm of the whole step, as soon as each one's sum is finished.
+        self.by_unit = type(optimizer).__module__.startswith("torch.optim")
+        self.at_once = self.by_unit and not clip and not handoff.schedule.exact_norm
+        self._grads: dict[int, list[torch.Tensor]] = {}  # averaged, of units not updated yet
         self._take_over(names)
         self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam keeps its count there)
@@ -97,7 +100,7 @@ class StageOwner:
 
     @torch.no_grad()
     def average(self, unit: int) -> torch.Tensor:
-        """Turn a unit's finished sums into its masters' gradients (fp32, sum / N); their squared norm (float64, on the device)."""
+        """Turn a unit's finished sums into averaged gradients (fp32, sum / N); their squared norm (float64, on the device)."""
         views = list(self._sums[unit].values())
         if not views:
             return torch.zeros((), dtype=torch.float64, device=self._device)
@@ -106,25 +109,31 @@ class StageOwner:
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs)))
         torch._foreach_div_(grads, float(self.handoff.schedule.ranks))
-        for name, grad in zip(self._sums[unit], grads):
-            self.masters[name].grad = grad
+        self._grads[unit] = grads
         if self._device.type == "cpu":  # in double precision, as the oracle has it
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
         else:
             norms = torch._foreach_norm(grads)
         return torch.stack(norms).double().square().sum()
 
-    def update(self, step: int, norm2: torch.Tensor | None = None) -> None:
-        """theta_{step+1} = opt(theta_step, gradients) for the masters that have gradients now; clipped by ``norm2`` if given."""
-        grads = [master.grad for master in self.masters.values() if master.grad is not None]
-        if norm2 is not None and self.clip > 0 and grads:
+    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None) -> None:
+        """theta_{step+1} = opt(theta_step, averaged gradients), of one unit or of all that are left; clipped by ``norm2`` if given."""
+        units = [unit] if unit is not None else list(self._grads)
+        for i in units:
+            for name, grad in zip(self._sums[i], self._grads.pop(i, ())):
+                self.masters[name].grad = grad
+        names = [n for i in units for n in self._sums[i]]
+        grads = [self.masters[n].grad for n in names]
+        if not grads:
+            return
+        if norm2 is not None and self.clip > 0:
             # as ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one
             factor = (1.0 / torch.clamp((norm2.sqrt() + 1e-6) / self.clip, min=1.0)).to(torch.float32)
             with torch.no_grad():
                 torch._foreach_mul_(grads, factor.squeeze())
         self._step(self._recorded[step])
-        for master in self.masters.values():
-            master.grad = None
+        for name in names:
+            self.masters[name].grad = None
 
     def finish(self, step: int) -> None:
         """All of the step's updates are done."""
