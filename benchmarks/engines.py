@@ -37,7 +37,7 @@ def _compute(model: torch.nn.Module) -> Callable:
     def step(batch: torch.Tensor) -> torch.Tensor:
         loss = _loss(model, batch)
         loss.backward()
-        model.zero_grad(set_to_none=False)
+        model.zero_grad(set_to_none=True)
         return loss
     return step
 
@@ -82,7 +82,8 @@ def _deepspeed(name: str, model: torch.nn.Module, micro_batch: int) -> tuple[Cal
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, **({} if cuda else {"torch_adam": True})}},
-        "steps_per_print": 10 ** 9}
+        "steps_per_print": 10 ** 9,
+        "gradient_clipping": 0.0}  # as the others; DeepSpeed's default is 1.0
     if name.startswith("cdp-"):
         rule = name if name in ("cdp-v1", "cdp-v2") else int(name[4:])
         config["cyclic"] = {"enabled": True, "rule": rule, "timeout_seconds": 60}

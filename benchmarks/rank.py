@@ -118,6 +118,7 @@ def measure(args: argparse.Namespace, name: str, repeat: int, device: torch.devi
     if args.trace and name.startswith(args.trace):
         _trace(run, Path(args.out).parent, name)
         _profile(run, Path(args.out).parent, name)
+        args.trace = ""  # once is enough
     if rank == 0:
         median = statistics.median(r["step_ms"] for r in rows)
         print(f"{args.model} mbs {args.micro_batch} {name:12} {median:8.1f} ms  {rows[-1]['peak_gib']:.1f} GiB  "
@@ -158,7 +159,7 @@ def _trace(run, folder: Path, name: str) -> None:
     from torch.profiler import ProfilerActivity, profile
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
         run(2)
-    if dist.get_rank() in (0, 1):
+    if dist.get_rank() in (1, dist.get_world_size() - 1):
         profiler.export_chrome_trace(str(folder / f"trace_{name}_rank{dist.get_rank()}.json.gz"))
 
 

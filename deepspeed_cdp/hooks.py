@@ -44,6 +44,8 @@ class Binder:
         self.visited: set[int] = set()
         self._bound: dict[int, torch.Tensor] = {}
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
+        self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
         self._empty = {p: _placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_held_sum = self.unbind, self._add_held
@@ -75,10 +77,14 @@ class Binder:
         for (p, _), view in zip(self.slots[i], views):
             p.data = view
         self._bound[i] = flat
+        if i != HELD:  # held parameters stay where they are until the backward is over
+            self._current, self._low, self._high = i, key[1], key[1] + flat.numel()
 
     def unbind(self, i: int) -> None:
         """Let them be placeholders again: right shape and dtype, no memory, cannot be written, nan if read."""
         if self._bound.pop(i, None) is not None:
+            if i == self._current:
+                self._low = self._high = 0
             for p, _ in self.slots[i]:
                 p.data = self._empty[p]
                 p.grad = None
@@ -90,10 +96,12 @@ class Binder:
                 p.data = self._empty[p]
                 p.grad = None
         self._bound.clear()
+        self._low = self._high = 0
 
     def forget_views(self) -> None:
         """Drop cached views, which may be of memory that is gone."""
         self._cache.clear()
+        self._rebuilt.clear()
 
     def _bind_sums(self, i: int) -> None:
         flat = self.handoff.sums.get(i)
@@ -204,20 +212,24 @@ class Binder:
     # ---- tensors that autograd saves ------------------------------------------------------------------------------------
     def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved:
         pointer = x.data_ptr()
-        for i, flat in self._bound.items():
-            low = flat.data_ptr()
-            if i != HELD and low <= pointer < low + flat.numel():
-                return Saved(i, pointer - low, x.shape, x.stride(), x.dtype)
+        if self._low <= pointer < self._high:
+            return Saved(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)
         return x
 
     def _unpack(self, x: torch.Tensor | Saved) -> torch.Tensor:
-        if not isinstance(x, Saved):
+        if type(x) is not Saved:
             return x
         self._enter_backward(x.unit)
         if x.unit not in self._bound:  # a second backward over a graph that was retained
             raise self._no_forward()
-        flat = self._bound[x.unit][x.offset:]
-        return torch.as_strided(flat[:flat.numel() // x.dtype.itemsize * x.dtype.itemsize].view(x.dtype), x.shape, x.stride)
+        flat = self._bound[x.unit]
+        key = (x, flat.data_ptr())
+        view = self._rebuilt.get(key)
+        if view is None:
+            size = x.dtype.itemsize
+            typed = flat[x.offset:x.offset + (flat.numel() - x.offset) // size * size].view(x.dtype)
+            view = self._rebuilt[key] = torch.as_strided(typed, x.shape, x.stride)
+        return view
 
 
 def _placeholder(p: torch.nn.Parameter) -> torch.Tensor:

@@ -21,7 +21,10 @@ class Driver:
         self._wait = library.cuStreamWaitValue32_v2
         self._write = library.cuStreamWriteValue32_v2
         self._copy = library.cuMemcpyDtoDAsync_v2
-        self._read = library.cuMemcpyDtoH_v2
+        self._record, self._await, self._query = library.cuEventRecord, library.cuStreamWaitEvent, library.cuEventQuery
+        self._create = library.cuEventCreate
+        self._record.argtypes, self._await.argtypes = [stream, stream], [stream, stream, ctypes.c_uint]
+        self._query.argtypes, self._create.argtypes = [stream], [ctypes.POINTER(stream), ctypes.c_uint]
         self._wait.argtypes = self._write.argtypes = [stream, address, ctypes.c_uint32, ctypes.c_uint]
         self._copy.argtypes = [address, address, size, stream]
         self._name = library.cuGetErrorName
@@ -44,3 +47,25 @@ class Driver:
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
         """Copy between device addresses, a peer's too, with a copy engine."""
         self._check(self._copy(to, source, nbytes, stream), "cuMemcpyDtoDAsync")
+
+    def event(self) -> int:
+        """A new event without timing."""
+        handle = ctypes.c_void_p()
+        self._check(self._create(ctypes.byref(handle), 2), "cuEventCreate")  # CU_EVENT_DISABLE_TIMING
+        return handle.value or 0
+
+    def record(self, event: int, stream: int) -> None:
+        """The event comes when ``stream`` has done what it was given."""
+        self._check(self._record(event, stream), "cuEventRecord")
+
+    def follow(self, stream: int, event: int) -> None:
+        """Hold ``stream`` until the event, as it was last recorded, comes; the event may be recorded anew right after."""
+        self._check(self._await(stream, event, 0), "cuStreamWaitEvent")
+
+    def reached(self, event: int) -> bool:
+        """Whether the event has come."""
+        code = self._query(event)
+        if code == 600:  # CUDA_ERROR_NOT_READY
+            return False
+        self._check(code, "cuEventQuery")
+        return True

@@ -41,12 +41,13 @@ class _Word:
         self.transport, self.edge, self.address, self.value, self.nbytes = transport, edge, address, value, nbytes
         self.counted = nbytes < 0
 
-    def enqueue(self, stream: torch.cuda.Stream) -> None:
-        self.transport.driver.wait(stream.cuda_stream, self.address, self.value)
+    def enqueue(self, stream: int) -> None:
+        """Hold a CUDA stream until the message is there."""
+        self.transport.driver.wait(stream, self.address, self.value)
 
     def wait(self, where: Where) -> None:
         self.transport.note_wait(self, where)
-        self.enqueue(torch.cuda.current_stream())
+        self.enqueue(self.transport.current())
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
@@ -56,25 +57,31 @@ class _Word:
 
 
 class _Event:
-    """A message whose work on a CUDA stream ends with an event."""
+    """A message whose work on a CUDA stream ends with an event; the event goes back to the pool with the ticket."""
 
     __slots__ = ("transport", "edge", "event", "nbytes", "counted")
 
-    def __init__(self, transport: "PeerTransport", edge: tuple[str, int], event: torch.cuda.Event, nbytes: int):
-        self.transport, self.edge, self.event, self.nbytes = transport, edge, event, nbytes
+    def __init__(self, transport: "PeerTransport", edge: tuple[str, int], stream: int, nbytes: int):
+        self.transport, self.edge, self.nbytes = transport, edge, nbytes
+        self.event = transport.events.pop() if transport.events else transport.driver.event()
+        transport.driver.record(self.event, stream)
         self.counted = nbytes < 0
 
-    def enqueue(self, stream: torch.cuda.Stream) -> None:
-        stream.wait_event(self.event)
+    def __del__(self) -> None:
+        self.transport.events.append(self.event)
+
+    def enqueue(self, stream: int) -> None:
+        """Hold a CUDA stream until the message is there."""
+        self.transport.driver.follow(stream, self.event)
 
     def wait(self, where: Where) -> None:
-        torch.cuda.current_stream().wait_event(self.event)
+        self.enqueue(self.transport.current())
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
 
     def done(self) -> bool:
-        return self.event.query()
+        return self.transport.driver.reached(self.event)
 
 
 class PeerTransport(Transport):
@@ -98,9 +105,11 @@ class PeerTransport(Transport):
         self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
         self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
         self._bases: list[int] = []
-        self._lanes = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("P", "G", "O", "credit", "P0", "H0")}
-        self._owner = torch.cuda.Stream(device)
-        self._lanes["S"] = self._owner
+        self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("P", "G", "O", "credit", "P0", "H0")}
+        self._owner = self._streams["S"] = torch.cuda.Stream(device)
+        self._lanes = {lane: stream.cuda_stream for lane, stream in self._streams.items()}
+        self._order = {handle: self.driver.event() for handle in self._lanes.values()}  # for one stream to follow another
+        self.events: list[int] = []  # free ones
         self._counts: dict[tuple[str, int, bool], int] = {}  # (stream, peer, incoming) -> messages named
         self._waits: deque[tuple[_Word, Where]] = deque(maxlen=512)
         self._failure: str | None = None
@@ -141,24 +150,32 @@ class PeerTransport(Transport):
         self._waits.append((word, where))
 
     # ---- messages -------------------------------------------------------------------------------------------------------
+    def current(self) -> int:
+        """The handle of the stream that torch uses now."""
+        return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def _follow(self, lane: int, current: int) -> None:
+        event = self._order[lane]
+        self.driver.record(event, current)
+        self.driver.follow(lane, event)
+
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
              from_at: int = -1) -> Ticket:
-        number, driver, current = self._next(stream, src, True), self.driver, torch.cuda.current_stream()
+        number, driver, current = self._next(stream, src, True), self.driver, self.current()
         lane = current if stream in _OWNERS else self._lanes[stream if stream in PULLED else "credit"]
-        if lane is not current:
-            lane.wait_stream(current)
+        if lane != current:
+            self._follow(lane, current)
         for ticket in after:
             ticket.enqueue(lane)
         credit, arrival = self._word(src, stream, self.rank, False), self._word(self.rank, stream, src, True)
-        handle = lane.cuda_stream
         if stream not in PULLED:
-            driver.write(handle, credit, number)
+            driver.write(lane, credit, number)
             return _Word(self, (stream, src), arrival, number, into.numel())
-        driver.wait(handle, arrival, number)
-        driver.copy(handle, into.data_ptr(), self._bases[src] + from_at, into.numel())
-        driver.write(handle, credit, number)
+        driver.wait(lane, arrival, number)
+        driver.copy(lane, into.data_ptr(), self._bases[src] + from_at, into.numel())
+        driver.write(lane, credit, number)
         self._waits.append((_Word(self, (stream, src), arrival, number, -1), where))
-        return _Event(self, (stream, src), lane.record_event(), into.numel())
+        return _Event(self, (stream, src), lane, into.numel())
 
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Ticket:
         number, driver, edge = self._next(stream, dst, False), self.driver, (stream, dst)
@@ -166,28 +183,29 @@ class PeerTransport(Transport):
         self.bytes_sent[edge] += source.numel()
         credit, arrival = self._word(self.rank, stream, dst, False), self._word(dst, stream, self.rank, True)
         if stream in PULLED:
-            driver.write(torch.cuda.current_stream().cuda_stream, arrival, number)
+            driver.write(self.current(), arrival, number)
             return _Word(self, edge, credit, number, -1)
         lane = self._lanes[_LANES[stream]]
-        handle = lane.cuda_stream
         if after is not None:
             after.enqueue(lane)
         else:
-            lane.wait_stream(torch.cuda.current_stream())
-        driver.wait(handle, credit, number)
-        driver.copy(handle, self._bases[dst] + into_at, source.data_ptr(), source.numel())
-        driver.write(handle, arrival, number)
-        return _Event(self, edge, lane.record_event(), -1)
+            current = self.current()
+            if lane != current:
+                self._follow(lane, current)
+        driver.wait(lane, credit, number)
+        driver.copy(lane, self._bases[dst] + into_at, source.data_ptr(), source.numel())
+        driver.write(lane, arrival, number)
+        return _Event(self, edge, lane, -1)
 
     # ---- the owner's stream ---------------------------------------------------------------------------------------------
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.current_stream().record_event()
-        self._watch.look(event)
-        return event
+    def mark(self) -> _Event:
+        mark = _Event(self, ("", self.rank), self.current(), -1)
+        self._watch.look(mark)
+        return mark
 
-    def after(self, mark: torch.cuda.Event | None) -> None:
+    def after(self, mark: _Event | None) -> None:
         if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
+            mark.enqueue(self.current())
 
     def owner_stream(self) -> AbstractContextManager:
         return torch.cuda.stream(self._owner)
@@ -208,7 +226,7 @@ class PeerTransport(Transport):
     def reset(self, where: Where) -> None:
         self.collectives += 1
         self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
-        self._synchronize([s for lane, s in self._lanes.items() if lane not in PULLED] + [torch.cuda.current_stream()], where)
+        self._synchronize([s for lane, s in self._streams.items() if lane not in PULLED] + [torch.cuda.current_stream()], where)
         self._meeting.exchange(None, where)  # all steps are done: only pulls of what nobody will publish are left
         self._poison(PULLED)
         torch.cuda.synchronize(self.device)
@@ -270,14 +288,14 @@ class PeerTransport(Transport):
         try:
             if linger and not self._failure:
                 self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
-                self._synchronize([s for lane, s in self._lanes.items() if lane not in PULLED], where)
+                self._synchronize([s for lane, s in self._streams.items() if lane not in PULLED], where)
                 self._meeting.exchange(None, where)  # and done them
         except HandoffError:
             pass  # a peer has failed; it tells itself
         self._meeting.close(None)
         self.give_up(f"{where}: the transport is closed")
         torch.cuda.synchronize(self.device)
-        self._bases, self._lanes = [], {}
+        self._bases, self._lanes, self._streams = [], {}, {}
 
 
 class _Watch:
@@ -285,21 +303,22 @@ class _Watch:
 
     def __init__(self, transport: PeerTransport):
         self._transport = transport
-        self._marks: deque[tuple[float, torch.cuda.Event]] = deque()
+        self._marks: deque[tuple[float, _Event]] = deque()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp watch")
         self._thread.start()
 
-    def look(self, event: torch.cuda.Event) -> None:
-        """This event should be reached within the timeout."""
-        if not self._marks or time.monotonic() - self._marks[-1][0] > 0.2:
-            self._marks.append((time.monotonic(), event))
+    def look(self, mark: _Event) -> None:
+        """This mark should be reached within the timeout."""
+        now = time.monotonic()
+        if not self._marks or now - self._marks[-1][0] > 0.2:
+            self._marks.append((now, mark))
 
     def _run(self) -> None:
         transport, patience = self._transport, self._transport.timeout_seconds
         torch.cuda.set_device(transport.device)
         while not self._over.wait(min(1.0, patience / 4)):
-            while self._marks and self._marks[0][1].query():
+            while self._marks and self._marks[0][1].done():
                 self._marks.popleft()
             if self._marks and time.monotonic() - self._marks[0][0] > patience:
                 transport.give_up(transport.diagnose())
