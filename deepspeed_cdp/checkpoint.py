@@ -8,8 +8,8 @@
     DIR/TAG/buffers_000.safetensors ...     each rank's buffers
     DIR/TAG/client.pt                       client_state, lr scheduler; read with weights_only
 
-Saving flushes, so what is written is an ordinary synchronous state, and resuming is bitwise equal to continuing. Because files are
-keyed by name, any number of ranks, partition or rule can read them.
+Saving flushes, so what is written is an ordinary synchronous state, and resuming is bitwise equal to continuing. Because files
+are keyed by name, any number of ranks, partition or rule can read them.
 """
 
 import hashlib
@@ -163,7 +163,8 @@ def load(engine: "CyclicEngine", runtime: "Runtime", load_dir: str, tag: str | N
          scheduler_states: bool, module_only: bool, custom_load_fn: Any) -> tuple[str | None, dict | None]:
     """Collective; see ``CyclicEngine.load_checkpoint``. All files are checked on every rank before anything is loaded."""
     if custom_load_fn is not None:
-        raise ValueError("custom_load_fn is given, but the cyclic engine loads by parameter name; leave it out of load_checkpoint()")
+        raise ValueError("custom_load_fn is given, but the cyclic engine loads by parameter name; leave it out of "
+                         "load_checkpoint()")
     rank, gather = runtime.handoff.rank, runtime.transport.gather
     where = f"rank {rank}, loading a checkpoint from {load_dir!r}"
     if tag is None:
@@ -226,8 +227,8 @@ def _read(runtime: "Runtime", folder: str, strict: bool, optimizer_states: bool)
             values[name] = files[homes[key]].get_tensor(key)
             expected = (owner.masters.get(name) if name in owner.masters else owner.frozen[name]).shape
             if values[name].shape != expected:
-                raise CheckpointError(f"parameter {name!r} is {tuple(values[name].shape)} in {folder} and {tuple(expected)} in the "
-                                      "model")
+                raise CheckpointError(f"parameter {name!r} is {tuple(values[name].shape)} in {folder} and {tuple(expected)} in "
+                                      "the model")
         for file in files.values() if optimizer_states else ():
             metadata = file.metadata()
             for name, plain in json.loads(metadata["plain"]).items():
@@ -249,8 +250,9 @@ def _read(runtime: "Runtime", folder: str, strict: bool, optimizer_states: bool)
         raise CheckpointError(f"{os.path.join(folder, 'client.pt')} holds more than plain data and tensors, or is damaged "
                               f"({str(error).splitlines()[0]}); save client_state made of these only") from error
     if groups is not None and len(groups) != len(owner.optimizer.param_groups):
-        raise CheckpointError(f"{folder} has {len(groups)} parameter groups and the optimizer {len(owner.optimizer.param_groups)}; "
-                              "build the optimizer as it was, or pass load_optimizer_states=False")
+        raise CheckpointError(f"{folder} has {len(groups)} parameter groups and the optimizer "
+                              f"{len(owner.optimizer.param_groups)}; build the optimizer as it was, or pass "
+                              "load_optimizer_states=False")
     return {"manifest": manifest, "values": values, "state": state, "groups": groups, "scalars": scalars, "buffers": buffers,
             "client": client}
 

@@ -91,7 +91,7 @@ class CyclicEngine(DeepSpeedEngine):
 
     # ---- training -------------------------------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """As DeepSpeed's; in ``eval()`` mode or under ``no_grad`` the first such forward is a collective (it flushes and gathers)."""
+        """As DeepSpeed's; the first forward in ``eval()`` mode or under ``no_grad`` is collective: it flushes and gathers."""
         with self._noting_failure():
             if not (self.module.training and torch.is_grad_enabled()):
                 self._runtime.gather()
@@ -129,7 +129,7 @@ class CyclicEngine(DeepSpeedEngine):
 
     @property
     def cyclic_metrics(self) -> dict[str, Any]:
-        """Mean loss and gradient norm over all ranks of the last step finished everywhere, and seconds waited by (stream, peer)."""
+        """Mean loss and gradient norm over all ranks of the last step finished everywhere; seconds waited by (stream, peer)."""
         scalars = self._runtime.handoff.scalars
         return {"loss": float(scalars.loss), "grad_norm": float(scalars.norm), "waited": dict(self._transport.waited)}
 

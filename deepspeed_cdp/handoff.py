@@ -5,85 +5,15 @@ a whole micro-batch, is received, relayed and passed on all the same. Nothing he
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from .buffers import Buffers
-from .plan import END, HELD, Action, Plan, Post
+from .plan import HELD, Action, Plan, Post
 from .program import build, initial_posts
 from .scalars import Scalars
 from .transport.base import Ticket, Transport, Where
-
-PASSES = {"READ", "RELAY", "SUM", "DONE", "PASS", "SUM_HELD", "PASS_HELD", "DONE_HELD"}
-
-
-class Owner(Protocol):
-    """Who keeps the owned stage's masters (see optimizer.py).
-
-    Attributes:
-        by_unit: whether units can be updated one by one; at_once: and each as soon as its own sum is finished.
-    """
-
-    by_unit: bool
-    at_once: bool
-
-    def average(self, unit: int) -> torch.Tensor:
-        """Turn the unit's finished sum into averaged gradients; their squared norm (float64 scalar)."""
-
-    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None) -> None:
-        """Apply the update of ``step`` to one unit, or to all that have been averaged; ``norm2`` is what to clip with."""
-
-    def finish(self, step: int) -> None:
-        """The update of ``step`` is complete."""
-
-    def publish(self, slot: int, unit: int | None = None) -> None:
-        """Write the newest version (of one unit, or all) into published copy ``slot``."""
-
-
-class OutOfOrder(RuntimeError):
-    """A unit was used out of the planned order."""
-
-
-@dataclass
-class Program:
-    """Actions of one step, with the places that hooks walk to."""
-
-    actions: tuple[Action, ...]
-    begun: dict[tuple[int, int, bool], int]  # (round, unit, backward) -> index after the last action that starts this pass
-    ended: dict[tuple[int, int, bool], int]  # the same for the last action that ends it
-    forwards: dict[int, int]  # round -> index after its last forward
-    rounds: dict[int, int]  # round -> index after its last pass
-
-    @classmethod
-    def of(cls, actions: tuple[Action, ...]) -> "Program":
-        program = cls(actions, {}, {}, {}, {})
-        for index, a in enumerate(actions, 1):
-            if a.kind in PASSES:
-                (program.ended if a.phase == END else program.begun)[a.round, a.unit, a.backward] = index
-                program.rounds[a.round] = index
-                if a.kind == "DONE" and not a.backward:
-                    program.forwards[a.round] = index
-        return program
-
-
-class Place:
-    """Where a rank is; becomes text only in an error."""
-
-    __slots__ = ("handoff", "action", "step")
-
-    def __init__(self, handoff: "Handoff", action: Action):
-        self.handoff, self.action, self.step = handoff, action, handoff.global_step
-
-    def __str__(self) -> str:
-        h, a = self.handoff, self.action
-        if a.kind in ("NORM", "TOTAL", "UPDATE"):
-            stage, what = h.plan.schedule.owned(h.rank), f"{a.kind.lower()} of step {self.step + a.version}"
-        else:
-            unit = h.plan.unit(a.unit)
-            stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'held parameters'}"
-        return f"rank {h.rank}, step {self.step}, stage {stage}, {what}"
+from .walk import OutOfOrder, Owner, Place, Program
 
 
 class Handoff:
@@ -127,6 +57,7 @@ class Handoff:
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
         self._step_end = self._own_read_end = self.transport.mark()
         self._published_at: dict[int, object] = {}  # unit -> the mark at which this owner's newest version is in place
+        self._norms: list[torch.Tensor] = []  # squared, of the owned units averaged so far
         self._sum_ends: dict[int, object] = {}  # unit -> the mark at which its sum, finished on this rank, is in place
         self._flushing = False
         self.params.clear()
@@ -208,6 +139,11 @@ class Handoff:
         self._walk(len(self._program.actions))
         self._lost[self.global_step] = (self.losses.clone(), self.loss_count)
         self._step_end = self.transport.mark()
+        if self.schedule.ranks == 1:
+            self._sum_ends = dict.fromkeys(self._summed(), self._step_end)
+        if self.rank == self.schedule.ranks - 1:  # it needs its next version at once: begin now, beside the end of the backward
+            with self.transport.owner_stream():
+                self._finish_own_sums(self.global_step)
         self.losses.zero_()
         self.loss_count = self._cursor = self.round = 0
         self._program = self._steady
@@ -337,25 +273,40 @@ class Handoff:
         assert self.owner is not None
         where, step, stage = Place(self, a), self.step + a.version, self.schedule.owned(self.rank)
         last = self.rank == self.schedule.ranks - 1
-        norm2 = torch.zeros((), dtype=torch.float64, device=self.scalars.vector.device)
+        if last:
+            self._finish_own_sums(self.global_step + a.version)
+        else:
+            for i in self._summed():
+                self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
+                self._average(self.global_step + a.version, i)
         if self.owner.at_once:
             self._free_copy(a)
-        for i in reversed(self.plan.members(stage)):  # as they finish; held ones last
-            if not self.plan.unit(i).g_bytes:
-                continue
-            if last:
-                self.transport.after(self._sum_ends.pop(i, None))
-            else:
-                self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
-            norm2 = norm2 + self.owner.average(i)
-            if self.owner.at_once:
-                self.owner.update(self.global_step + a.version, None, i)
+            for i in reversed(self._summed()):
                 self._publish(a, i)
         if a.peer is not None:
             self.scalars.receive(a.peer, where)
         self.transport.after(self._step_end)
         loss, count = self._lost.pop(self.global_step + a.version, (self.losses, self.loss_count))
-        self.scalars.add(stage, norm2, loss, count)
+        self.scalars.add(stage, torch.stack(self._norms).sum() if self._norms else torch.zeros_like(loss), loss, count)
+        self._norms = []
+
+    def _summed(self) -> list[int]:
+        """The owned units that have sums, in the order in which these are finished."""
+        members = self.plan.members(self.schedule.owned(self.rank))
+        return [i for i in reversed(members) if self.plan.unit(i).g_bytes]
+
+    def _average(self, global_step: int, unit: int) -> None:
+        assert self.owner is not None
+        self._norms.append(self.owner.average(unit))
+        if self.owner.at_once:
+            self.owner.update(global_step, None, unit)
+
+    def _finish_own_sums(self, global_step: int) -> None:
+        """On the last rank, which has the finished sums of its stage itself: average what has not been averaged."""
+        for i in self._summed():
+            if i in self._sum_ends:
+                self.transport.after(self._sum_ends.pop(i))
+                self._average(global_step, i)
 
     def _copy(self, a: Action) -> int:
         return (self.step + a.version + 1) % self.plan.copies
@@ -367,8 +318,7 @@ class Handoff:
         region = f"V{self._copy(a)}"
         for ticket in self._readers(region, 0, self.buffers.regions[region].numel()):
             ticket.wait(Place(self, a))
-        if not (self.owner.at_once and self.rank == self.schedule.ranks - 1):  # there, each unit's sum ends after its last read
-            self.transport.after(self._own_read_end)
+        self.transport.after(self._own_read_end)
 
     def _publish(self, a: Action, unit: int) -> None:
         if not self._flushing:
@@ -387,11 +337,10 @@ class Handoff:
             self._free_copy(a)
             if not self.owner.by_unit:
                 self.owner.update(step, self.scalars.total)
-            for i in self.plan.members(self.schedule.owned(self.rank)):  # in the order in which they are read
-                if self.plan.unit(i).g_bytes:
-                    if self.owner.by_unit:
-                        self.owner.update(step, self.scalars.total, i)
-                    self._publish(a, i)
+            for i in reversed(self._summed()):  # in the order in which they are read
+                if self.owner.by_unit:
+                    self.owner.update(step, self.scalars.total, i)
+                self._publish(a, i)
         self.owner.finish(step)
 
     def _update(self, a: Action) -> None:

@@ -137,8 +137,9 @@ class Binder:
             ValueError: the forward before has had no backward.
         """
         if self.mode != IDLE:
-            raise ValueError(f"engine.forward() of step {self.handoff.global_step} came before the backward of the forward before "
-                             "it; call engine.backward(loss) first, or run forwards without a backward under torch.no_grad()")
+            raise ValueError(f"engine.forward() of step {self.handoff.global_step} came before the backward of the forward "
+                             "before it; call engine.backward(loss) first, or run forwards without a backward under "
+                             "torch.no_grad()")
         self.handoff.begin_round()
         if HELD in self.layouts:
             self.bind(HELD, self.handoff.params[HELD])
@@ -161,8 +162,8 @@ class Binder:
         self.mode = IDLE
 
     def _no_forward(self) -> ValueError:
-        return ValueError(f"a backward of step {self.handoff.global_step} came without a training forward before it (in eval() mode "
-                          "and under no_grad() there is none, and each forward has one backward); call engine.train() and "
+        return ValueError(f"a backward of step {self.handoff.global_step} came without a training forward before it (in eval() "
+                          "mode and under no_grad() there is none, and each forward has one backward); call engine.train() and "
                           "engine(...) first, and add up losses before engine.backward()")
 
     def _enter_backward(self, i: int) -> None:

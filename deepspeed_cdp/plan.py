@@ -118,7 +118,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         stages = [u.stage for u in self.units]
-        assert stages == sorted(stages) and set(stages) == set(range(self.schedule.ranks)), "units run through the stages in order"
+        assert stages == sorted(stages) and set(stages) == set(range(self.schedule.ranks)), (
+            "units run through the stages in order")
         assert self.held is None or self.held.stage == 0, "held parameters belong to stage 0"
 
     # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -255,7 +256,8 @@ class Plan:
     @cached_property
     def regions(self) -> dict[str, int]:
         """Bytes of every region, the same on all ranks (one-sided transports address a peer's memory by offset): ``P``, ``G``;
-        ``H0``, ``H1``: held parameters of two rounds in turn; ``GH``; ``O``; ``V0`` (and ``V1``): published versions; ``S``: scalars.
+        ``H0``, ``H1``: held parameters of two rounds in turn; ``GH``; ``O``; ``V0`` (and ``V1``): published versions; ``S``:
+        scalars.
         """
         stages = range(self.schedule.ranks)
         sizes = {"P": self.p_layout[2], "G": self.g_layout[2], "O": max(self.o_layout(s)[1] for s in stages)}
@@ -267,8 +269,8 @@ class Plan:
     def memory(self) -> dict[str, int]:
         """Bytes that the runtime itself allocates on each rank; masters and optimizer state come on top.
 
-        ``in flight`` parameters and sums (about 2 stages each), finished ``sums``, ``published`` copies (about a stage each), a few
-        ``scalars``.
+        ``in flight`` parameters and sums (about 2 stages each), finished ``sums``, ``published`` copies (about a stage each), a
+        few ``scalars``.
         """
         kinds = {"P": "in flight", "G": "in flight", "H": "in flight", "O": "sums", "V": "published", "S": "scalars"}
         total = dict.fromkeys(kinds.values(), 0)

@@ -16,21 +16,25 @@ def report(engine: "CyclicEngine", runtime: "Runtime") -> str:
                                          "bytes": runtime.handoff.buffers.nbytes()}, where)
     psi = sum(u.p_bytes for u in (*plan.units, *([plan.held] if plan.held else [])))
     lines = [f"engine      {type(engine).__name__} over {runtime.transport.name}",
-             f"rule        {runtime.settings.rule} (K = {s.threshold}) on {s.ranks} ranks, {s.rounds} micro-batch(es) per rank and step",
+             f"rule        {runtime.settings.rule} (K = {s.threshold}) on {s.ranks} ranks, {s.rounds} micro-batch(es) per rank "
+             "and step",
              f"model       {psi / 2 ** 20:.1f} MiB of parameters in {len(plan.units)} units"
              + (f" and {len(plan.held.trainable) + len(plan.held.frozen)} held parameter(s)" if plan.held else ""), ""]
     rows = [("stage", "owner", "units", "MiB", "from", "to")]
     for stage in range(s.ranks):
         units = [u for u in plan.units if u.stage == stage]
         size = sum(u.p_bytes for u in units) + (plan.held.p_bytes if plan.held and stage == 0 else 0)
-        rows.append((str(stage), f"rank {s.owner(stage)}", str(len(units)), f"{size / 2 ** 20:.2f}", units[0].name, units[-1].name))
+        rows.append((str(stage), f"rank {s.owner(stage)}", str(len(units)), f"{size / 2 ** 20:.2f}", units[0].name,
+                     units[-1].name))
     lines += _table(rows) + [""]
-    rows = [("rank", "messages", "F + B MiB", "closed form", "G MiB", "closed form", "O MiB", "closed form", "collectives", "buffers MiB")]
+    rows = [("rank", "messages", "F + B MiB", "closed form", "G MiB", "closed form", "O MiB", "closed form", "collectives",
+             "buffers MiB")]
     for rank, x in enumerate(everyone):
         t = x["traffic"]
         cells = [f"{t[k][c] / 2 ** 20:.3f}" if t else "-" for k in ("F + B", "G", "O") for c in ("counted", "closed form")]
         rows.append((str(rank), str(x["messages"]), *cells, str(x["collectives"]), f"{x['bytes'] / 2 ** 20:.2f}"))
-    return "\n".join(lines + ["received in the last step (F, B: parameters; G: running gradient sums; O: finished ones):"] + _table(rows))
+    lines += ["received in the last step (F, B: parameters; G: running gradient sums; O: finished ones):"]
+    return "\n".join(lines + _table(rows))
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:

@@ -121,9 +121,9 @@ class Runtime:
             return
         idle = [self.plan.units[i].name for i in range(len(self.plan.units)) if i not in self.binder.visited]
         if idle and not bool(torch.isfinite(loss).all()):
-            raise ValueError(f"the loss is {loss.item()} and module {idle[0]!r} was not called in the forward, so its parameters may "
-                             f"be read from outside it, where they are not; list the modules that are called in cyclic.units, "
-                             f"without {idle[0]!r}")
+            raise ValueError(f"the loss is {loss.item()} and module {idle[0]!r} was not called in the forward, so its parameters "
+                             f"may be read from outside it, where they are not; list the modules that are called in "
+                             f"cyclic.units, without {idle[0]!r}")
 
     # ---- whole parameters -----------------------------------------------------------------------------------------------
     def flush(self) -> None:
@@ -131,8 +131,8 @@ class Runtime:
         if self._whole is not None or (self.handoff.step == 0 and self.handoff.between_steps and self.binder.mode == IDLE):
             return  # nothing has happened since
         if self.binder.mode != IDLE:
-            raise ValueError(f"engine.flush() (also done by saving, loading and evaluating) of step {self.handoff.global_step} came "
-                             "between a forward and its backward; call engine.backward(loss) first")
+            raise ValueError(f"engine.flush() (also done by saving, loading and evaluating) of step {self.handoff.global_step} "
+                             "came between a forward and its backward; call engine.backward(loss) first")
         self.handoff.flush()
         self.restart()
 

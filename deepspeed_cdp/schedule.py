@@ -137,7 +137,7 @@ class Schedule:
         return self.period * step + 2 * self.ranks * (self.rounds - 1) + 4 * self.ranks - 2 - stage
 
     def update_time(self, step: int, stage: int) -> int:
-        """Logical time of the update theta_step -> theta_{step+1}; dp and v1 wait for the global norm (stage 0's sum, one hop)."""
+        """Logical time of the update theta_step -> theta_{step+1}; dp and v1 wait for the global norm: stage 0's sum, one hop."""
         return self.norm_time(step, 0) + 1 if self.exact_norm and self.ranks > 1 else self.norm_time(step, stage)
 
     def reads(self, steps: int) -> Iterator[Read]:

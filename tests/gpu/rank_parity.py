@@ -57,7 +57,8 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
     engine.destroy()
     template = models.build(kind).to(device, dtype)
     want = reference.train(template, stages, threshold(rule, size),
-                           lambda t, m, r: (lambda x: x.to(dtype) if x.is_floating_point() else x)(models.batch(kind, t, m, r).to(device)),
+                           lambda t, m, r: (lambda x: x.to(dtype) if x.is_floating_point() else x)(
+                               models.batch(kind, t, m, r).to(device)),
                            lambda call, x: models.loss(call, kind, x), adamw, STEPS, rounds=rounds, clip=0.5, flush_after={3})
     worst = max(float((state[n].float() - p.to(dtype).float()).abs().max()) for n, p in want.masters.items())
     scale = max(float(p.abs().max()) for p in want.masters.values())
@@ -72,7 +73,8 @@ def main() -> None:
     deepspeed.init_distributed("nccl")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    cases = [(k, r, m, False, s) for k, r, m, s in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"), (1,), (False,))]
+    cases = [(k, r, m, False, s)
+             for k, r, m, s in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"), (1,), (False,))]
     cases += [("llama", "cdp-v2", 2, False, True), ("llama-tied", "cdp-v1", 1, True, False), ("llama", "cdp-v2", 1, True, True),
               ("routed", "cdp-v2", 1, False, False)]
     failed = False
@@ -80,7 +82,8 @@ def main() -> None:
         begun = time.time()
         row = check(*case[:4], rank, size, case[4])
         # fp32: kernels of another shape may sum in another order; bf16: a weight may round to its neighbour (2^-8 of itself)
-        good = row["weights"] < (4e-3 if row["bf16"] else 1e-6) and row["losses"] < (1e-3 if row["bf16"] else 1e-6) and row["bytes"]
+        good = (row["weights"] < (4e-3 if row["bf16"] else 1e-6) and row["losses"] < (1e-3 if row["bf16"] else 1e-6)
+                and row["bytes"])
         failed |= not good
         if rank == 0:
             print(("ok  " if good else "BAD ") + json.dumps(row) + f" {time.time() - begun:.1f} s", flush=True)

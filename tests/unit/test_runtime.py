@@ -52,7 +52,8 @@ def check(kind: str, rule, size: int, make=sgd, steps: int = 6, rounds: int = 1,
     close = dict(rtol=0, atol=0) if exact else dict(rtol=1e-5, atol=1e-7)
     for name, master in want.masters.items():
         for state in got["states"]:
-            torch.testing.assert_close(state[name], master.to(state[name].dtype), **close, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(state[name], master.to(state[name].dtype), **close,
+                                       msg=lambda m, name=name: f"{name}: {m}")
     assert got["losses"] == (want.losses if exact else pytest.approx(want.losses, rel=1e-5))
     return got, want
 

@@ -1,0 +1,80 @@
+"""What a walk through a program needs to know: places in it, who owns what, and words for errors."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from .plan import END, Action
+
+if TYPE_CHECKING:
+    from .handoff import Handoff
+
+PASSES = {"READ", "RELAY", "SUM", "DONE", "PASS", "SUM_HELD", "PASS_HELD", "DONE_HELD"}
+
+
+class Owner(Protocol):
+    """Who keeps the owned stage's masters (see optimizer.py).
+
+    Attributes:
+        by_unit: whether units can be updated one by one; at_once: and each as soon as its own sum is finished.
+    """
+
+    by_unit: bool
+    at_once: bool
+
+    def average(self, unit: int) -> torch.Tensor:
+        """Turn the unit's finished sum into averaged gradients; their squared norm (float64 scalar)."""
+
+    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None) -> None:
+        """Apply the update of ``step`` to one unit, or to all that have been averaged; ``norm2`` is what to clip with."""
+
+    def finish(self, step: int) -> None:
+        """The update of ``step`` is complete."""
+
+    def publish(self, slot: int, unit: int | None = None) -> None:
+        """Write the newest version (of one unit, or all) into published copy ``slot``."""
+
+
+class OutOfOrder(RuntimeError):
+    """A unit was used out of the planned order."""
+
+
+@dataclass
+class Program:
+    """Actions of one step, with the places that hooks walk to."""
+
+    actions: tuple[Action, ...]
+    begun: dict[tuple[int, int, bool], int]  # (round, unit, backward) -> index after the last action that starts this pass
+    ended: dict[tuple[int, int, bool], int]  # the same for the last action that ends it
+    forwards: dict[int, int]  # round -> index after its last forward
+    rounds: dict[int, int]  # round -> index after its last pass
+
+    @classmethod
+    def of(cls, actions: tuple[Action, ...]) -> "Program":
+        program = cls(actions, {}, {}, {}, {})
+        for index, a in enumerate(actions, 1):
+            if a.kind in PASSES:
+                (program.ended if a.phase == END else program.begun)[a.round, a.unit, a.backward] = index
+                program.rounds[a.round] = index
+                if a.kind == "DONE" and not a.backward:
+                    program.forwards[a.round] = index
+        return program
+
+
+class Place:
+    """Where a rank is; becomes text only in an error."""
+
+    __slots__ = ("handoff", "action", "step")
+
+    def __init__(self, handoff: "Handoff", action: Action):
+        self.handoff, self.action, self.step = handoff, action, handoff.global_step
+
+    def __str__(self) -> str:
+        h, a = self.handoff, self.action
+        if a.kind in ("NORM", "TOTAL", "UPDATE"):
+            stage, what = h.plan.schedule.owned(h.rank), f"{a.kind.lower()} of step {self.step + a.version}"
+        else:
+            unit = h.plan.unit(a.unit)
+            stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'held parameters'}"
+        return f"rank {h.rank}, step {self.step}, stage {stage}, {what}"
