@@ -94,8 +94,7 @@ def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state
               for g in owner.optimizer.param_groups]
     metadata = {"plain": json.dumps(plain), "groups": json.dumps(groups, default=_plain)}
     files = {f"stage_{stage:03d}.safetensors": _save_tensors(folder, f"stage_{stage:03d}.safetensors", tensors, metadata)}
-    persistent = runtime.module.state_dict().keys()
-    buffers = {n: b for n, b in runtime.module.named_buffers() if n in persistent}
+    buffers = {n: b for n, b in runtime.module.named_buffers() if n not in _not_saved(runtime.module)}
     files[f"buffers_{rank:03d}.safetensors"] = _save_tensors(folder, f"buffers_{rank:03d}.safetensors", buffers, {})
     if rank == 0:
         scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
@@ -105,6 +104,11 @@ def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state
             _sync(file)
         files["client.pt"] = {"sha256": _digest(path), "names": []}
     return files
+
+
+def _not_saved(module: torch.nn.Module) -> set[str]:
+    """Names of the buffers that a state dict leaves out."""
+    return {f"{path}.{name}".lstrip(".") for path, m in module.named_modules() for name in m._non_persistent_buffers_set}
 
 
 def _plain(value: Any) -> Any:

@@ -123,15 +123,22 @@ class CyclicEngine(DeepSpeedEngine):
         """Nothing: gradients travel on, none stays."""
 
     def get_global_grad_norm(self) -> float | None:
-        """Gradient norm of the last step that is finished everywhere: one or two steps ago; None before."""
-        norm = float(self._runtime.handoff.scalars.norm)
-        return norm if self._runtime.handoff.global_step > 1 or norm else None
+        """Gradient norm, before clipping, of the last step that this rank knows to be finished everywhere; None before one is.
+
+        That is one step ago on the last rank and two on the others, without a collective.
+        """
+        return self.cyclic_metrics["grad_norm"]
 
     @property
     def cyclic_metrics(self) -> dict[str, Any]:
-        """Mean loss and gradient norm over all ranks of the last step finished everywhere; seconds waited by (stream, peer)."""
+        """What this rank knows without a collective: ``loss`` (mean over all ranks) and ``grad_norm`` of the last step finished
+        everywhere, None before one is; ``waited``, seconds by (stream, peer) that the host was blocked.
+        """
+        self._transport.join_owner()
         scalars = self._runtime.handoff.scalars
-        return {"loss": float(scalars.loss), "grad_norm": float(scalars.norm), "waited": dict(self._transport.waited)}
+        known = scalars.known
+        return {"loss": float(scalars.loss) if known else None, "grad_norm": float(scalars.norm) if known else None,
+                "waited": dict(self._transport.waited)}
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:

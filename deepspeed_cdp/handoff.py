@@ -1,7 +1,7 @@
 """The runtime: walks a rank's program, one action after the other (design §6-8).
 
-The model's hooks say how far to walk (``acquire``, ``release``); what is walked over on the way, because this rank skips a unit or
-a whole micro-batch, is received, relayed and passed on all the same. Nothing here reads a clock or meets the other ranks.
+The model's hooks say how far to walk (``acquire``, ``release``); what is walked over on the way, because this rank skips a unit
+or a whole micro-batch, is received, relayed and passed on all the same. Nothing here reads a clock or meets the other ranks.
 """
 
 from collections.abc import Callable
@@ -37,7 +37,8 @@ class Handoff:
         self.on_release: Callable[[int], None] = lambda unit: None
         self._first, self._steady = (Program.of(build(plan, rank, first)) for first in (True, False))
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
-                    "SUM_HELD": self._sum_held, "PASS_HELD": self._pass, "DONE_HELD": self._done, "OFFER": self._offer, "TAKE": self._posts,
+                    "SUM_HELD": self._sum_held, "PASS_HELD": self._pass, "DONE_HELD": self._done,
+                    "OFFER": self._offer, "TAKE": self._posts,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
         self.params: dict[int, torch.Tensor] = {}
@@ -120,8 +121,8 @@ class Handoff:
     def begin_round(self) -> None:
         """Walk to where the held parameters are there."""
         if self.round >= self.schedule.rounds:
-            raise ValueError(f"gradient_accumulation_steps is {self.schedule.rounds}, but micro-batch {self.round + 1} came before "
-                             f"engine.step(); call engine.step() after {self.schedule.rounds}, or raise the setting")
+            raise ValueError(f"gradient_accumulation_steps is {self.schedule.rounds}, but micro-batch {self.round + 1} came "
+                             f"before engine.step(); call engine.step() after {self.schedule.rounds}, or raise the setting")
         if self.plan.held:
             self.acquire(HELD, False)
 
@@ -312,7 +313,7 @@ class Handoff:
         return (self.step + a.version + 1) % self.plan.copies
 
     def _free_copy(self, a: Action) -> None:
-        """Wait until the published copy that is next to be written is not read any more (unless nobody is to read it: a flush)."""
+        """Wait until the published copy that is next to be written is not read any more (in a flush none is written)."""
         if self._flushing:
             return
         region = f"V{self._copy(a)}"

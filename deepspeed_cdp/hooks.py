@@ -4,7 +4,7 @@ Order of a unit's backward: autograd runs nodes in the reverse order of their cr
 arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ class Binder:
     Attributes:
         mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it.
         visited: units used in this forward.
+        on_idle_use: called when the module is used outside the engine's own calls.
     """
 
     def __init__(self, module: torch.nn.Module, handoff: Handoff, layouts: dict[int, Layout]):
@@ -49,7 +50,10 @@ class Binder:
         self._empty = {p: _placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_held_sum = self.unbind, self._add_held
-        self._handles = []
+        self.on_idle_use: Callable[[str], None] = lambda how: None
+        self._handles = [
+            module.register_forward_pre_hook(self._root_pre, prepend=True),
+            module.register_state_dict_pre_hook(lambda *_: self.on_idle_use("was asked for its state_dict()"))]
         modules = dict(module.named_modules())
         for i in layouts:
             if i != HELD:
@@ -174,12 +178,18 @@ class Binder:
         self._bind_sums(i)
         self._latest = i
 
+    def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
+        if self.mode == IDLE:
+            self.on_idle_use("was called")
+
     def _pre(self, i: int):
         def hook(module: torch.nn.Module, args: Any) -> None:
             if self.mode == FORWARD:
                 self.handoff.acquire(i, False)
                 self.bind(i, self.handoff.params[i])
                 self.visited.add(i)
+            elif self.mode == IDLE:
+                self.on_idle_use("was called")
             else:
                 self._enter_backward(i)  # activation checkpointing runs the forward again
         return hook

@@ -117,7 +117,7 @@ class StageOwner:
         return torch.stack(norms).double().square().sum()
 
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None) -> None:
-        """theta_{step+1} = opt(theta_step, averaged gradients), of one unit or of all that are left; clipped by ``norm2`` if given."""
+        """theta_{step+1} = opt(theta_step, averaged gradients), of one unit or all that are left; clipped by ``norm2`` if given."""
         units = [unit] if unit is not None else list(self._grads)
         for i in units:
             for name, grad in zip(self._sums[i], self._grads.pop(i, ())):
@@ -195,7 +195,7 @@ class CyclicOptimizer(ZeROOptimizer):
     def step(self, closure=None) -> None:
         """Record the hyperparameters; the owner's update follows when the sums have come in."""
         if closure is not None:
-            raise ValueError("optimizer.step() got a closure; the update happens later, so it cannot be called: use engine.step()")
+            raise ValueError("optimizer.step() got a closure, but the update happens later and cannot call it; use engine.step()")
         self.optimizer._opt_called = True  # for torch's schedulers, which warn when step() has not been called before them
         self._on_step()
 
@@ -222,7 +222,7 @@ class CyclicOptimizer(ZeROOptimizer):
                              f"{len(self.optimizer.param_groups)}; build the optimizer as it was when the state was saved")
         unknown = set(state["state"]) - set(self.owner.masters)
         if unknown:
-            raise ValueError(f"the optimizer state holds {sorted(unknown)[0]!r}, which rank {self.owner.handoff.rank} does not own; "
+            raise ValueError(f"the optimizer state holds {min(unknown)!r}, which rank {self.owner.handoff.rank} does not own; "
                              "load it with the number of ranks and the partition it was saved with")
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"]):
             group.update({k: v for k, v in saved.items() if k != "params"})

@@ -77,6 +77,7 @@ class Runtime:
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
         self._layouts = layouts
         self._steps_seen: list[_Seen] = []  # counters at the ends of the last two steps
+        self.binder.on_idle_use = self._used_outside
         self.binder.release_all()
         self.handoff.begin()
 
@@ -159,6 +160,21 @@ class Runtime:
             self._whole.append(flat)
             for i, offset in places.items():
                 self.binder.bind(i, flat[offset:offset + self.plan.unit(i).p_bytes])
+
+    def _used_outside(self, how: str) -> None:
+        """The module is used while nothing is in its parameters.
+
+        Evaluation (``module.generate()``, say) gathers them first, which is a collective, as it is under ZeRO-3.
+        Raises:
+            ValueError: it is training, or a state dict, which must not hold placeholders.
+        """
+        if self._whole is not None:
+            return
+        if how == "was called" and not (torch.is_grad_enabled() and self.module.training):
+            self.gather()
+            return
+        fix = "call the engine instead" if how == "was called" else "use engine.module_state_dict() on every rank"
+        raise ValueError(f"the module itself {how}, while its parameters are on their way round the ring; {fix}")
 
     def scatter(self) -> None:
         """Give the gathered parameters up."""

@@ -90,6 +90,11 @@ class Scalars:
         self._post("T", self.size - 1, self._incoming_total)
 
     @property
+    def known(self) -> bool:
+        """Whether this rank has heard of a step that is finished everywhere (asks the device)."""
+        return bool(self.vector[self.size + 4] > 0)
+
+    @property
     def loss(self) -> torch.Tensor:
         """Mean loss over all micro-batches of the last step that is finished everywhere (float64 scalar; nan before one is)."""
         return self.vector[self.size + 2] / self.vector[self.size + 3]

@@ -14,7 +14,8 @@ Life of a message::
     sender:   ticket.wait(where)                   # `source` may be overwritten
 
 On a GPU "wait" means that the current stream waits, and "free" and "landed" mean in the order of streams; the host goes on.
-One-sided transports also need to know where in the peer's allocation a message lands or lies: the plan tells (``into_at``, ``from_at``).
+One-sided transports also need to know where in the peer's allocation a message lands or lies: the plan tells (``into_at``,
+``from_at``).
 """
 
 from abc import ABC, abstractmethod
@@ -79,14 +80,14 @@ class Transport(ABC):
         """This point of the current stream's work, for ``after``."""
         return None
 
-    def after(self, mark: Any) -> None:
+    def after(self, mark: Any) -> None:  # noqa: B027, nothing to wait for on one stream
         """Let the current stream go on only once the mark's point is passed."""
 
     def owner_stream(self) -> AbstractContextManager:
         """Where the owner's update runs: beside the passes if the device can."""
         return nullcontext()
 
-    def join_owner(self) -> None:
+    def join_owner(self) -> None:  # noqa: B027
         """Let the current stream wait for all that the owner's stream has been given."""
 
     @abstractmethod

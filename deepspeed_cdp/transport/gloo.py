@@ -205,7 +205,9 @@ class GlooTransport(Transport):
         if self._pg is None:
             raise HandoffError(f"{where}: rank {self.rank} has closed its transport")
         try:
-            self._pg.broadcast(tensor, src, timeout=self.patience).wait(self.patience)
+            options = dist.BroadcastOptions()  # torch 2.6 takes the timeout in no other way
+            options.rootRank, options.timeout = src, self.patience
+            self._pg.broadcast([tensor], options).wait(self.patience)
         except RuntimeError as error:
             raise HandoffError(f"{where}: broadcast from rank {src} failed within {self.timeout_seconds} s "
                                f"(a rank crashed, exited or is late): {first_line(error)}") from error

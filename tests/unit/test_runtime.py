@@ -3,10 +3,10 @@
 import models
 import pytest
 import torch
-from local_ring import train
+from local_ring import run_ranks, train
 
 from deepspeed_cdp import reference
-from deepspeed_cdp.runtime import Settings
+from deepspeed_cdp.runtime import Runtime, Settings
 from deepspeed_cdp.schedule import threshold
 
 
@@ -162,3 +162,23 @@ def test_the_step_after_a_flush_reads_one_version():
     _, with_flush = check("mlp", "cdp-v1", 3, flush_after={1, 3})
     _, without = check("mlp", "cdp-v1", 3)
     assert any(not torch.equal(with_flush.masters[n], without.masters[n]) for n in without.masters)
+
+
+def test_the_module_outside_the_engine():
+    """Training and state_dict() on placeholders are refused; evaluation gathers first."""
+    def work(rank, transport):
+        module = models.build("mlp")
+        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings(), transport, torch.device("cpu"))
+        x = models.batch("mlp", 0, 0, 0)
+        with pytest.raises(ValueError, match="call the engine instead"):
+            module(x)
+        with pytest.raises(ValueError, match="engine.module_state_dict"):
+            module.state_dict()
+        with torch.no_grad():
+            seen = module(x)
+        assert all(torch.isfinite(v).all() for v in module.state_dict().values())
+        runtime.close(True)
+        return seen
+
+    for seen in run_ranks(2, work):
+        torch.testing.assert_close(seen, models.build("mlp")(models.batch("mlp", 0, 0, 0)), rtol=0, atol=0)
