@@ -10,7 +10,8 @@ import torch.distributed as dist
 LEARNING_RATE = 1e-5
 
 
-def make(name: str, model: torch.nn.Module, micro_batch: int, compiled: bool) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
+def make(name: str, model: torch.nn.Module, micro_batch: int,
+         compiled: bool) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
     """The step function and an object with ``destroy`` (or None).
 
     Args:

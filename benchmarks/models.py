@@ -31,7 +31,7 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Modul
 
 
 def flops_per_token(model: torch.nn.Module, sequence: int) -> float:
-    """Floating-point operations of forward and backward per token: 6 per parameter of the products, and attention's 12 l h s / 2."""
+    """Operations of forward and backward per token: 6 per parameter of the products, and attention's 12 l h s / 2 (causal)."""
     config = model.config
     products = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in n)
     return 6 * products + 6 * config.num_hidden_layers * config.hidden_size * sequence

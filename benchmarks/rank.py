@@ -24,9 +24,9 @@ FIELDS = ("engine", "model", "ranks", "micro_batch", "sequence", "compiled", "ji
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, kind in (("engines", str), ("model", str), ("micro_batch", int), ("sequence", int), ("steps", int), ("windows", int),
-                       ("warmup", int), ("jitter_ms", float), ("repeats", int), ("out", str), ("commit", str), ("seconds", float),
-                       ("trace", str)):
+    for name, kind in (("engines", str), ("model", str), ("micro_batch", int), ("sequence", int), ("steps", int),
+                       ("windows", int), ("warmup", int), ("jitter_ms", float), ("repeats", int), ("out", str),
+                       ("commit", str), ("seconds", float), ("trace", str)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--cpu", action="store_true")

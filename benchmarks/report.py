@@ -23,8 +23,8 @@ def table(path: Path) -> str:
         head += ", torch.compile" if compiled == "True" else ""
         head += f", each rank late by U(0, {float(jitter):g}) ms a step" if float(jitter) else ""
         ceiling = _median(engines["compute"], "step_ms") if "compute" in engines else None
-        lines = [head, "", "| engine | ms per step | windows: lowest to highest | of compute-only speed | tokens/s/GPU | MFU | peak GiB "
-                 "| MiB received per step |", "|---|---|---|---|---|---|---|---|"]
+        lines = [head, "", "| engine | ms per step | windows: lowest to highest | of compute-only speed | tokens/s/GPU | MFU "
+                 "| peak GiB | MiB received per step |", "|---|---|---|---|---|---|---|---|"]
         for name, rows in engines.items():
             times = [float(r["step_ms"]) for r in rows]
             middle = statistics.median(times)

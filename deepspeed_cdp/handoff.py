@@ -23,7 +23,7 @@ class Handoff:
         step: steps since the last flush; global_step: since the start of training (for messages).
         round: the round of gradient accumulation that is next or under way.
         params, sums: the flat parameters and gradient sums of units in use (uint8 views), by unit index.
-        on_held_sum: called with the held sum when this rank's own gradients are to be added to it.
+        on_sum: called with a unit's index and its running sum when this has come, to add gradients that this rank has already.
         on_release: called with a unit's index when its parameters are about to be freed.
     """
 
@@ -33,11 +33,11 @@ class Handoff:
         self.buffers = Buffers(plan, transport)
         self.scalars = Scalars(transport, self.buffers)
         self.owner: Owner | None = None
-        self.on_held_sum: Callable[[torch.Tensor], None] = lambda view: None
+        self.on_sum: Callable[[int, torch.Tensor], None] = lambda unit, view: None
         self.on_release: Callable[[int], None] = lambda unit: None
         self._first, self._steady = (Program.of(build(plan, rank, first)) for first in (True, False))
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
-                    "SUM_HELD": self._sum_held, "PASS_HELD": self._pass, "DONE_HELD": self._done,
+                    "SUM_HELD": self._sum, "PASS_HELD": self._pass, "DONE_HELD": self._done,
                     "OFFER": self._offer, "TAKE": self._posts,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
@@ -241,10 +241,7 @@ class Handoff:
                 ticket.wait(Place(self, a))
             view.zero_()
         self.sums[a.unit] = view
-
-    def _sum_held(self, a: Action) -> None:
-        self._sum(a)
-        self.on_held_sum(self.sums[HELD])
+        self.on_sum(a.unit, view)
 
     def _done(self, a: Action) -> None:
         if self.params.pop(a.unit, None) is not None:

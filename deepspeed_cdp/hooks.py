@@ -49,7 +49,7 @@ class Binder:
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
         self._empty = {p: _placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
-        handoff.on_release, handoff.on_held_sum = self.unbind, self._add_held
+        handoff.on_release, handoff.on_sum = self.unbind, self._add_early
         self.on_idle_use: Callable[[str], None] = lambda how: None
         self._handles = [
             module.register_forward_pre_hook(self._root_pre, prepend=True),
@@ -58,7 +58,9 @@ class Binder:
         for i in layouts:
             if i != HELD:
                 unit = modules[handoff.plan.unit(i).name]
-                self._handles += [unit.register_forward_pre_hook(self._pre(i)), unit.register_forward_hook(self._post(i))]
+                # first of all hooks: others, such as those of torch.nn.utils.weight_norm, read the parameters
+                self._handles += [unit.register_forward_pre_hook(self._pre(i), prepend=True),
+                                  unit.register_forward_hook(self._post(i), with_kwargs=True)]
                 for p, s in self.slots[i]:
                     if s.sum_offset >= 0 and s.sum_dtype != p.dtype:
                         self._handles.append(p.register_post_accumulate_grad_hook(self._accumulate(i, s)))
@@ -121,15 +123,18 @@ class Binder:
 
     def _accumulate(self, i: int, slot: Slot):
         def hook(p: torch.nn.Parameter) -> None:
-            if p.grad is not None:
+            if p.grad is not None and i in self.handoff.sums:
                 slot.sum(self.handoff.sums[i]).add_(p.grad)
                 p.grad = None
         return hook
 
-    def _add_held(self, flat: torch.Tensor) -> None:
-        for p, s in self.slots[HELD]:
-            if s.sum_offset >= 0 and p.grad is not None:
-                s.sum(flat).add_(p.grad)
+    def _add_early(self, i: int, flat: torch.Tensor) -> None:
+        """Gradients that came before the unit's sum: all of the held ones, and those of units whose outputs have no hook (changed
+        in place, or inside an object that is no pytree) and which saved none of their parameters."""
+        for p, s in self.slots[i]:
+            if p.grad is not None:
+                if s.sum_offset >= 0:
+                    s.sum(flat).add_(p.grad)
                 p.grad = None
 
     # ---- a micro-batch --------------------------------------------------------------------------------------------------
@@ -164,6 +169,12 @@ class Binder:
             raise self._no_forward()
         self.handoff.end_round()
         self.mode = IDLE
+        for i in self.visited:  # autograd's order forbids it, but a gradient must not be lost in silence
+            for p, s in self.slots[i]:
+                if s.sum_offset >= 0 and p.grad is not None:
+                    raise ValueError(f"the gradient of {s.name!r} in step {self.handoff.global_step} came after its sum had been "
+                                     f"passed on, so it would be lost; list modules in cyclic.units, and leave "
+                                     f"{self.handoff.plan.unit(i).name!r} out")
 
     def _no_forward(self) -> ValueError:
         return ValueError(f"a backward of step {self.handoff.global_step} came without a training forward before it (in eval() "
@@ -195,10 +206,10 @@ class Binder:
         return hook
 
     def _post(self, i: int):
-        def hook(module: torch.nn.Module, args: Any, output: Any) -> Any:
+        def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == IDLE:
                 return None
-            output = self._watch(i, args, output)
+            output = self._watch(i, (args, kwargs), output)
             if self.mode == FORWARD:
                 self.handoff.release(i, False)
             return output

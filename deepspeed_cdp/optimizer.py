@@ -117,7 +117,7 @@ class StageOwner:
         return torch.stack(norms).double().square().sum()
 
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None) -> None:
-        """theta_{step+1} = opt(theta_step, averaged gradients), of one unit or all that are left; clipped by ``norm2`` if given."""
+        """theta_{step+1} = opt(theta_step, averaged gradients), of one unit or all that are left, clipped by ``norm2``."""
         units = [unit] if unit is not None else list(self._grads)
         for i in units:
             for name, grad in zip(self._sums[i], self._grads.pop(i, ())):
