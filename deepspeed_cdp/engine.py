@@ -119,6 +119,14 @@ class CyclicEngine(DeepSpeedEngine):
         """Accumulate only; here every micro-batch does, and ``step()`` says when the step is over."""
         yield
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's, but it cannot raise the number of micro-batches per step: the timetable is made for it."""
+        most, each = self.cyclic_plan.schedule.rounds, self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size > most * each:
+            raise ValueError(f"set_train_batch_size({train_batch_size}) needs more micro-batches per step than the {most} that "
+                             f"the engine was made for; start with a larger gradient_accumulation_steps, it can be lowered later")
+        super().set_train_batch_size(train_batch_size)
+
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: gradients travel on, none stays."""
 

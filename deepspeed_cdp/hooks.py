@@ -54,7 +54,12 @@ class Binder:
         self._handles = [
             module.register_forward_pre_hook(self._root_pre, prepend=True),
             module.register_state_dict_pre_hook(lambda *_: self.on_idle_use("was asked for its state_dict()"))]
+        if handoff.schedule.rounds > 1:
+            self._handles.append(module.register_forward_hook(self._root_post))
         modules = dict(module.named_modules())
+        held = {id(p) for p, _ in self.slots.get(HELD, ())}
+        self._handles += [m.register_forward_pre_hook(self._root_pre, prepend=True) for m in modules.values()
+                          if m is not module and any(id(p) in held for p in m.parameters(recurse=False))]
         for i in layouts:
             if i != HELD:
                 unit = modules[handoff.plan.unit(i).name]
@@ -192,6 +197,16 @@ class Binder:
     def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
         if self.mode == IDLE:
             self.on_idle_use("was called")
+
+    def _root_post(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Give every output a tensor of its own. For ``loss.backward()`` DeepSpeed divides by the accumulation steps in a hook on
+        each output; a loss computed from another output (as in Hugging Face models) would be divided twice. So does ZeRO-3.
+        """
+        if self.mode != FORWARD:
+            return None
+        leaves, spec = tree_flatten(output)
+        own = [x.view_as(x) if isinstance(x, torch.Tensor) and x.grad_fn is not None else x for x in leaves]
+        return tree_unflatten(own, spec)
 
     def _pre(self, i: int):
         def hook(module: torch.nn.Module, args: Any) -> None:

@@ -75,8 +75,11 @@ class StageOwner:
             owned = [names[p] for p in group["params"] if names.get(p) in self.masters]
             group["params"] = [self.masters[n] for n in owned]
             for n in owned:
-                if n in state:
-                    self.optimizer.state[self.masters[n]] = state[n]
+                if n in state:  # (Adagrad makes its state at once) in the masters' dtype now
+                    master = self.masters[n]
+                    self.optimizer.state[master] = {
+                        k: v.to(master) if isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == master.shape
+                        else v for k, v in state[n].items()}
 
     # ---- publishing -----------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -96,7 +99,8 @@ class StageOwner:
     # ---- updates --------------------------------------------------------------------------------------------------------
     def record(self, step: int) -> None:
         """Keep the groups' options for the update of ``step``."""
-        self._recorded[step] = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        self._recorded[step] = [{k: v.clone() if isinstance(v, torch.Tensor) else v  # schedulers write into a tensor lr
+                                 for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
     @torch.no_grad()
     def average(self, unit: int) -> torch.Tensor:

@@ -65,6 +65,11 @@ class Runtime:
             ValueError: the settings do not fit the module.
         """
         self.module, self.settings, self.transport, self.device = module, settings, transport, device
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError("optimizer is LBFGS, whose step() needs a closure, but the update happens later and cannot call it; "
+                             "use another optimizer")
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            raise ValueError("optimizer is SparseAdam, but gradient sums are dense; use Adam or AdamW")
         names = {p: n for n, p in module.named_parameters()}
         trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
         self.plan, layouts = make_plan(module, trained, settings, transport.size)
@@ -166,12 +171,15 @@ class Runtime:
 
         Evaluation (``module.generate()``, say) gathers them first, which is a collective, as it is under ZeRO-3.
         Raises:
-            ValueError: it is training, or a state dict, which must not hold placeholders.
+            ValueError: it is training, whose gradients would be lost, or a state dict, which must not hold placeholders.
         """
-        if self._whole is not None:
-            return
         if how == "was called" and not (torch.is_grad_enabled() and self.module.training):
             self.gather()
+            return
+        if self._whole is not None:
+            if how == "was called":
+                raise ValueError("the module itself was called in train() mode, so its gradients would be lost; call the engine "
+                                 "instead, or call engine.eval() first")
             return
         fix = "call the engine instead" if how == "was called" else "use engine.module_state_dict() on every rank"
         raise ValueError(f"the module itself {how}, while its parameters are on their way round the ring; {fix}")

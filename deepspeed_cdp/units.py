@@ -58,12 +58,17 @@ def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], trained: frozenset[s
         parameters: (name, tensor); only shape and dtype are read.
         trained: names that have gradients and optimizer state.
         sum_dtype: of the gradient sums; None for each parameter's own.
+    Raises:
+        ValueError: a trained parameter is complex.
     """
     p_bytes = g_bytes = 0
     slots = []
     for name, p in sorted(parameters, key=lambda item: item[0] not in trained):  # stable
         train = name in trained
         dtype = sum_dtype or p.dtype
+        if train and p.dtype.is_complex:
+            raise ValueError(f"parameter {name!r} is complex, but masters are fp32; make it a real parameter and use "
+                             "torch.view_as_complex in the forward, or freeze it")
         slots.append(Slot(name, p.shape, p.dtype, p_bytes, g_bytes if train else -1, dtype))
         p_bytes += aligned(p.numel() * p.dtype.itemsize)
         g_bytes += aligned(p.numel() * dtype.itemsize) if train else 0

@@ -143,7 +143,8 @@ def main() -> None:
             engine.step()
         if rank == 0 and (step % 10 == 9 or step + 1 == args.steps):
             tokens = (step + 1) * accumulation * batch * args.length * ranks
-            progress.set_postfix(loss=f"{loss.item():.3f}", tokens_per_s=f"{tokens / (time.perf_counter() - start):,.0f}")
+            progress.set_postfix(loss=f"{loss.item():.3f}", tokens_per_s=f"{tokens / (time.perf_counter() - start):,.0f}",
+                                 refresh=False)
     seconds = time.perf_counter() - start
     after = evaluate(engine, held_out, args, batch)
 

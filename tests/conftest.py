@@ -1,6 +1,7 @@
 """Fixtures for all tests; this folder and the repository's root are importable, here and in the workers."""
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,10 @@ from workers import Pool  # noqa: E402
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Worker processes that tests share (see workers.py)."""
+    # DeepSpeed compiles this op on first use, which may take longer than a test's time limit. A failure shows in the tests.
+    build = ("from deepspeed.accelerator import get_accelerator\n"
+             "get_accelerator().create_op_builder('ShareMemCommBuilder').load(verbose=False)")
+    subprocess.run([sys.executable, "-c", build], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=600)
     workers = Pool()
     yield workers
     workers.close()

@@ -46,7 +46,7 @@ class Pool:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60,
+    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 180,
             env: dict[str, str] | None = None) -> list[Any]:
         """Call ``function(rank, world, *args)`` on ``world`` ranks with a gloo process group.
 
@@ -64,7 +64,7 @@ class Pool:
             raise RemoteError("\n".join(self._report(rank, outcomes[rank]) for rank in bad))
         return [outcome[1] for outcome in outcomes]
 
-    def run_failing(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 60,
+    def run_failing(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 180,
                     env: dict[str, str] | None = None) -> list[Any]:
         """As ``run``, for tests in which ranks fail.
 

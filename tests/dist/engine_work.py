@@ -58,7 +58,7 @@ def two_groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
 
 
 def muon(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Matrices only; what is not in the optimizer stays as it is."""
+    """Matrices only; what is not in the optimizer stays as it is. From torch 2.9 on."""
     return torch.optim.Muon([p for _, p in named if p.dim() == 2], lr=1e-2)
 
 
@@ -70,7 +70,7 @@ def plain_sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
-CLIENTS = {"groups": two_groups, "muon": muon, "callable": plain_adamw}
+CLIENTS = {"groups": two_groups, "muon": muon if hasattr(torch.optim, "Muon") else two_groups, "callable": plain_adamw}
 ORACLES = {**CLIENTS, "adamw": plain_adamw, "sgd": plain_sgd}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4,
                                          "warmup_type": "linear"}}

@@ -105,7 +105,7 @@ def several(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
 def test_no_collective_in_steady_steps_and_bytes_equal_the_closed_form(pool):
     jobs = [Job(kind, rule, rounds, clip=0.3, schedule="lambda") for kind, rule, rounds in CASES]
     stock = Job("mlp", None, 1, clip=0.3, schedule="lambda")
-    for rank, results in enumerate(pool.run(3, several, [*jobs, stock], timeout=120)):
+    for rank, results in enumerate(pool.run(3, several, [*jobs, stock], timeout=240)):
         for job, result in zip(jobs, results):
             # in steps so few, flush and plan-making collectives lie outside; none may be inside
             assert result["seen"] == [] and result["counter"] == 0, (job, rank, result["seen"])
@@ -167,7 +167,7 @@ def test_memory_is_the_plans_and_about_one_nth(pool, world, kind):
     stages each of parameters and sums in flight (and a unit or two): 10 to 11 stages, so with even stages 2.2 * 5 Psi / N,
     Psi and stages counted with each parameter's alignment to 64 bytes.
     """
-    results = pool.run(world, memory, Job(kind, "cdp-v2", steps=3), timeout=60)
+    results = pool.run(world, memory, Job(kind, "cdp-v2", steps=3), timeout=180)
     psi, largest = sum(r["owned"] for r in results), max(r["owned"] for r in results)
     rounding = 4 * results[0]["count"] + results[0]["plan"]["scalars"]  # Adam's step counts, and the few numbers that ride along
     for rank, r in enumerate(results):

@@ -101,7 +101,7 @@ def configs(rank: int, world: int) -> list[str]:
 
 def test_wrong_settings(pool):
     wanted = [words for _, words in CONFIGS] + [("has 1 units for 2 ranks", "use at most 1 ranks, or a model with more layers")]
-    for texts in pool.run(2, configs, timeout=60):
+    for texts in pool.run(2, configs, timeout=180):
         assert len(texts) == len(wanted)
         for text, words in zip(texts, wanted):
             assert text.startswith("ValueError: ") and "\n" not in text, (words, text)
@@ -158,7 +158,7 @@ def test_calls_in_the_wrong_order(pool):
         "flush in a step": ("engine.flush() came in the middle of step 1", "1 of 2 micro-batches", "call engine.step() first"),
         "backward in eval": ("eval() mode", "engine.train()"),
     }
-    for texts in pool.run(2, wrong_order, timeout=60):
+    for texts in pool.run(2, wrong_order, timeout=180):
         for name, words in wanted.items():
             for word in words:
                 assert word in texts[name], (name, texts[name])
@@ -192,7 +192,7 @@ def odd_models(rank: int, world: int) -> list[tuple[str, bytes, Any, dict]]:
 
 def test_models_that_need_cyclic_units(pool):
     """The error names the module and the setting; what it says to do works, and trains as the oracle does."""
-    results = pool.run(2, odd_models, timeout=90)
+    results = pool.run(2, odd_models, timeout=240)
     for at, (kind, words, _) in enumerate(MODELS):
         for text, state, stages, _ in (ranks[at] for ranks in results):
             for word in words:

@@ -91,7 +91,7 @@ def check_named(failure: Any, rank: int, world: int) -> None:
 
 @pytest.mark.parametrize(("how", "who", "rule"), [("killed", 1, "cdp-v2"), ("killed", 0, "cdp-v1"), ("stopped", 1, "cdp-v2")])
 def test_a_rank_that_dies_or_stalls(pool, how, who, rule):
-    outcomes = pool.run_failing(3, misbehaves, who, how, rule, timeout=60)
+    outcomes = pool.run_failing(3, misbehaves, who, how, rule, timeout=180)
     for rank, outcome in enumerate(outcomes):
         if rank != who:
             check_named(outcome, rank, 3)
@@ -101,7 +101,7 @@ def test_a_rank_that_dies_or_stalls(pool, how, who, rule):
 
 @pytest.mark.parametrize(("how", "who", "rule"), [("forward", 1, "cdp-v2"), ("loader", 2, "cdp-v1"), ("loader", 0, "dp")])
 def test_a_rank_that_raises(pool, how, who, rule):
-    outcomes = pool.run_failing(3, misbehaves, who, how, rule, timeout=60)
+    outcomes = pool.run_failing(3, misbehaves, who, how, rule, timeout=180)
     for rank, outcome in enumerate(outcomes):
         if rank == who:
             assert ("a forward that fails" if how == "forward" else "a data loader that fails") in outcome
@@ -133,7 +133,7 @@ def stops_early(rank: int, world: int, how: str, rule: str) -> float | str:
 @pytest.mark.parametrize(("how", "rule"), [("destroys", "cdp-v2"), ("returns", "cdp-v1"), ("evaluates", "cdp-v2"),
                                            ("saves", "cdp-v2")])
 def test_unequal_numbers_of_steps(pool, how, rule):
-    outcomes = pool.run_failing(3, stops_early, how, rule, timeout=60)
+    outcomes = pool.run_failing(3, stops_early, how, rule, timeout=180)
     for rank in (0, 2):
         check_named(outcomes[rank], rank, 3)
     if how in ("evaluates", "saves"):  # the collective names who is missing
@@ -174,7 +174,7 @@ MISMATCHES = {"rule": ("cyclic.rule", "'cdp-v2'", "'cdp-v1'"), "rounds": ("gradi
 
 
 def test_configs_and_models_that_differ_between_ranks(pool):
-    results = pool.run(3, differs, list(MISMATCHES), timeout=60)
+    results = pool.run(3, differs, list(MISMATCHES), timeout=180)
     for rank, mine in enumerate(results):
         for (name, words), (text, seconds) in zip(MISMATCHES.items(), mine):
             other = "on rank 1" if rank != 1 else "on rank 0"
@@ -215,4 +215,4 @@ def own_barriers(rank: int, world: int, rules: list[str | int]) -> list[float]:
 def test_a_users_own_collectives_between_steps(pool, world):
     """HF Trainer gathers losses as it logs: no step may need a neighbour to be in its next one."""
     rules: list[str | int] = ["dp", "cdp-v1", "cdp-v2", *range(1, 2 * world - 1)]
-    pool.run(world, own_barriers, rules, timeout=60)
+    pool.run(world, own_barriers, rules, timeout=180)
