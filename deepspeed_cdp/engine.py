@@ -44,7 +44,11 @@ class CyclicEngine(DeepSpeedEngine):
             raise ValueError("model holds parameters partitioned by deepspeed.zero.Init, which is not supported in this version; "
                              "build the model outside zero.Init")
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
-        self._agree(model)
+        try:
+            self._agree(model)
+        except BaseException:
+            self._transport.close(False)
+            raise
         super()._configure_distributed_model(model)
 
     def _agree(self, model: torch.nn.Module) -> None:
@@ -76,7 +80,11 @@ class CyclicEngine(DeepSpeedEngine):
         _, sum_dtype = self.get_data_types()
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None)
-        self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device)
+        try:
+            self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device)
+        except BaseException:
+            self._transport.close(False)  # else what it has posted is freed while the interpreter ends, and torch aborts
+            raise
         self.enable_backward_allreduce = False
         _close_at_exit(self)
         return self._runtime.optimizer

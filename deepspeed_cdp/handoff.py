@@ -22,6 +22,7 @@ class Handoff:
     Attributes:
         step: steps since the last flush; global_step: since the start of training (for messages).
         round: the round of gradient accumulation that is next or under way.
+        skipped: updates that were not applied because the step's gradient norm was not finite (dp and v1).
         params, sums: the flat parameters and gradient sums of units in use (uint8 views), by unit index.
         on_sum: called with a unit's index and its running sum when this has come, to add gradients that this rank has already.
         on_release: called with a unit's index when its parameters are about to be freed.
@@ -44,6 +45,7 @@ class Handoff:
         self.params: dict[int, torch.Tensor] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.global_step = 0
+        self.skipped = 0
         self.losses = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
         self._lost: dict[int, tuple[torch.Tensor, int]] = {}
@@ -111,6 +113,9 @@ class Handoff:
         if name == latest:
             return (f"unit {name!r} was used twice {when}; list the other modules in cyclic.units and leave it out: "
                     f"its parameters are then kept for the whole micro-batch")
+        if backward:
+            return (f"unit {name!r} was used after unit {latest!r} {when}, but the plan has it before; if an activation "
+                    f"checkpoint spans several units, checkpoint each by itself")
         return (f"unit {name!r} was used after unit {latest!r} {when}, but the plan has it before (or it was used twice); "
                 f"list the modules in cyclic.units in their order of use, and leave out those that are used more than once")
 
@@ -331,6 +336,9 @@ class Handoff:
         if a.peer is not None:
             self.scalars.receive_total(Place(self, a))
         step = self.global_step + a.version
+        if self.schedule.exact_norm and not bool(torch.isfinite(self.scalars.total)):
+            self.owner.discard()  # as ZeRO-3 does; without the whole step's norm an owner cannot know (cdp-v2)
+            self.skipped += 1
         if not self.owner.at_once:
             self._free_copy(a)
             if not self.owner.by_unit:

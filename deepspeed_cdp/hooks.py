@@ -15,7 +15,7 @@ from .handoff import Handoff
 from .plan import HELD
 from .units import Layout, Slot
 
-IDLE, FORWARD, BACKWARD = "idle", "forward", "backward"
+IDLE, FORWARD, BACKWARD, FAILED = "idle", "forward", "backward", "failed"
 
 
 class Saved(NamedTuple):
@@ -32,7 +32,8 @@ class Binder:
     """Points a module's parameters at the buffers, as its units come and go.
 
     Attributes:
-        mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it.
+        mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED for good
+            once a forward has raised.
         visited: units used in this forward.
         on_idle_use: called when the module is used outside the engine's own calls.
     """
@@ -53,7 +54,8 @@ class Binder:
         self.on_idle_use: Callable[[str], None] = lambda how: None
         self._handles = [
             module.register_forward_pre_hook(self._root_pre, prepend=True),
-            module.register_state_dict_pre_hook(lambda *_: self.on_idle_use("was asked for its state_dict()"))]
+            module.register_state_dict_pre_hook(lambda *_: self.on_idle_use("was asked for its state_dict()")),
+            module.register_load_state_dict_pre_hook(lambda *_: self.on_idle_use("was given a state dict"))]
         if handoff.schedule.rounds > 1:
             self._handles.append(module.register_forward_hook(self._root_post))
         modules = dict(module.named_modules())
@@ -150,6 +152,9 @@ class Binder:
         Raises:
             ValueError: the forward before has had no backward.
         """
+        if self.mode == FAILED:
+            raise ValueError(f"a forward of step {self.handoff.global_step} ended in an exception, and its neighbours wait for "
+                             "the rest of it; start again from the last checkpoint instead of catching the exception")
         if self.mode != IDLE:
             raise ValueError(f"engine.forward() of step {self.handoff.global_step} came before the backward of the forward "
                              "before it; call engine.backward(loss) first, or run forwards without a backward under "
@@ -159,8 +164,12 @@ class Binder:
             self.bind(HELD, self.handoff.params[HELD])
         self.mode, self._latest = FORWARD, None
         self.visited.clear()
-        with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
-            yield
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                yield
+        except BaseException:
+            self.mode = FAILED
+            raise
         self.handoff.end_forward()
         self.mode = BACKWARD
 

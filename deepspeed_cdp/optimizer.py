@@ -139,6 +139,10 @@ class StageOwner:
         for name in names:
             self.masters[name].grad = None
 
+    def discard(self) -> None:
+        """Forget the averaged gradients: the step is skipped."""
+        self._grads.clear()
+
     def finish(self, step: int) -> None:
         """All of the step's updates are done."""
         del self._recorded[step]

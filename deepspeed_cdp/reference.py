@@ -148,7 +148,8 @@ def train(
 
         if on_step is not None:
             on_step(step, optimizer)
-        optimizer.step()
+        if math.isfinite(sum(squares)) or threshold not in (0, 2 * ranks - 1):  # as ZeRO-3 does, a step without a norm is skipped
+            optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         versions.stale, versions.fresh, versions.number = versions.fresh, _snapshot(masters), step + 1
         if step in flush_after:

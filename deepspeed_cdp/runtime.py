@@ -112,7 +112,9 @@ class Runtime:
             raise ValueError(f"engine.step() of step {self.handoff.global_step} came before the backward of the last forward; "
                              "call engine.backward(loss) first")
         self.owner.record(self.handoff.global_step)
+        skipped = self.handoff.skipped
         self.handoff.end_step()
+        self.optimizer.overflow = self.handoff.skipped > skipped  # known by now under dp; later, under cdp-v1
         self._steps_seen.append(_Seen(dict(self.transport.bytes_received), dict(self.transport.received),
                                       self.transport.collectives))
         del self._steps_seen[:-2]
@@ -171,11 +173,15 @@ class Runtime:
 
         Evaluation (``module.generate()``, say) gathers them first, which is a collective, as it is under ZeRO-3.
         Raises:
-            ValueError: it is training, whose gradients would be lost, or a state dict, which must not hold placeholders.
+            ValueError: it is training, whose gradients would be lost; a state dict, which must not hold placeholders; or
+                one to load, which would be lost at the next step.
         """
         if how == "was called" and not (torch.is_grad_enabled() and self.module.training):
             self.gather()
             return
+        if how == "was given a state dict":
+            raise ValueError("the module itself was given a state dict, which would not reach the masters; load it before "
+                             "deepspeed.initialize(), or use engine.load_checkpoint()")
         if self._whole is not None:
             if how == "was called":
                 raise ValueError("the module itself was called in train() mode, so its gradients would be lost; call the engine "

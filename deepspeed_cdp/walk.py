@@ -29,6 +29,9 @@ class Owner(Protocol):
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None) -> None:
         """Apply the update of ``step`` to one unit, or to all that have been averaged; ``norm2`` is what to clip with."""
 
+    def discard(self) -> None:
+        """Forget what has been averaged: the step is skipped."""
+
     def finish(self, step: int) -> None:
         """The update of ``step`` is complete."""
 

@@ -74,7 +74,7 @@ def llama(tied: bool, layers: int = 4):
 def build(kind: str) -> nn.Module:
     """A model with weights that depend on ``kind`` only."""
     torch.manual_seed(7)
-    makers = {"mlp": MLP, "rooted": Rooted, "conv": ConvNet, "routed": Routed, "llama": lambda: llama(False),
+    makers = {"mlp": MLP, "mlp-nan": MLP, "rooted": Rooted, "conv": ConvNet, "routed": Routed, "llama": lambda: llama(False),
               "llama-tied": lambda: llama(True)}
     return makers[kind]()
 
@@ -86,7 +86,8 @@ def batch(kind: str, step: int, round: int, rank: int) -> torch.Tensor:
         return torch.randint(1, 64, (2, 9), generator=generator)
     if kind == "conv":
         return torch.randn(4, 3, 6, 6, generator=generator)
-    return torch.randn(4, 8, generator=generator)
+    x = torch.randn(4, 8, generator=generator)
+    return x * float("nan") if kind == "mlp-nan" and (step, rank) == (2, 0) else x
 
 
 def loss(call, kind: str, x: torch.Tensor) -> torch.Tensor:

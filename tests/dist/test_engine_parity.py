@@ -23,7 +23,6 @@ COVER: dict[int, list[Job]] = {
         Job("routed", "cdp-v1", 1, optimizer="sgd", style="accelerate"),
         Job("llama", "cdp-v2", 1, clip=0.3, schedule="warmup"),
         Job("llama-tied", 3, 2, clip=0.3, optimizer="groups"),
-        # with rounds > 1, DeepSpeed divides by them once per model output on the way: loss.backward() and HF outputs do not mix
         Job("llama", "cdp-v1", 1, clip=0.3, style="loss")],
     4: [Job("mlp", 4, 1, clip=0.3, optimizer="groups", schedule="lambda", barriers=True),
         Job("mlp", "dp", 2, optimizer="sgd", style="accelerate", barriers=True),

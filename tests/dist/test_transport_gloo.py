@@ -20,12 +20,14 @@ from deepspeed_cdp.transport.gloo import GlooTransport
 
 
 def contract(rank: int, world: int, scenario: Callable[[Make], None], seconds: float = 0.0) -> None:
+    others = threading.active_count()  # a worker that ran other tests may have some
+
     def make(timeout_seconds: float = 20.0, name: str = "a") -> Transport:
         transport = GlooTransport(rank, world, timeout_seconds, name=name)
         return Delayed(transport, seed=1, max_seconds=seconds) if seconds else transport
 
     scenario(make)
-    assert threading.active_count() == 1  # no thread stays inside gloo
+    assert threading.active_count() <= others  # no thread stays inside gloo
 
 
 @pytest.mark.parametrize(("scenario", "world"), SCENARIOS, ids=names(SCENARIOS))

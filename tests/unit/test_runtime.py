@@ -185,3 +185,14 @@ def test_the_module_outside_the_engine():
 
     for seen in run_ranks(2, work):
         torch.testing.assert_close(seen, models.build("mlp")(models.batch("mlp", 0, 0, 0)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rule", ["dp", "cdp-v1"])
+def test_a_step_without_a_norm_is_skipped(rule):
+    """One micro-batch is nan: the whole step is skipped, as ZeRO-3 does and the oracle."""
+    got = train("mlp-nan", 3, Settings(rule), sgd, 6)
+    want = oracle("mlp-nan", got["runtimes"][0].plan.stages, rule, 3, sgd, 6)
+    for name, master in want.masters.items():
+        assert torch.isfinite(master).all()
+        torch.testing.assert_close(got["state"][name], master, rtol=0, atol=0)
+    assert all(r.handoff.skipped == 1 for r in got["runtimes"])

@@ -1,0 +1,32 @@
+"""What a hostile tester broke in the engine, in real processes."""
+
+from dataclasses import replace
+
+import pytest
+from engine_work import Job, run_jobs, same, start, unpack
+
+
+@pytest.mark.parametrize("rounds", [2, 4])
+def test_loss_backward_on_hugging_face_outputs_scales_as_in_zero3(pool, rounds):
+    """DeepSpeed divides by the accumulation steps once per output tensor: loss and logits both lie on the way."""
+    job = Job("llama", "dp", rounds, steps=3, optimizer="sgd", style="loss")
+    results = pool.run(2, run_jobs, [job, replace(job, rule=None), replace(job, style="engine")], timeout=120)
+    ours, stock, engine = (unpack(x["state"]) for x in results[0])
+    same(ours, stock, 1e-5, 1e-7)
+    same(ours, engine, 1e-5, 1e-7)
+
+
+def raise_batch_size(rank: int, world: int) -> str:
+    engine = start(Job("mlp", "cdp-v2", 2), world)
+    engine.set_train_batch_size(4 * world)  # lowering it works
+    try:
+        engine.set_train_batch_size(4 * world * 3)
+    except ValueError as error:
+        return str(error)
+    finally:
+        engine.destroy()
+    return ""
+
+
+def test_set_train_batch_size_cannot_go_above_the_timetable(pool):
+    assert all("start with a larger gradient_accumulation_steps" in text for text in pool.run(2, raise_batch_size))
