@@ -58,7 +58,7 @@ class Handoff:
         self._arrivals: dict[tuple, Ticket] = {}
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
-        self._step_end = self._own_read_end = self.transport.mark()
+        self._step_end = self._own_read_end = self._sums_used_at = self.transport.mark()
         self._published_at: dict[int, object] = {}  # unit -> the mark at which this owner's newest version is in place
         self._norms: list[torch.Tensor] = []  # squared, of the owned units averaged so far
         self._sum_ends: dict[int, object] = {}  # unit -> the mark at which its sum, finished on this rank, is in place
@@ -260,6 +260,7 @@ class Handoff:
     def _pass(self, a: Action) -> None:
         view = self.sums.pop(a.unit)
         if a.peer == self.rank:  # the last rank owns stage 0
+            self.transport.after(self._sums_used_at)
             self.buffers.view("O", self.plan.o_layout(0)[0][a.unit], a.nbytes).copy_(view)
             self._sum_ends[a.unit] = self.transport.mark()
         else:
@@ -348,6 +349,7 @@ class Handoff:
                     self.owner.update(step, self.scalars.total, i)
                 self._publish(a, i)
         self.owner.finish(step)
+        self._sums_used_at = self.transport.mark()
 
     def _update(self, a: Action) -> None:
         self._apply(a)
