@@ -16,6 +16,7 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from deepspeed.utils import log_dist
 
 from . import __version__, checkpoint
 from .errors import HandoffError
@@ -86,6 +87,8 @@ class CyclicEngine(DeepSpeedEngine):
             self._transport.close(False)  # else what it has posted is freed while the interpreter ends, and torch aborts
             raise
         self.enable_backward_allreduce = False
+        if self._config.cyclic_ignored:
+            log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0])
         _close_at_exit(self)
         return self._runtime.optimizer
 

@@ -80,7 +80,6 @@ class Runtime:
         self.binder = Binder(module, self.handoff, layouts)
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
-        self._layouts = layouts
         self._steps_seen: list[_Seen] = []  # counters at the ends of the last two steps
         self.binder.on_idle_use = self._used_outside
         self.binder.release_all()

@@ -138,26 +138,26 @@ def test_half_an_uninstall_is_silent(tmp_path):
     assert environment.run("-c", "import deepspeed") == "", "no package behind the finder"
 
 
-def test_a_real_registration_error_is_told(tmp_path):
-    environment = Environment(tmp_path / "venv")
+def stub_plugin(folder: Path, plugin: str) -> Environment:
+    """An environment with a stub DeepSpeed, the .pth file, and this text for the package's plugin."""
+    environment = Environment(folder / "venv")
     stub_deepspeed(environment)
     hand_installed(environment)
     package = environment.site / "deepspeed_cdp"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "plugin.py").write_text("def register(): raise RuntimeError('not this DeepSpeed')")
+    (package / "plugin.py").write_text(plugin)
+    return environment
+
+
+def test_a_real_registration_error_is_told(tmp_path):
+    environment = stub_plugin(tmp_path, "def register(): raise RuntimeError('not this DeepSpeed')")
     told = environment.run("-c", "import deepspeed; print('went on')")
     assert "could not register its engine" in told and "RuntimeError: not this DeepSpeed" in told and "went on" in told
 
 
 def test_reload_registers_again(tmp_path):
-    environment = Environment(tmp_path / "venv")
-    stub_deepspeed(environment)
-    hand_installed(environment)
-    package = environment.site / "deepspeed_cdp"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "plugin.py").write_text("import deepspeed\ndef register(): deepspeed.initialize = 'registered'")
+    environment = stub_plugin(tmp_path, "import deepspeed\ndef register(): deepspeed.initialize = 'registered'")
     code = ("import deepspeed, importlib; first = deepspeed.initialize; deepspeed.initialize = None; "
             "importlib.reload(deepspeed); print(first, deepspeed.initialize)")
     assert environment.run("-c", code).strip() == "registered registered"
