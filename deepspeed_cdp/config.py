@@ -75,7 +75,8 @@ class CyclicConfig(DeepSpeedConfigModel):
     """How hand-offs travel."""
 
     keep_after_forward: StrictBool = False
-    """Keep the forward's parameters for the backward: less traffic, more memory."""
+    """Keep the forward's parameters of every stage but the first for the backward, not only the last two stages': less traffic,
+    more memory on rings of more than four."""
 
     placement: Literal["auto", "pyramid", "pipeline", "single"] = "auto"
     """Where the stages of a PipelineModule run."""
@@ -147,7 +148,6 @@ def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> N
     later = (
         ("ring_size", other_ring, f'use "auto" or the number of ranks, {world_size}'),
         ("transport", config.transport == "nccl", 'use "auto", "peer" or "gloo"'),
-        ("keep_after_forward", config.keep_after_forward, "use false"),
         ("placement", config.placement != "auto", 'use "auto"'),
     )
     for key, refused, fix in later:

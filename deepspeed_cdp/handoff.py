@@ -102,7 +102,7 @@ class Handoff:
             HandoffError: a peer is gone or late.
         """
         index = self._program.begun[self.round, unit, backward]
-        if index <= self._cursor and unit not in self.params:
+        if index <= self._cursor and (unit not in self.params or not backward):
             raise OutOfOrder(self._disorder(unit, backward))
         self._walk(index)
         self._latest = unit
@@ -226,6 +226,8 @@ class Handoff:
         return ticket
 
     def _read(self, a: Action) -> None:
+        if a.backward and a.unit in self.params:  # kept since the forward
+            return
         self._read_from[a.unit] = self._await(a)
         if a.peer is None:
             self.transport.after(self._published_at.get(a.unit))

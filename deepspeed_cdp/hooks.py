@@ -5,7 +5,7 @@ arrives every node of the units after it has run, and their gradients are comple
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from .plan import HELD
 from .units import Layout, Slot
 
 IDLE, FORWARD, BACKWARD, FAILED = "idle", "forward", "backward", "failed"
+_innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
 
 
 class Saved(NamedTuple):
@@ -48,6 +49,7 @@ class Binder:
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
+        self._saving, self._is_saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), False
         self._empty = {p: _placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_sum = self.unbind, self._add_early
@@ -165,11 +167,13 @@ class Binder:
         self.mode, self._latest = FORWARD, None
         self.visited.clear()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with nullcontext() if _innermost else self._saving:
                 yield
         except BaseException:
             self.mode = FAILED
             raise
+        finally:
+            self._end_saving()
         self.handoff.end_forward()
         self.mode = BACKWARD
 
@@ -203,6 +207,16 @@ class Binder:
         self._bind_sums(i)
         self._latest = i
 
+    def _gradient_came(self, i: int) -> None:
+        if self.mode == IDLE:  # a second backward over a graph that was retained
+            raise self._no_forward()
+        self._enter_backward(i)
+
+    def _end_saving(self) -> None:
+        if self._is_saving:
+            self._saving.__exit__(None, None, None)
+            self._is_saving = False
+
     def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
         if self.mode == IDLE:
             self.on_idle_use("was called")
@@ -218,11 +232,16 @@ class Binder:
         return tree_unflatten(own, spec)
 
     def _pre(self, i: int):
+        kept = self.handoff.plan.kept(i)
+
         def hook(module: torch.nn.Module, args: Any) -> None:
             if self.mode == FORWARD:
                 self.handoff.acquire(i, False)
                 self.bind(i, self.handoff.params[i])
                 self.visited.add(i)
+                if not kept and _innermost and _innermost(True) is None:  # else a checkpoint is to save nothing
+                    self._saving.__enter__()
+                    self._is_saving = True
             elif self.mode == IDLE:
                 self.on_idle_use("was called")
             else:
@@ -235,6 +254,7 @@ class Binder:
                 return None
             output = self._watch(i, (args, kwargs), output)
             if self.mode == FORWARD:
+                self._end_saving()
                 self.handoff.release(i, False)
             return output
         return hook
@@ -252,10 +272,10 @@ class Binder:
                     leaves[at] = x = x.clone()
                     copied = True
                 if x.requires_grad:
-                    x.register_hook(lambda grad: self._enter_backward(i))
+                    x.register_hook(lambda grad: self._gradient_came(i))
         return tree_unflatten(leaves, spec) if copied else output
 
-    # ---- tensors that autograd saves ------------------------------------------------------------------------------------
+    # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
     def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved:
         pointer = x.data_ptr()
         if self._low <= pointer < self._high:

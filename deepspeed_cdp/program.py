@@ -55,7 +55,8 @@ class _Builder:
             for number, (i, backward) in enumerate(plan.visits):
                 start, stop = (begin + x for x in plan.spans[i, backward])
                 yield from self._read(start, m, i, backward, plan.p_layout[0][i, backward])
-                yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.posts("P", m, number)))
+                if backward or not plan.kept(i):
+                    yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.posts("P", m, number)))
                 if backward and plan.units[i].g_bytes:
                     yield from self._sum("SUM", start, START, m, i)
                     yield from self._pass("PASS", stop, m, i, tuple(self.posts("G", m, number - self.units)))
@@ -74,6 +75,9 @@ class _Builder:
         place = dict(region="H" if i == HELD else "P", offset=offset)
         if src is None:
             place = dict(region="V", offset=self.plan.v_layout(unit.stage)[0][i])
+        if backward and self.plan.kept(i):  # it is still there from the forward
+            yield self._action("READ", time, START, m, i, True, nbytes=unit.p_bytes, version=version, **place)
+            return
         yield self._action("READ", time, START, m, i, backward, peer=src, stream=stream if src is not None else "",
                            nbytes=unit.p_bytes, version=version, **place)
         if s.relays(self.step, m, self.rank, unit.stage):
@@ -106,7 +110,7 @@ class _Builder:
         """As a first reader, let the owner's offers in: two positions before they are read, but not before they are made."""
         s, plan = self.schedule, self.plan
         for m in range(s.rounds):
-            for i, backward in ([(HELD, False)] if plan.held else []) + list(plan.visits):
+            for i, backward in ([(HELD, False)] if plan.held else []) + list(plan.messages):
                 stage = plan.unit(i).stage
                 src, first = self._origin(step - self.step, m, stage)
                 if src is None or not first:
@@ -149,8 +153,8 @@ class _Builder:
 
     def _offers(self, time: int, m: int, reader: int, version: int) -> Iterator[Action]:
         offsets = self.plan.v_layout(self.schedule.owned(self.rank))[0]
-        visits = [v for v in self.plan.visits if v[0] in offsets]
-        for i, backward in ([(HELD, False)] if HELD in offsets else []) + visits:
+        messages = [v for v in self.plan.messages if v[0] in offsets]
+        for i, backward in ([(HELD, False)] if HELD in offsets else []) + messages:
             yield self._action("OFFER", time, START, m, i, backward, peer=reader, stream="H0" if i == HELD else "P0",
                                region="V", offset=offsets[i], nbytes=self.plan.unit(i).p_bytes, version=version)
 
@@ -161,12 +165,12 @@ class _Builder:
 
     def posts(self, buffer: str, m: int, number: int | None) -> Iterator[Post]:
         """Messages that may land once visit ``number`` of round ``m`` is over; with m = -1 and None, once everything is free."""
-        visits = self.plan.visits if buffer == "P" else self.plan.visits[self.units:]
+        items = self.plan.messages if buffer == "P" else self.plan.visits[self.units:]
         offsets, lets, _ = self.plan.p_layout if buffer == "P" else self.plan.g_layout
-        allowed = lets.get(number, ()) if number is not None else sorted(x for v in lets.values() for x in v if x >= len(visits))
+        allowed = lets.get(number, ()) if number is not None else sorted(x for v in lets.values() for x in v if x >= len(items))
         for x in allowed:
-            ahead, round = self._place(m + x // len(visits))
-            i, backward = visits[x % len(visits)]
+            ahead, round = self._place(m + x // len(items))
+            i, backward = items[x % len(items)]
             unit = self.plan.units[i]
             if buffer == "P":
                 (src, first), nbytes = self._origin(ahead, round, unit.stage), unit.p_bytes

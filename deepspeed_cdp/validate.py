@@ -232,6 +232,8 @@ class DryRun:
             raise self._error(rank, f"reads {got} as version {version} where the schedule says {want}")
         if self.order[rank.reads:rank.reads + 1] != [(a.round, a.unit, a.backward)]:
             raise self._error(rank, f"is out of order; next is (round, unit, backward) {self.order[rank.reads:rank.reads + 1]}")
+        if a.backward and self.plan.kept(a.unit) and rank.using.pop((a.round, a.unit, False), None) != place:
+            raise self._error(rank, "looks elsewhere than in the forward, after which its parameters are kept")
         rank.using[a.round, a.unit, a.backward] = place
         rank.reads += 1
         return True

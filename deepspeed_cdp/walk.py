@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .plan import END, Action
+from .plan import END, HELD, Action
 
 if TYPE_CHECKING:
     from .handoff import Handoff
@@ -60,8 +60,10 @@ class Program:
             if a.kind in PASSES:
                 (program.ended if a.phase == END else program.begun)[a.round, a.unit, a.backward] = index
                 program.rounds[a.round] = index
-                if a.kind == "DONE" and not a.backward:
+                if a.unit != HELD and not a.backward:
                     program.forwards[a.round] = index
+        for visit, index in program.begun.items():
+            program.ended.setdefault(visit, index)  # parameters that are kept: their forward ends without an action
         return program
 
 
