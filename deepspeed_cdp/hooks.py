@@ -263,17 +263,16 @@ class Binder:
         """Have the gradients of the unit's outputs begin its backward; copy outputs that lie in its buffer."""
         flat = self._bound[i]
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
-        leaves, spec = tree_flatten(output)
-        inputs = {id(x) for x in tree_flatten(args)[0]}
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
         copied = False
         for at, x in enumerate(leaves):
-            if isinstance(x, torch.Tensor) and id(x) not in inputs:
+            if isinstance(x, torch.Tensor) and not _holds(args, x):
                 if low <= x.data_ptr() < high:
                     leaves[at] = x = x.clone()
                     copied = True
                 if x.requires_grad:
                     x.register_hook(lambda grad: self._gradient_came(i))
-        return tree_unflatten(leaves, spec) if copied else output
+        return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
     def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved:
@@ -296,6 +295,19 @@ class Binder:
             typed = flat[x.offset:x.offset + (flat.numel() - x.offset) // size * size].view(x.dtype)
             view = self._rebuilt[key] = torch.as_strided(typed, x.shape, x.stride)
         return view
+
+
+def _holds(tree: Any, x: torch.Tensor) -> bool:
+    """Whether ``x`` itself is in these arguments; much faster than flattening them where they are simple."""
+    if tree is x:
+        return True
+    if isinstance(tree, (tuple, list)):
+        return any(_holds(t, x) for t in tree)
+    if type(tree) is dict:
+        return any(_holds(t, x) for t in tree.values())
+    if tree is None or isinstance(tree, (torch.Tensor, bool, int, float, str)):
+        return False
+    return any(leaf is x for leaf in tree_flatten(tree)[0])
 
 
 def _placeholder(p: torch.nn.Parameter) -> torch.Tensor:

@@ -76,6 +76,9 @@ class Transport(ABC):
         """Collective: zeroed memory (uint8, 1-D) that messages are read from and land in; the same size on all ranks."""
         return torch.zeros(nbytes, dtype=torch.uint8)
 
+    def moved_on(self) -> None:  # noqa: B027, only streams care
+        """The current stream has been given work since the last message: what comes next must follow it."""
+
     def mark(self) -> Any:
         """This point of the current stream's work, for ``after``."""
         return None

@@ -48,6 +48,7 @@ class _Word:
     def wait(self, where: Where) -> None:
         self.transport.note_wait(self, where)
         self.enqueue(self.transport.current())
+        self.transport.moved_on()
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
@@ -76,6 +77,7 @@ class _Event:
 
     def wait(self, where: Where) -> None:
         self.enqueue(self.transport.current())
+        self.transport.moved_on()
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
@@ -108,7 +110,7 @@ class PeerTransport(Transport):
         self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("P", "G", "O", "credit", "P0", "H0")}
         self._owner = self._streams["S"] = torch.cuda.Stream(device)
         self._lanes = {lane: stream.cuda_stream for lane, stream in self._streams.items()}
-        self._order = {handle: self.driver.event() for handle in self._lanes.values()}  # for one stream to follow another
+        self._point, self._point_on = self.driver.event(), 0  # the latest point of a stream that others follow; which stream
         self.events: list[int] = []  # free ones
         self._counts: dict[tuple[str, int, bool], int] = {}  # (stream, peer, incoming) -> messages named
         self._waits: deque[tuple[_Word, Where]] = deque(maxlen=512)
@@ -155,9 +157,13 @@ class PeerTransport(Transport):
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
     def _follow(self, lane: int, current: int) -> None:
-        event = self._order[lane]
-        self.driver.record(event, current)
-        self.driver.follow(lane, event)
+        if self._point_on != current:
+            self.driver.record(self._point, current)
+            self._point_on = current
+        self.driver.follow(lane, self._point)
+
+    def moved_on(self) -> None:
+        self._point_on = 0
 
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
              from_at: int = -1) -> Ticket:
@@ -206,6 +212,7 @@ class PeerTransport(Transport):
     def after(self, mark: _Event | None) -> None:
         if mark is not None:
             mark.enqueue(self.current())
+            self.moved_on()
 
     def owner_stream(self) -> AbstractContextManager:
         return torch.cuda.stream(self._owner)
