@@ -110,7 +110,8 @@ class PeerTransport(Transport):
         self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("P", "G", "O", "credit", "P0", "H0")}
         self._owner = self._streams["S"] = torch.cuda.Stream(device)
         self._lanes = {lane: stream.cuda_stream for lane, stream in self._streams.items()}
-        self._point, self._point_on = self.driver.event(), 0  # the latest point of a stream that others follow; which stream
+        self._point = self.driver.event()  # the latest point of a stream that others follow
+        self._point_on: int | None = None  # which stream, while it has not moved on (the default stream's handle is 0)
         self.events: list[int] = []  # free ones
         self._counts: dict[tuple[str, int, bool], int] = {}  # (stream, peer, incoming) -> messages named
         self._waits: deque[tuple[_Word, Where]] = deque(maxlen=512)
@@ -163,7 +164,7 @@ class PeerTransport(Transport):
         self.driver.follow(lane, self._point)
 
     def moved_on(self) -> None:
-        self._point_on = 0
+        self._point_on = None
 
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
              from_at: int = -1) -> Ticket:
