@@ -169,7 +169,7 @@ def checkpointed(tools: Tools, reentrant: bool) -> Verdict:
     plain = models.build("llama")
     plain.train()
     want, ran = run(tools, module=plain), [0]
-    module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: ran.__setitem__(0, ran[0] + 1))  # one without reentry ends early
+    module.model.layers[0].mlp.register_forward_pre_hook(lambda *_: ran.__setitem__(0, ran[0] + 1))
     got = run(tools, module=module)
     figures = {**apart(got, want), "bitwise": same(got, want), "forwards": ran[0]}
     return figures["weights"] < 1e-6 and figures["losses"] < 1e-6 and ran[0] >= 2 * STEPS, figures
@@ -197,7 +197,8 @@ def eval_between(tools: Tools) -> Verdict:
 
 def save_load(tools: Tools) -> Verdict:
     """Save, go on, load, go on: the same twice, and a new engine that loads does the same."""
-    folder = os.path.join(tempfile.gettempdir(), f"cyclic-{os.environ['MASTER_PORT']}-{os.environ.get('TORCHELASTIC_RUN_ID', '')}")
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")  # the same on all ranks, and no one else's
+    folder = os.path.join(tempfile.gettempdir(), f"cyclic-{os.environ['MASTER_PORT']}-{run_id}")
     data, ends = tools.batches("llama", STEPS), []
     engine = tools.engine(models.build("llama"), "cdp-v2", None, LR)
     steps_of(engine, "llama", data, 0, 3)
