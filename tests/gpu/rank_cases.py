@@ -219,6 +219,15 @@ def save_load(tools: Tools) -> Verdict:
     return all(figures.values()), figures
 
 
+def three_steps(tools: Tools) -> Verdict:
+    """For slow tools: three steps of a small model, then the whole state."""
+    engine = tools.engine(models.build("mlp"), "cdp-v2", {"gradient_clipping": 0.5}, LR)
+    losses = steps_of(engine, "mlp", tools.batches("mlp", 3))
+    finite = all(bool(torch.isfinite(v).all()) for v in engine.module_state_dict().values())
+    tools.destroy(engine)
+    return finite and all(bool(torch.isfinite(x)) for x in losses), {"losses": [round(x.item(), 4) for x in losses]}
+
+
 def after_error(tools: Tools) -> Verdict:
     """An engine whose forward raised is destroyed, on every rank; the next one works."""
     class Odd(RuntimeError):
@@ -239,6 +248,7 @@ def after_error(tools: Tools) -> Verdict:
 
 
 CASES: dict[str, Callable[[Tools], Verdict]] = {
+    "three_steps": three_steps,
     "two_engines": two_engines,
     "after_destroy": after_destroy,
     "checkpoint_reentrant": lambda tools: checkpointed(tools, True),
