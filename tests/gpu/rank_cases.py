@@ -157,7 +157,7 @@ def compiled(tools: Tools) -> Verdict:
     torch._dynamo.reset()
     whole = apart(run(tools, prepare=lambda engine: engine.compile(backend=backend)), eager)
     torch._dynamo.reset()
-    good = all(x["weights"] < 2e-2 and x["losses"] < 1e-4 for x in (blocks, whole))  # Adam's first steps amplify rounding
+    good = all(x["weights"] < 2e-2 and x["losses"] < 1e-3 for x in (blocks, whole))  # Adam's first steps amplify rounding
     return good, {"blocks": blocks, "engine": whole}
 
 
@@ -219,6 +219,28 @@ def save_load(tools: Tools) -> Verdict:
     return all(figures.values()), figures
 
 
+def first_use(tools: Tools) -> Verdict:
+    """Kernels never used before, on one rank after the other, while streams wait for peers: loading them may synchronize."""
+    ops = [torch.special.bessel_j0, torch.erfinv, torch.special.i1e, lambda x: torch.sort(x).values, torch.digamma,
+           lambda x: torch.fft.rfft(x).real, lambda x: x.cumprod(0), torch.lgamma, lambda x: x.median(), torch.special.ndtri]
+
+    def meddle(engine: Any, step: int) -> None:
+        for k in range(2):
+            x = torch.linspace(0.1, 0.9, 1000 + step, device=tools.device)
+            ops[(2 * step + k + 3 * tools.rank) % len(ops)](x)
+    return same(run(tools), run(tools, after=meddle)), {}
+
+
+def pressure(tools: Tools) -> Verdict:
+    """Memory is taken, filled with nan and given back around each step, to the allocator or to the driver; nothing is in it."""
+    def meddle(engine: Any, step: int) -> None:
+        for k in range(8):
+            torch.full(((1 + (step * 7 + k * 3 + tools.rank) % 11) << 18,), float("nan"), device=tools.device)
+        if tools.cuda and step % 2:
+            torch.cuda.empty_cache()
+    return same(run(tools), run(tools, after=meddle)), {}
+
+
 def three_steps(tools: Tools) -> Verdict:
     """For slow tools: three steps of a small model, then the whole state."""
     engine = tools.engine(models.build("mlp"), "cdp-v2", {"gradient_clipping": 0.5}, LR)
@@ -249,6 +271,8 @@ def after_error(tools: Tools) -> Verdict:
 
 CASES: dict[str, Callable[[Tools], Verdict]] = {
     "three_steps": three_steps,
+    "first_use": first_use,  # before others use what it loads
+    "pressure": pressure,
     "two_engines": two_engines,
     "after_destroy": after_destroy,
     "checkpoint_reentrant": lambda tools: checkpointed(tools, True),
@@ -268,7 +292,7 @@ CASES: dict[str, Callable[[Tools], Verdict]] = {
 def main() -> None:
     arguments = parser(__doc__, 600)
     arguments.add_argument("cases", nargs="*", default=[], metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    arguments.add_argument("--limit", type=float, default=120, help="seconds for one case")
+    arguments.add_argument("--limit", type=float, default=200, help="seconds for one case")
     options = arguments.parse_args()
     unknown = set(options.cases) - set(CASES)
     if unknown:
