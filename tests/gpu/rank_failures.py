@@ -72,7 +72,8 @@ class Rank:
                        "LOCAL_WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                        "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
         command = [sys.executable, str(HERE), "--is-rank", "--transport", options.transport, "--timeout", str(options.timeout),
-                   "--rule", options.rule, "--reads", options.reads, *(["--cpu"] if options.cpu else []), *arguments]
+                   "--rule", options.rule, "--reads", options.reads, "--budget",
+                   str(options.budget), *(["--cpu"] if options.cpu else []), *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
                                         start_new_session=True)
         self.ended: float | None = None
@@ -246,6 +247,7 @@ def main() -> None:
     if options.is_rank:
         train(options)
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # so that the ranks are, too
     known, ends = cases(options), time.monotonic() + options.budget
     chosen, good = options.cases or list(known), True
     if set(chosen) - set(known):
@@ -255,7 +257,7 @@ def main() -> None:
     for name in ["undisturbed", *chosen]:
         begun, case = time.monotonic(), calm if name == "undisturbed" else Case(name, options, baseline)
         if name != "undisturbed":
-            if time.monotonic() > ends or calm.wrong:
+            if time.monotonic() > ends - options.timeout - MARGIN - 20 or calm.wrong:
                 case.wrong.append("no time is left" if not calm.wrong else "the undisturbed run failed")
             else:
                 known[name](case)

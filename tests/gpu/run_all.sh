@@ -18,7 +18,7 @@ item() {  # NAME LOG SECONDS COMMAND...
         return
     fi
     printf '\n==== %s: %s\n' "$name" "$*" >>"$log"
-    timeout -k 10 "$limit" "$@" >>"$log" 2>&1 </dev/null
+    timeout -k 15 "$limit" "${@//@BUDGET@/$((limit - 14))}" >>"$log" 2>&1 </dev/null  # scripts end in time, and say where they were
     code=$?
     case $code in 0) outcome=passed ;; 124 | 137) outcome=timeout ;; *) outcome=failed ;; esac
     [ $outcome = passed ] && tail -n 3 "$log" | grep -q '^skipped' && outcome=skipped
@@ -31,23 +31,23 @@ wanted() { [[ $items == *" $1 "* ]]; }
 
 for n in $ranks; do
     # $(run ...) and $cpu are to be split into words
-    wanted parity && [ -z "$cpu" ] && item "parity, $n ranks" parity.log 180 $(run "$n" rank_parity.py 170)
+    wanted parity && [ -z "$cpu" ] && item "parity, $n ranks" parity.log 180 $(run "$n" rank_parity.py @BUDGET@)
     wanted stress && item "500 disturbed steps, $n ranks" stress.log 300 $(run "$n" rank_stress.py $cpu --steps "${STEPS:-500}" \
-        --progress --budget 285 --limit 140)
+        --progress --budget @BUDGET@ --limit 140)
     wanted stress && item "synchronize in every step, $n ranks" stress.log 120 $(run "$n" rank_stress.py $cpu --steps 60 \
-        --always-sync --progress --budget 110)
-    wanted cases && item "cases, $n ranks" cases.log 300 $(run "$n" rank_cases.py $cpu --budget 285)
+        --always-sync --progress --budget @BUDGET@)
+    wanted cases && item "cases, $n ranks" cases.log 300 $(run "$n" rank_cases.py $cpu --budget @BUDGET@)
     if wanted cases && [ -z "$cpu" ]; then
         item "cases, $n ranks, CUDA_LAUNCH_BLOCKING=1" cases.log 120 env CUDA_LAUNCH_BLOCKING=1 \
-            $(run "$n" rank_cases.py --budget 110 accumulate clip_v1 save_load two_engines)
+            $(run "$n" rank_cases.py --budget @BUDGET@ accumulate clip_v1 save_load two_engines)
         item "cases, $n ranks, one hardware queue" cases.log 120 env CUDA_DEVICE_MAX_CONNECTIONS=1 \
-            $(run "$n" rank_cases.py --budget 110 accumulate clip_v1 save_load two_engines)
+            $(run "$n" rank_cases.py --budget @BUDGET@ accumulate clip_v1 save_load two_engines)
     fi
-    wanted failures && item "failures, $n ranks" failures.log 330 "$python" "$here/rank_failures.py" $cpu --ranks "$n" --budget 320
+    wanted failures && item "failures, $n ranks" failures.log 330 "$python" "$here/rank_failures.py" $cpu --ranks "$n" --budget @BUDGET@
     if wanted failures && [ -z "$cpu" ]; then
         for reads in synchronize empty none; do
             item "failures, $n ranks, $reads" failures.log 150 "$python" "$here/rank_failures.py" --ranks "$n" --reads $reads \
-                --budget 140 killed raises
+                --budget @BUDGET@ killed raises
         done
     fi
 done
