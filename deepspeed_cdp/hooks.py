@@ -217,10 +217,13 @@ class Binder:
             self._saving.__exit__(None, None, None)
             self._is_saving = False
 
+    # torch.compile of a module compiles its hooks too; these are not to be traced
+    @torch.compiler.disable
     def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
         if self.mode == IDLE:
             self.on_idle_use("was called")
 
+    @torch.compiler.disable
     def _root_post(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Give every output a tensor of its own. For ``loss.backward()`` DeepSpeed divides by the accumulation steps in a hook on
         each output; a loss computed from another output (as in Hugging Face models) would be divided twice. So does ZeRO-3.
@@ -234,6 +237,7 @@ class Binder:
     def _pre(self, i: int):
         kept = self.handoff.plan.kept(i)
 
+        @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any) -> None:
             if self.mode == FORWARD:
                 self.handoff.acquire(i, False)
@@ -249,6 +253,7 @@ class Binder:
         return hook
 
     def _post(self, i: int):
+        @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == IDLE:
                 return None

@@ -27,6 +27,8 @@ class Driver:
         self._query.argtypes, self._create.argtypes = [stream], [ctypes.POINTER(stream), ctypes.c_uint]
         self._wait.argtypes = self._write.argtypes = [stream, address, ctypes.c_uint32, ctypes.c_uint]
         self._copy.argtypes = [address, address, size, stream]
+        self._fill = library.cuMemsetD8Async
+        self._fill.argtypes = [address, ctypes.c_ubyte, size, stream]
         self._name = library.cuGetErrorName
         self._name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
@@ -47,6 +49,10 @@ class Driver:
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
         """Copy between device addresses, a peer's too, with a copy engine."""
         self._check(self._copy(to, source, nbytes, stream), "cuMemcpyDtoDAsync")
+
+    def fill(self, stream: int, to: int, value: int, nbytes: int) -> None:
+        """Set ``nbytes`` bytes at a device address; unlike torch's kernels this loads nothing on first use."""
+        self._check(self._fill(to, value, nbytes, stream), "cuMemsetD8Async")
 
     def event(self) -> int:
         """A new event without timing."""

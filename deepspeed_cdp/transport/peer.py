@@ -46,9 +46,11 @@ class _Word:
         self.transport.driver.wait(stream, self.address, self.value)
 
     def wait(self, where: Where) -> None:
+        current = self.transport.current()
         self.transport.note_wait(self, where)
-        self.enqueue(self.transport.current())
+        self.enqueue(current)
         self.transport.moved_on()
+        self.transport._watch.look_behind(current)
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
@@ -76,8 +78,11 @@ class _Event:
         self.transport.driver.follow(stream, self.event)
 
     def wait(self, where: Where) -> None:
-        self.enqueue(self.transport.current())
+        current = self.transport.current()
+        self.transport.check()
+        self.enqueue(current)
         self.transport.moved_on()
+        self.transport._watch.look_behind(current)
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
@@ -115,6 +120,8 @@ class PeerTransport(Transport):
         self.events: list[int] = []  # free ones
         self._counts: dict[tuple[str, int, bool], int] = {}  # (stream, peer, incoming) -> messages named
         self._waits: deque[tuple[_Word, Where]] = deque(maxlen=512)
+        self._memory: torch.Tensor | None = None
+        self._side = torch.cuda.Stream(device, priority=-1)  # for the watch alone: torch's pool would give out a held one again
         self._failure: str | None = None
         self._closed = False
         self._watch = _Watch(self)
@@ -128,8 +135,8 @@ class PeerTransport(Transport):
         return memory, list(handle.buffer_ptrs)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        memory, self._bases = self._symmetric(nbytes)
-        return memory[:nbytes]
+        self._memory, self._bases = self._symmetric(nbytes)
+        return self._memory[:nbytes]
 
     # ---- words and counts -----------------------------------------------------------------------------------------------
     def _word(self, at: int, stream: str, peer: int, arrival: bool) -> int:
@@ -148,9 +155,13 @@ class PeerTransport(Transport):
 
     def note_wait(self, word: _Word, where: Where) -> None:
         """Remember what a stream is about to wait for, for the watch; raise what it has found."""
+        self.check()
+        self._waits.append((word, where))
+
+    def check(self) -> None:
+        """Raise what the watch has found."""
         if self._failure:
             raise HandoffError(self._failure)
-        self._waits.append((word, where))
 
     # ---- messages -------------------------------------------------------------------------------------------------------
     def current(self) -> int:
@@ -224,15 +235,18 @@ class PeerTransport(Transport):
     # ---- collectives, none in a training step ---------------------------------------------------------------------------
     def gather(self, value: Any, where: Where) -> list[Any]:
         self.collectives += 1
+        self.check()
         return self._meeting.exchange(value, where)
 
     def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
         self.collectives += 1
+        self.check()
         self._meeting.exchange(None, where)  # with a timeout, unlike what follows
         dist.broadcast(tensor, src)
 
     def reset(self, where: Where) -> None:
         self.collectives += 1
+        self.check()
         self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
         self._synchronize([s for lane, s in self._streams.items() if lane not in PULLED] + [torch.cuda.current_stream()], where)
         self._meeting.exchange(None, where)  # all steps are done: only pulls of what nobody will publish are left
@@ -255,7 +269,7 @@ class PeerTransport(Transport):
 
     def _poison(self, streams: Sequence[str]) -> None:
         """Let this rank's waits for arrivals on these streams pass, whatever comes."""
-        side = torch.cuda.Stream(self.device)
+        side = self._side
         for stream in streams:
             for peer in range(self.size):
                 number = self._counts.get((stream, peer, True), 0)
@@ -265,20 +279,32 @@ class PeerTransport(Transport):
     # ---- when something is wrong ----------------------------------------------------------------------------------------
     def diagnose(self) -> str:
         """Which of the latest waits holds this rank up."""
-        side = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(self._side):
             words = self._words.view(torch.int32).to("cpu", non_blocking=False)
         for word, where in list(self._waits):
             have = int(words[(word.address - self._word_bases[self.rank]) // 4])
             if have < word.value:
                 stream, peer = word.edge
                 return f"{where}: no message on stream {stream} from rank {peer} within {self.timeout_seconds} s"
+        latest = self._waits[-1][1] if self._waits else f"rank {self.rank}, before the first wait"
+        for (stream, peer, incoming), number in list(self._counts.items()):
+            address = self._word(self.rank, stream, peer, False)
+            if not incoming and int(words[(address - self._word_bases[self.rank]) // 4]) < number:
+                return f"{latest}: nobody took the message on stream {stream} for rank {peer} within {self.timeout_seconds} s"
         return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
 
-    def give_up(self, reason: str) -> None:
-        """Called by the watch: unblock the device, and let the next call raise."""
-        self._failure = reason
-        side = torch.cuda.Stream(self.device)
+    def give_up(self, reason: str, spoil: bool = True) -> None:
+        """Called by the watch: unblock the device, and let the next call raise.
+
+        A peer that lives may yet overwrite a word, so the watch does this again and again until the device is idle.
+
+        Args:
+            spoil: let the streams find nan: what they compute now and pass on to peers that live must not look right.
+        """
+        side, memory = self._side, self._memory
+        if spoil and not self._failure and memory is not None:
+            self.driver.fill(side.cuda_stream, memory.data_ptr(), 0xFF, memory.numel())
+        self._failure = self._failure or reason
         for stream in STREAMS:
             for peer in range(self.size):
                 for incoming in (True, False):
@@ -291,18 +317,20 @@ class PeerTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        self._watch.stop()
-        where = f"rank {self.rank}, closing"
+        where, done = f"rank {self.rank}, closing", False
         try:
             if linger and not self._failure:
                 self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
                 self._synchronize([s for lane, s in self._streams.items() if lane not in PULLED], where)
                 self._meeting.exchange(None, where)  # and done them
+                done = True
         except HandoffError:
             pass  # a peer has failed; it tells itself
         self._meeting.close(None)
-        self.give_up(f"{where}: the transport is closed")
-        torch.cuda.synchronize(self.device)
+        self.give_up(f"{where}: the transport is closed", not done)
+        torch.cuda.synchronize(self.device)  # the watch goes on giving up meanwhile
+        self._watch.stop()
+        self._memory = None
         self._bases, self._lanes, self._streams = [], {}, {}
 
 
@@ -312,6 +340,7 @@ class _Watch:
     def __init__(self, transport: PeerTransport):
         self._transport = transport
         self._marks: deque[tuple[float, _Event]] = deque()
+        self._behind: dict[int, tuple[float, int]] = {}  # stream -> when the event behind its latest wait was recorded, the event
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp watch")
         self._thread.start()
@@ -322,16 +351,30 @@ class _Watch:
         if not self._marks or now - self._marks[-1][0] > 0.2:
             self._marks.append((now, mark))
 
+    def look_behind(self, stream: int) -> None:
+        """So should what the stream has been given so far. The latest such place counts: the host may block right behind it."""
+        latest = self._behind.get(stream)
+        event = latest[1] if latest else self._transport.driver.event()
+        self._transport.driver.record(event, stream)
+        self._behind[stream] = (time.monotonic(), event)
+
+    def _late(self, patience: float) -> bool:
+        driver, now = self._transport.driver, time.monotonic()
+        while self._marks and self._marks[0][1].done():
+            self._marks.popleft()
+        if self._marks and now - self._marks[0][0] > patience:
+            return True
+        return any(now - since > patience and not driver.reached(event) for since, event in list(self._behind.values()))
+
     def _run(self) -> None:
         transport, patience = self._transport, self._transport.timeout_seconds
         torch.cuda.set_device(transport.device)
+        torch.cuda.current_stream().query()  # makes the context current here too, which calls of the driver need
         while not self._over.wait(min(1.0, patience / 4)):
-            while self._marks and self._marks[0][1].done():
-                self._marks.popleft()
-            if self._marks and time.monotonic() - self._marks[0][0] > patience:
-                transport.give_up(transport.diagnose())
-                return
+            if transport._failure or self._late(patience):
+                transport.give_up(transport._failure or transport.diagnose())
 
     def stop(self) -> None:
         self._over.set()
-        self._thread.join(5)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(5)
