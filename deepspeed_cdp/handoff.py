@@ -305,7 +305,8 @@ class Handoff:
         assert self.owner is not None
         if self.owner.at_once:
             slot = None if self._flushing else self._copy(a)
-            self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot)
+            urgent = unit in (HELD, 0) and self.rank == self.schedule.ranks - 1  # which reads it at once
+            self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot, urgent)
             self._published_at[unit] = self.transport.mark()
         else:
             self._norms[unit] = self.owner.average(unit)

@@ -106,10 +106,10 @@ class StageOwner:
                                  for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
     @torch.no_grad()
-    def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
+    def advance(self, step: int, unit: int, slot: int | None, urgent: bool) -> torch.Tensor:
         """Average, update and publish (if ``slot`` is given) a unit whose sums are finished; the squared norm, as ``average``."""
         if self._fused:
-            return self._fused.update(unit, self._recorded[step], 1 / self.handoff.schedule.ranks, None, slot)
+            return self._fused.update(unit, self._recorded[step], 1 / self.handoff.schedule.ranks, None, slot, urgent)
         norm2 = self.average(unit)
         self.update(step, None, unit, slot)
         return norm2
