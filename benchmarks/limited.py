@@ -15,6 +15,7 @@ from unittest import mock
 import torch
 
 from deepspeed_cdp import engine
+from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Ticket, Transport, Where
 
 
@@ -68,13 +69,14 @@ class _SlowCopies:
 class _Later:
     """The ticket of a push that has not begun yet."""
 
-    def __init__(self) -> None:
-        self.begun = threading.Event()
+    def __init__(self, patience: float) -> None:
+        self.begun, self._patience = threading.Event(), patience
         self.ticket: Ticket | None = None
         self.error: BaseException | None = None
 
     def wait(self, where: Where) -> None:
-        self.begun.wait()  # ends: the link's thread never waits for anybody
+        if not self.begun.wait(self._patience):
+            raise HandoffError(f"{where}: the limited link has not come to this message within {self._patience} s")
         if self.error is not None:
             raise self.error
         self.ticket.wait(where)
@@ -86,19 +88,25 @@ class _Later:
 class _Link(threading.Thread):
     """Starts pushes one after the other, each when its bytes have had the time they need."""
 
-    def __init__(self, rate: float):
+    def __init__(self, rate: float, patience: float):
         super().__init__(daemon=True, name="limited link")
-        self.jobs: queue.Queue = queue.Queue()
-        self._rate, self._free = rate, 0.0
+        self._jobs: queue.Queue = queue.Queue()
+        self._rate, self._patience, self._free = rate, patience, 0.0
         self.start()
 
     def put(self, nbytes: int, push: Callable[[], Ticket]) -> _Later:
-        later = _Later()
-        self.jobs.put((time.monotonic(), nbytes, push, later))
+        later = _Later(self._patience)
+        self._jobs.put((time.monotonic(), nbytes, push, later))
         return later
 
+    def end(self, drain: bool) -> None:
+        """Take no more; ``drain``: return once everything has begun."""
+        self._jobs.put(None)
+        if drain:
+            self.join()
+
     def run(self) -> None:
-        while (job := self.jobs.get()) is not None:
+        while (job := self._jobs.get()) is not None:
             since, nbytes, push, later = job
             self._free = max(self._free, since) + nbytes / self._rate
             time.sleep(max(0.0, self._free - time.monotonic()))
@@ -107,7 +115,6 @@ class _Link(threading.Thread):
             except BaseException as error:  # told by the ticket's wait
                 later.error = error
             later.begun.set()
-            self.jobs.task_done()
 
 
 class Limited(Transport):
@@ -137,7 +144,7 @@ class Limited(Transport):
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Later:
         link = self._links.get(stream)
         if link is None:
-            link = self._links[stream] = _Link(self._rate)
+            link = self._links[stream] = _Link(self._rate, self.timeout_seconds)
         return link.put(source.numel(), lambda: self.inner.push(stream, dst, source, after, into_at))
 
     def gather(self, value: Any, where: Where) -> list[Any]:
@@ -147,16 +154,14 @@ class Limited(Transport):
         self.inner.broadcast(tensor, src, where)
 
     def reset(self, where: Where) -> None:
-        self._drain()
+        self._end(drain=True)
         self.inner.reset(where)
 
     def close(self, linger: bool) -> None:
-        if linger:
-            self._drain()
-        for link in self._links.values():
-            link.jobs.put(None)
+        self._end(drain=linger)
         self.inner.close(linger)
 
-    def _drain(self) -> None:
+    def _end(self, drain: bool) -> None:
         for link in self._links.values():
-            link.jobs.join()
+            link.end(drain)
+        self._links.clear()  # the next push starts new ones

@@ -35,6 +35,7 @@ def main() -> None:
     device = torch.device("cpu") if args.cpu else torch.device("cuda", local)
     if not args.cpu:
         torch.cuda.set_device(device)
+    faulthandler.dump_traceback_later(max(args.seconds, 600), exit=True)  # DeepSpeed may build an operator, or wait for who does
     deepspeed.init_distributed("gloo" if args.cpu else "nccl")
     deepspeed.utils.logger.setLevel("ERROR")
     names = args.engines.split(",")
