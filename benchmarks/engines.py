@@ -1,6 +1,7 @@
 """One way to train per name; each gives ``step(batch) -> loss`` and an object with ``destroy`` (or None)."""
 
 import gc
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -157,7 +158,8 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
 def restore() -> None:
     """Undo what engines leave behind in the process, so that the next one is measured as if it were alone."""
     torch.nn.functional.linear = LINEAR  # ZeRO-3 puts a slower one there for good ("This will persist unless manually reset")
-    torch._dynamo.reset()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
 
 
 def clean(engine: Any) -> None:

@@ -2,6 +2,7 @@
 
 import statistics
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,15 +62,15 @@ def _colour(engine: str) -> str:
 
 
 def _short(setting: tuple[str, ...]) -> str:
-    """A setting as the label of a group: three short lines."""
+    """A setting as the title of a panel, in short lines."""
     s = dict(zip(rows.SETTING, setting))
     gpu = next((w for w in s["device"].split() if any(c.isdigit() for c in w)), s["device"])
-    lines = [s["model"], f"micro-batch {s['micro_batch']}", f"{s['ranks']} x {gpu}"]
-    lines += ["compiled"] * (s["compiled"] == "True") + ["no host sync"] * (s["host_sync"] == "False")
-    if float(s["jitter_ms"]):
-        lines.append(f"late by up to {float(s['jitter_ms']):g} ms")
+    extras = ["compiled"] * (s["compiled"] == "True") + ["no host sync"] * (s["host_sync"] == "False")
     if s["bandwidth_gb_s"]:
-        lines.append(f"{float(s['bandwidth_gb_s']):g} GB/s")
+        extras.append(f"{float(s['bandwidth_gb_s']):g} GB/s")
+    if float(s["jitter_ms"]):
+        extras.append(f"late by up to {float(s['jitter_ms']):g} ms")
+    lines = [s["model"], f"micro-batch {s['micro_batch']}, {s['ranks']} x {gpu}", *textwrap.wrap(", ".join(extras), 36)]
     return "\n".join(lines)
 
 
@@ -173,7 +174,9 @@ def _delay(settings: dict[tuple[str, ...], Group]) -> Figure | None:
         axes.set_ylabel("ms per step", fontsize=9)
         axes.grid(color="#dddddd", linewidth=0.7)
         axes.set_title(_short(setting), fontsize=9)
-        axes.legend(frameon=False, fontsize=9, ncols=2)
+    legend = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
+    figure.legend(legend.values(), legend.keys(), loc="outside lower center", frameon=False, fontsize=9,
+                  ncols=min(len(legend), 3 if len(panels) == 1 else 8))
     return figure
 
 

@@ -44,6 +44,7 @@ def _table(setting: tuple[str, ...], engines: dict[str, list[dict[str, str]]], l
         "tokens/s/GPU": lambda n: _median(engines[n], "tokens_per_s_per_gpu", ".0f"),
         "MFU": lambda n: _median(engines[n], "mfu", ".3f"),
         "peak GiB": lambda n: _median(engines[n], "peak_gib", ".2f"),
+        "GiB after warm-up": lambda n: _median(engines[n], "steady_gib", ".2f"),
         "MiB received per step": lambda n: _median(engines[n], "received_mib_per_step", ".0f"),
     }
     body = {head: [cell(n) for n in engines] for head, cell in columns.items()}

@@ -45,6 +45,7 @@ def test_table_has_medians_spread_and_ratios(some):
     assert cells["cdp-v2"]["of compute-only speed"] == f"{101 / 201:.3f}"
     assert cells["cdp-v2"]["x fsdp2"] == f"{301 / 201:.2f}" and cells["fsdp2"]["x fsdp2"] == "1.00"
     assert "x zero3-leaf" not in cells["cdp-v2"], "it was not run"
+    assert cells["cdp-v2"]["peak GiB"] == "3.00" and cells["cdp-v2"]["GiB after warm-up"] == "2.00"
     assert "MFU" not in cells["cdp-v2"], "it is not known"
     assert second.startswith("### llama-tiny, micro-batch 1, 2 x NVIDIA H100 80GB HBM3, each rank late by U(0, 50) ms a step")
     assert "of compute-only speed" not in body(second)["cdp-v2"]
