@@ -3,13 +3,8 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SIZES = {  # layers, hidden, intermediate, heads
-    "llama-tiny": (4, 64, 128, 4),
-    "llama-125m": (12, 768, 2048, 12),
-    "llama-1.3b": (24, 2048, 5504, 16),
-    "llama-3b": (26, 3072, 8192, 24),
-    "llama-8b": (32, 4096, 14336, 32),
-}
+from benchmarks.sizes import SIZES
+
 VOCABULARY = 32000
 UNMASKED = "sdpa_unmasked"  # Hugging Face's sdpa under a name for which it prepares no mask
 

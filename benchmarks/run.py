@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks import report, rows
+from benchmarks.sizes import SIZES
 
 ENGINES = ("compute", "ddp", "fsdp2", "zero3", "zero3-leaf", "cdp-v2", "cdp-v1")
 PASSED_ON = ("engines", "sequence", "steps", "windows", "warmup", "repeats", "seconds", "trace", "build", "bandwidth_limit")
@@ -22,7 +23,7 @@ PASSED_ON = ("engines", "sequence", "steps", "windows", "warmup", "repeats", "se
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; ends with a sentence on stderr if it asks for what does not exist."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n")[0])
-    parser.add_argument("--models", default="llama-1.3b", help="comma-separated; see benchmarks/models.py")
+    parser.add_argument("--models", default="llama-1.3b", help="comma-separated, of " + ", ".join(SIZES))
     parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES) + ", cdp-K")
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
@@ -51,6 +52,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in names:
         if name not in ENGINES and not (name.startswith("cdp-") and name[4:].isdigit()):
             parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES)} and cdp-K with an integer K")
+    for model in args.models.split(","):
+        if model not in SIZES:
+            parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")
     others = [n for n in names if not n.startswith("cdp-")]
     if args.bandwidth_limit and others:
         parser.error(f"--bandwidth-limit holds back hand-offs and {others[0]!r} has none; use it with cdp engines only")
