@@ -27,8 +27,8 @@ def with_meetings(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
     for each other (transport/rendezvous.py).
 
     Actions with messages of all ranks have one order: (step, time, phase, order of the kind, initiating rank, place in its
-    program). Each rank's program is a part of it. A message belongs to its initiator's step on both sides, so that none lies across a barrier that a
-    user puts between two steps: the other side meets it before its step ends, though its own logical time be behind.
+    program). Each rank's program is a part of it. A message belongs to its initiator's step on both sides, so that none lies
+    across a barrier that a user puts between two steps: the other side meets it in that step, whatever its own logical time.
     """
     entries = [((a.time, a.phase, a.order, rank), a) for a in build(plan, rank, first)]
     for other in range(plan.schedule.ranks):

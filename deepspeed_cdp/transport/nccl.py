@@ -1,15 +1,14 @@
 """Hand-offs over NCCL: GPUs that do not reach each other's memory, on one host or several.
 
 Every edge (stream, sender, receiver) has a communicator of two ranks and a CUDA stream of its own, on both sides, so that edges
-never hold each other up. The plan says which edges there are; they are connected once, in one order on all ranks, and warmed up:
-each rank waits at the first of its edges that is not there yet, so the first one missing anywhere has both ranks at it. On N ranks
-a rank has 6 edges for P, G and S (in and out), one to four for first hops (P0), one for O and one for T (rank N-1: N-1 each), and
-as many again for held parameters as for P, G and P0. NCCL takes about 10 to 30 MiB of device memory for each (an estimate; not
-measured), most of it buffers of its channels, which ``_CTAS`` bounds.
+never hold each other up. The plan says which edges there are (program.edges); they are connected once, in one order on all ranks,
+and tried with a message: each rank waits at the first of its edges that is not there yet, so the first one missing anywhere has
+both ranks at it. NCCL's memory for each (estimated at 10 to 30 MiB; not measured) is mostly buffers of its channels, which
+``_CTAS`` bounds.
 
 A send kernel and its receive kernel hold their multiprocessors until the other has come, so both begin at one place of the order
-that all ranks share (rendezvous.py): a rank that is on time waits with at most ``_CTAS`` multiprocessors per edge, and nobody waits
-for what lies ahead. The host only enqueues.
+that all ranks share (rendezvous.py): the side that is early waits with at most ``_CTAS`` multiprocessors per edge, and nobody
+waits for what lies ahead. The host only enqueues.
 """
 
 import threading
@@ -33,7 +32,7 @@ _CTAS = 4  # multiprocessors that one message may use at most
 class NcclTransport(RendezvousTransport, CudaTransport):
     """See the module's text. All ranks must make their transports in the same order.
 
-    Nothing of it is known to torch.distributed: several may live in one process, and ``destroy_process_group`` does not touch them
+    torch.distributed knows nothing of it: several may live in one process, and ``destroy_process_group`` does not touch them
     (but ``broadcast`` uses the default group).
 
     Args:

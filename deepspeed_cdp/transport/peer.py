@@ -60,7 +60,7 @@ class PeerTransport(CudaTransport):
         device: this rank's GPU.
     Raises:
         HandoffError: not all ranks came.
-        RuntimeError: no symmetric memory between them (``cyclic.transport: "nccl"`` needs none).
+        OSError, RuntimeError: no symmetric memory between them (``cyclic.transport: "nccl"`` needs none).
     """
 
     name = "peer"
@@ -69,7 +69,11 @@ class PeerTransport(CudaTransport):
                  name: str = "deepspeed_cdp"):
         super().__init__(rank, size, timeout_seconds, device)
         self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
-        self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
+        try:
+            self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
+        except RuntimeError:
+            self._meeting.close(None)  # the others need not wait
+            raise
         self._bases: list[int] = []
         self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("P", "G", "O", "credit", "P0", "H0")}
         self._streams["S"] = self._owner

@@ -1,4 +1,4 @@
-"""Programs with meetings (program.with_meetings): ranks that block at every message until the other side is there still finish."""
+"""Programs with meetings (program.with_meetings): ranks that block at every message until the other side is there finish."""
 
 from collections import Counter
 

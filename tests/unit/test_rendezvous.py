@@ -1,10 +1,8 @@
 """What the nccl transport does besides moving bytes: matching, meetings, resets; over gloo pairs, with ranks as threads."""
 
-import threading
 from collections.abc import Callable
 
 import pytest
-import torch
 import torch.distributed as dist
 import transport_contract as contract
 from gloo_pairs import GlooPairs
@@ -13,7 +11,7 @@ from test_runtime import check
 from transport_helpers import Make, W, empty, full, is_full
 
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.runtime import Runtime
 
 # Not here: those about closing, silence and dead peers, which the transport itself is tested for on GPUs (tests/gpu).
 SCENARIOS = [
@@ -51,8 +49,8 @@ def ring(strict: bool) -> Callable[[int, int], Callable[[int], GlooPairs]]:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(("size", "rule", "rounds"), [(2, "cdp-v2", 1), (2, "dp", 2), (3, "cdp-v1", 1), (3, "cdp-v2", 2), (4, "dp", 1),
-                                                      (4, 4, 1), (4, "cdp-v2", 1)])
+@pytest.mark.parametrize(("size", "rule", "rounds"), [(2, "cdp-v2", 1), (2, "dp", 2), (3, "cdp-v1", 1), (3, "cdp-v2", 2),
+                                                      (4, "dp", 1), (4, 4, 1), (4, "cdp-v2", 1)])
 def test_training_equals_the_oracle(size, rule, rounds, strict):
     """And messages begin where the plan says, never because somebody waits; strictly: each rank stops at every message."""
     forced = {}
@@ -125,7 +123,7 @@ def test_a_meeting_before_the_post_counts_and_a_wait_begins_what_was_not_met():
 
 @pytest.mark.parametrize("late", ["sender", "receiver"])
 def test_a_reset_plays_the_missing_part_of_what_one_side_has_begun(late):
-    """Messages of different sizes, some of zero bytes, begun by one side alone: the reset ends, the next message is the right one."""
+    """Messages of several sizes, some of zero bytes, begun by one side alone: the reset ends, and what follows is right."""
     sizes = [100, 0, 7000, 0, 1]
 
     def work(t: GlooPairs) -> None:
