@@ -48,8 +48,6 @@ def edges(plan: Plan) -> list[tuple[str, int, int]]:
             for a in build(plan, rank, first):
                 found |= {(stream, peer, rank) if a.kind == "TAKE" else (stream, rank, peer)
                           for stream, peer in _initiated(plan, rank, a)}
-    if plan.schedule.ranks > 1:  # posted for under every rule
-        found |= {("T", plan.schedule.ranks - 1, r) for r in range(plan.schedule.ranks - 1)}
     return sorted(found)
 
 

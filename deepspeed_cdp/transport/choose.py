@@ -52,7 +52,7 @@ def choose(kind: str, facts: Sequence[Facts], tried: str = "") -> tuple[str, str
             return "gloo", "the ranks compute on CPUs"
         raise _refusal(kind, "the ranks compute on CPUs", "auto")
     if kinds != ["cuda"]:
-        raise _refusal(kind, f"the ranks' devices are of the types {kinds}, and hand-offs travel between CPUs or between CUDA GPUs",
+        raise _refusal(kind, f"the ranks' devices are of the types {kinds}, and hand-offs travel between CPUs or between GPUs",
                        None)
     shared = next(((a, b) for b in range(len(facts)) for a in range(b)
                    if (facts[a].host, facts[a].device) == (facts[b].host, facts[b].device)), None)

@@ -51,6 +51,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
     def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device, store: dist.Store | None = None,
                  name: str = "deepspeed_cdp"):
         RendezvousTransport.__init__(self, rank, size, timeout_seconds)  # goes on to CudaTransport
+        torch.zeros((), device=device)  # the driver's calls need torch's context
         self._nccl = Nccl()
         self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
         self._ends: dict[Edge, tuple[int, int]] = {}  # edge -> its communicator and its CUDA stream
@@ -123,8 +124,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if self._failure:
             raise HandoffError(self._failure)
         line, driver = message.line, self.driver
-        edge = (line.stream, line.peer, self.rank) if line.incoming else (line.stream, self.rank, line.peer)
-        comm, lane = self._ends[edge]
+        comm, lane = self._ends[line.edge(self.rank)]
         if message.point is not None:
             message.point.enqueue(lane)
         for ticket in message.after:
@@ -170,8 +170,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         late.sort(key=lambda m: not m.counted)  # stable
         for message in late:
             line = message.line
-            broken = self._nccl.error(self._ends[(line.stream, line.peer, self.rank) if line.incoming
-                                                 else (line.stream, self.rank, line.peer)][0])
+            broken = self._nccl.error(self._ends[line.edge(self.rank)][0])
             what = (f"no message on stream {line.stream} from rank {line.peer}" if line.incoming
                     else f"nobody took the message on stream {line.stream} for rank {line.peer}")
             return (f"{message.where or f'rank {self.rank}'}: {what} within {self.timeout_seconds} s"
@@ -198,9 +197,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         where = f"rank {self.rank}, closing"
         try:
             if linger and not self._failure:
-                self._meeting.exchange(None, where)  # everyone has begun all of its messages
-                self._drain(where)
-                self._meeting.exchange(None, where)  # and they are done
+                self.reset(where)  # finish what both sides have named
         except HandoffError:
             pass  # a peer has failed; it tells itself
         self._meeting.close(None)

@@ -5,9 +5,9 @@ receive as soon as its region is free would let a rank's device wait for a messa
 rank's own progress: ``torch.cuda.synchronize()`` would hang. So both sides begin a message at one place of one order that all
 ranks share (design §6): the place of its *initiator* in (step, logical time, kind, initiating rank). The pushing side initiates;
 offers (P0, H0) are initiated by the reader when it takes them. The other side's program tells it when (kinds RECEIVE and SEND,
-program.py), and ``meet`` says so here. Then a rank that blocks anywhere waits only for messages before its place, and whoever is missing from
-one of those blocks at an earlier place still: no cycle, even if all streams of a device shared one queue, or a barrier of the
-user's stood between two steps.
+program.py), and ``meet`` says so here. Then a rank that blocks anywhere waits only for messages before its place, and whoever is
+missing from one of those blocks at an earlier place still: no cycle, even if all streams of a device shared one queue, or a
+barrier of the user's stood between two steps.
 
 Before ``prepare(..., deferred=True)``, and for who uses no plan, every message begins when it is named.
 """
@@ -72,6 +72,10 @@ class Line:
         self.named = self.begun = self.met = 0  # messages named; begun; allowed to begin by `meet`
         self.waiting: deque[Message] = deque()  # named, not begun
         self.open: deque[Message] = deque()  # begun, not known to be done
+
+    def edge(self, rank: int) -> Edge:
+        """(stream, source, destination), if this is ``rank``'s side."""
+        return (self.stream, self.peer, rank) if self.incoming else (self.stream, rank, self.peer)
 
     @property
     def initiates(self) -> bool:
@@ -138,8 +142,6 @@ class RendezvousTransport(Transport):
         if line is None:
             if not 0 <= peer < self.size or peer == self.rank:
                 raise ValueError(f"rank {self.rank} of {self.size}: an edge joins two different ranks, not {peer}")
-            edge = (stream, peer, self.rank) if incoming else (stream, self.rank, peer)
-            assert edge in self._prepared, f"edge {edge} was not prepared"
             line = self._lines[stream, peer, incoming] = Line(stream, peer, incoming)
         return line
 
@@ -179,6 +181,7 @@ class RendezvousTransport(Transport):
             self._begin_next(line)
 
     def _begin_next(self, line: Line) -> None:
+        assert line.edge(self.rank) in self._prepared, f"edge {line.edge(self.rank)} was not prepared"
         message = line.waiting.popleft()
         line.begun += 1
         if message.tensor.numel():

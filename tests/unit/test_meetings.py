@@ -134,7 +134,8 @@ def test_edges_are_those_of_the_plan():
     assert {(s, a, b) for s, a, b in got if s in "PG"} <= {(s, r, (r + 1) % 3) for s in "PG" for r in range(3)}
     assert {e for e in got if e[0] == "S"} == {("S", r, (r + 1) % 3) for r in range(3)}
     assert {e for e in got if e[0] == "O"} == {("O", 2, 0), ("O", 2, 1)}
-    assert not any(s in ("H", "H0", "GH") for s, _, _ in got)
+    assert not any(s in ("H", "H0", "GH", "T") for s, _, _ in got)
+    assert {e for e in edges(make(3, 5)) if e[0] == "T"} == {("T", 2, 0), ("T", 2, 1)}
     assert {"H", "H0", "GH"} <= {s for s, _, _ in edges(make(3, 2, held=HELD_UNIT))}
 
 

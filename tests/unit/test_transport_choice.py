@@ -22,7 +22,8 @@ def refusal(kind: str, facts: list[Facts], tried: str = "") -> str:
     with pytest.raises(ValueError) as caught:
         choose(kind, facts, tried)
     text = str(caught.value)
-    assert text.startswith(f"cyclic.transport is '{kind}', which cannot work here: ") and "allowed are" in text and "\n" not in text
+    assert text.startswith(f"cyclic.transport is '{kind}', which cannot work here: ")
+    assert "allowed are" in text and "\n" not in text
     return text
 
 
