@@ -153,9 +153,8 @@ class RendezvousTransport(Transport):
         line = self._line(stream, dst, False)
         self.sent[stream, dst] += 1
         self.bytes_sent[stream, dst] += source.numel()
-        if after is not None:
-            return self._name(line, source, (after,), None, "")
-        return self._name(line, source, (), self._point(), "")
+        # what is passed on waits for the current stream too: sooner than its place it would only hold multiprocessors
+        return self._name(line, source, () if after is None else (after,), self._point(), "")
 
     def _name(self, line: Line, tensor: torch.Tensor, after: tuple[Ticket, ...], point: Any, where: Where) -> Message:
         message = Message(self, line, line.named, tensor, after, point, where)
