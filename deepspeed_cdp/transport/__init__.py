@@ -21,7 +21,7 @@ def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: tor
     """
     from deepspeed.utils import log_dist
 
-    where = f"rank {rank}, choosing a transport"
+    where = f"rank {rank}, connecting the {size} ranks"
     meeting = Meeting(rank, size, timeout_seconds, None, "deepspeed_cdp_choice", where)
     facts = [Facts(**there) for there in meeting.exchange(observe(device).as_dict(), where)]
     name, reason = choose(kind, facts)

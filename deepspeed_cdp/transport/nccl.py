@@ -50,7 +50,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
 
     def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device, store: dist.Store | None = None,
                  name: str = "deepspeed_cdp"):
-        RendezvousTransport.__init__(self, rank, size, timeout_seconds)  # goes on to CudaTransport
+        super().__init__(rank, size, timeout_seconds, device)
         torch.zeros((), device=device)  # the driver's calls need torch's context
         self._nccl = Nccl()
         self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
