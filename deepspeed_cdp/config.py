@@ -147,7 +147,6 @@ def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> N
     other_ring = config.ring_size != "auto" and world_size is not None and config.ring_size != world_size
     later = (
         ("ring_size", other_ring, f'use "auto" or the number of ranks, {world_size}'),
-        ("transport", config.transport == "nccl", 'use "auto", "peer" or "gloo"'),
         ("placement", config.placement != "auto", 'use "auto"'),
     )
     for key, refused, fix in later:

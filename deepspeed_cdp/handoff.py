@@ -10,7 +10,7 @@ import torch
 
 from .buffers import Buffers
 from .plan import HELD, Action, Plan, Post
-from .program import build, initial_posts
+from .program import build, edges, initial_posts, with_meetings
 from .scalars import Scalars
 from .transport.base import Ticket, Transport, Where
 from .walk import OutOfOrder, Owner, Place, Program
@@ -36,10 +36,12 @@ class Handoff:
         self.owner: Owner | None = None
         self.on_sum: Callable[[int, torch.Tensor], None] = lambda unit, view: None
         self.on_release: Callable[[int], None] = lambda unit: None
-        self._first, self._steady = (Program.of(build(plan, rank, first)) for first in (True, False))
+        transport.prepare(edges(plan), deferred=True)
+        make = with_meetings if transport.rendezvous else build
+        self._first, self._steady = (Program.of(make(plan, rank, first)) for first in (True, False))
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
                     "SUM_HELD": self._sum, "PASS_HELD": self._pass, "DONE_HELD": self._done,
-                    "OFFER": self._offer, "TAKE": self._posts,
+                    "OFFER": self._offer, "TAKE": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
         self.params: dict[int, torch.Tensor] = {}
@@ -86,6 +88,8 @@ class Handoff:
             for a in self._steady.actions if self.step else ():
                 if a.kind in last and a.version == -1:
                     last[a.kind](a)
+                    if a.kind == "NORM" and self.rank == 0 and a.peer is not None:
+                        self.transport.meet("S", a.peer, True)  # the last owner's, who ends the flush with it
         self._flushing = False
         self.transport.reset(where)
 
@@ -236,6 +240,9 @@ class Handoff:
 
     def _offer(self, a: Action) -> None:
         self._push(a)
+
+    def _meet(self, a: Action) -> None:
+        self.transport.meet(a.stream, a.peer, a.kind == "RECEIVE")
 
     def _sum(self, a: Action) -> None:
         region, view = self._place(a)

@@ -23,11 +23,20 @@ def torchrun(ranks: int, script: str, *arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_parity_with_the_oracle(ranks):
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("transport", ["nccl", "peer"])
+def test_transport_contract(ranks, transport):
     if ranks > GPUS:
         pytest.skip(f"needs {ranks} GPUs, has {GPUS}")
-    assert "passed" in torchrun(ranks, "rank_parity.py")
+    assert "passed" in torchrun(ranks, "rank_contract.py", transport)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_parity_with_the_oracle(ranks, transport):
+    if ranks > GPUS:
+        pytest.skip(f"needs {ranks} GPUs, has {GPUS}")
+    assert "passed" in torchrun(ranks, "rank_parity.py", "--transport", transport)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

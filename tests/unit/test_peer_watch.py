@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed_cdp.transport import peer
+from deepspeed_cdp.transport import cuda
 
 PATIENCE = 0.4
 
@@ -49,7 +49,7 @@ def watched(monkeypatch):
         transport._failure = reason
         transport.reasons.append(reason)
     transport.give_up = give_up
-    watch = peer._Watch(transport)
+    watch = cuda.Watch(transport)
     yield transport, watch
     watch.stop()
     assert not watch._thread.is_alive()
