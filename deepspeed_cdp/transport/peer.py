@@ -19,9 +19,11 @@ import torch.distributed._symmetric_memory as symmetric
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import PULLED, Ticket, Where
 from deepspeed_cdp.transport.cuda import CudaTransport, Event, Watch
+from deepspeed_cdp.transport.lanes import quiet_streams
 from deepspeed_cdp.transport.meeting import Meeting
 
 STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "S", "T")
+_STREAMED = ("credit", "G", "P", "O", "P0", "H0")  # CUDA streams, those that wait most first
 _LANES = {"P": "P", "H": "P", "G": "G", "GH": "G", "O": "O", "S": "S", "T": "S"}  # pushes that share a CUDA stream
 _OWNERS = ("O", "S", "T")  # their credits are given from the owner's stream, which must not hold up the others
 _POISON = 1 << 30  # added to a word, it lets every wait on it pass
@@ -78,7 +80,8 @@ class PeerTransport(CudaTransport):
             self._meeting.close(None)  # the others need not wait
             raise
         self._bases: list[int] = []
-        self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("P", "G", "O", "credit", "P0", "H0")}
+        streams, self.lanes = quiet_streams(len(_STREAMED), device, self.driver)
+        self._streams = dict(zip(_STREAMED, streams))
         self._streams["S"] = self._owner
         self._lanes = {lane: stream.cuda_stream for lane, stream in self._streams.items()}
         self._point = self.driver.event()  # the latest point of a stream that others follow
