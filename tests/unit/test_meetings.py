@@ -115,11 +115,13 @@ def test_random_plans_finish_too(plan, barrier):
 
 
 def test_the_place_of_a_meeting_matters():
-    """Ranks that receive at the beginning of the step, or at its end, and block, get stuck."""
-    for early in (True, False):
-        stuck = run(make(3, 2), False, lambda *args, early=early: tuple(sorted(
-            with_meetings(*args), key=lambda a: (a.kind == "RECEIVE") != early)))
-        assert stuck and "rank 0" in stuck and "rank 1" in stuck
+    """Ranks that receive at the beginning of the step, and block, get stuck; at its end, they wait before they have begun."""
+    def changed(early: bool):
+        return lambda *args: tuple(sorted(with_meetings(*args), key=lambda a: (a.kind == "RECEIVE") != early))
+    stuck = run(make(3, 2), False, changed(True))
+    assert stuck and "rank 0" in stuck and "rank 1" in stuck
+    with pytest.raises(AssertionError, match="waits for .* before it is met"):
+        run(make(3, 2), False, changed(False))
 
 
 def test_edges_are_those_of_the_plan():
