@@ -31,8 +31,8 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
     """Offsets such that regions in use at the same time never overlap, and the bytes needed.
 
     The best of first fit by start, end, length and size (good for uneven units), each a few times over with the region that
-    ended highest placed first; and laps of a ring (good for a sliding window: of n equal regions with L live at once it needs room
-    for ceil(n / floor(n / L)), the fewest there can be).
+    ended highest placed first; and laps of a ring (good for a sliding window: of n equal regions with L live at once it needs
+    room for ceil(n / floor(n / L)), the fewest there can be).
 
     Args:
         lifetimes: each shorter than ``period``.
@@ -104,7 +104,8 @@ def _laps(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int], belo
     return None
 
 
-def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] | None = None, period: int = 0) -> tuple[int, ...]:
+def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] | None = None,
+          period: int = 0) -> tuple[int, ...]:
     """For each item, the release that lets the next message of this item land: its *credit*.
 
     Items are used in index order, over and over; item i of this repetition is number i, of the one before number i - n. The gate

@@ -104,7 +104,7 @@ def test_the_best_order_is_taken() -> None:
 
 @st.composite
 def rounds(draw: st.DrawFn) -> tuple[list[Lifetime], list[int], int]:
-    """Units read up and down again; some are kept in between. (lifetimes in the order of reads, the reads that end them, ticks)"""
+    """Units read up and down again, some kept in between: lifetimes in the order of reads, the visits that end them, ticks."""
     sizes = draw(st.lists(st.integers(0, 500), min_size=2, max_size=9))
     n, ahead = len(sizes), draw(st.integers(0, 3))
     kept = {i for i in range(n) if draw(st.booleans()) and 2 * (2 * (n - i) - 1 + ahead) < 4 * n}

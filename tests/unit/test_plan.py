@@ -250,8 +250,8 @@ def most_live(plan: Plan) -> int:
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1"])
 @pytest.mark.parametrize(("ranks", "p_units"), [(2, 24), (3, 25), (4, 22), (6, 21), (8, 23), (16, 25)])
 def test_memory_is_about_seven_stages(ranks: int, p_units: int, rule: str) -> None:
-    """With 8 equal units a stage, 17 units of P are live (2 stages and the one in use), as if none were kept; laid out on a circle
-    they take three stages and a unit at most."""
+    """With 8 equal units a stage, 17 units of P are live (2 stages and the one in use), as if none were kept; laid out on a
+    circle they take three stages and a unit at most."""
     per_stage, p, g = 8, 1024, 2048
     plan = make(ranks, threshold(rule, ranks), per_stage=per_stage)
     assert plan.regions["P"] == p_units * p <= (3 * per_stage + 1) * p and most_live(plan) == 17 * p

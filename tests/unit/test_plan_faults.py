@@ -1,8 +1,8 @@
 """A plan made wrong on purpose, in every way we could think of, is rejected, and the message names rank, step and action.
 
 Faults are tried at each action of each program (first and steady step) of each rank; under v2, at every second one of them. On
-three ranks the units of stages 1 and 2 are kept from forward to backward, those of stage 0 not; on four ("four") stages 0 and 1 are
-not, or with keep_after_forward ("keep") stage 0 alone.
+three ranks the units of stages 1 and 2 are kept from forward to backward, those of stage 0 not; on four ("four") those of
+stages 0 and 1 are not, or with keep_after_forward ("keep") those of stage 0 alone.
 """
 
 import re
@@ -367,7 +367,8 @@ def test_kept_parameters_are_read_where_they_came(name: str, rank: int) -> None:
     for i, read in kept_reads(name, rank, True):
         for offset in {0, p.regions["P"] - read.nbytes} - {read.offset}:
             message = rejected(name, rank, False, put(good, i, read._replace(offset=offset)))
-            assert re.match(rf"rank {rank}, step 1: READ backward unit {read.unit} .*(looks elsewhere|where the schedule says)", message)
+            wanted = rf"rank {rank}, step 1: READ backward unit {read.unit} .*(looks elsewhere|where the schedule says)"
+            assert re.match(wanted, message), message
             count += 1
     assert count
 
@@ -385,10 +386,6 @@ def test_kept_parameters_sent_again_are_refused(name: str, rank: int) -> None:
             assert re.search(r"rank \d+, step \d+: RELAY|is never taken|nothing moves", message), message
 
 
-@pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep", "one"])
-def test_the_plans_themselves_pass(name: str) -> None:
-    validate(plan(name))
-    validate(plan(name), programs=lambda r, f: program(name, r, f), posts=lambda r: initial_posts(plan(name), r))
 
 
 @pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep", "one"])
