@@ -23,7 +23,7 @@ class Job:
     """What to train and how.
 
     Attributes:
-        name: compute, ddp, fsdp2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K.
+        name: compute, ddp, fsdp2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-keep: with keep_after_forward.
         dtype: of the passes.
         compiled: torch.compile every decoder layer.
         sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
@@ -135,8 +135,9 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     if sharded:
         models.randomize([(p, p.ds_tensor) for p in model.parameters()], dist.get_rank())
     if cyclic:
-        rule = name if name in ("cdp-v1", "cdp-v2") else int(name[4:])
-        config["cyclic"] = {"enabled": True, "rule": rule, "timeout_seconds": 60}
+        rule = name.removesuffix("-keep")
+        config["cyclic"] = {"enabled": True, "rule": rule if rule in ("cdp-v1", "cdp-v2") else int(rule[4:]),
+                            "keep_after_forward": name.endswith("-keep"), "timeout_seconds": 60}
         config["zero_allow_untested_optimizer"] = True
         del config["optimizer"]
         with limited.limited(job.bandwidth) if job.bandwidth else nullcontext():

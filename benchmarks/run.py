@@ -8,6 +8,7 @@ over gloo: its numbers show that everything works, not how fast anything is.
 import argparse
 import itertools
 import os
+import re
 import subprocess
 import sys
 import time
@@ -25,7 +26,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="llama-1.3b", help="comma-separated, of " + ", ".join(SIZES))
     parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES) + ", cdp-K")
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES) + ", cdp-K; "
+                        "cdp-...-keep: with keep_after_forward")
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8, help="per window")
@@ -50,8 +52,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     names = args.engines.split(",")
     for name in names:
-        if name not in ENGINES and not (name.startswith("cdp-") and name[4:].isdigit()):
-            parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES)} and cdp-K with an integer K")
+        if name not in ENGINES and not re.fullmatch(r"cdp-(v1|v2|\d+)(-keep)?", name):
+            parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES)}, cdp-K with an integer K, and cdp-...-keep")
     for model in args.models.split(","):
         if model not in SIZES:
             parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")
