@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 
 from . import __version__, checkpoint
+from .access import Access, offload_stub
 from .errors import HandoffError
 from .plan import Plan
 from .runtime import Runtime, Settings
@@ -35,6 +36,7 @@ class CyclicEngine(DeepSpeedEngine):
 
     _transport: Transport | None = None
     _runtime: Runtime | None = None
+    _access: Access | None = None
     _failed = False
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
@@ -86,6 +88,9 @@ class CyclicEngine(DeepSpeedEngine):
         except BaseException:
             self._transport.close(False)  # else what it has posted is freed while the interpreter ends, and torch aborts
             raise
+        self._access = Access(self._runtime, dist.group.WORLD)
+        self._access.attach()
+        self._runtime.optimizer.parameter_offload = offload_stub(self.module)
         self.enable_backward_allreduce = False
         if self._config.cyclic_ignored:
             log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0])
@@ -222,6 +227,8 @@ class CyclicEngine(DeepSpeedEngine):
         """As DeepSpeed's; waits until neighbours have taken the last hand-offs, unless this rank has failed."""
         runtime, transport = self.__dict__.get("_runtime"), self.__dict__.get("_transport")
         whole = not self._failed and not isinstance(sys.exc_info()[1], Exception)
+        if self.__dict__.get("_access") is not None:
+            self._access.detach()
         if runtime is not None:
             runtime.close(whole and runtime.handoff.between_steps)
         elif transport is not None:

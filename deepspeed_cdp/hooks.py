@@ -4,7 +4,7 @@ Order of a unit's backward: autograd runs nodes in the reverse order of their cr
 arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -38,7 +38,8 @@ class Binder:
         on_idle_use: called when the module is used outside the engine's own calls.
     """
 
-    def __init__(self, module: torch.nn.Module, handoff: Handoff, layouts: dict[int, Layout]):
+    def __init__(self, module: torch.nn.Module, handoff: Handoff, layouts: dict[int, Layout],
+                 lent: Container[torch.nn.Parameter] = ()):
         self.handoff, self.layouts, self.mode = handoff, layouts, IDLE
         parameters = dict(module.named_parameters())
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
@@ -52,10 +53,12 @@ class Binder:
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_sum = self.unbind, self._add_early
         self.on_idle_use: Callable[[str], None] = lambda how: None
-        self._handles = [
-            module.register_forward_pre_hook(self._root_pre, prepend=True),
-            module.register_state_dict_pre_hook(lambda *_: self.on_idle_use("was asked for its state_dict()")),
-            module.register_load_state_dict_pre_hook(lambda *_: self.on_idle_use("was given a state dict"))]
+        self._root, self.lent = module, lent  # the second: parameters given out by GatheredParameters
+        self._handles = [module.register_forward_pre_hook(self._root_pre, prepend=True)]
+        for m in module.modules():
+            if m is module or m._parameters:
+                self._handles += [m.register_state_dict_pre_hook(self._state_dict_pre),
+                                  m.register_load_state_dict_pre_hook(self._load_state_dict_pre)]
         if handoff.schedule.rounds > 1:
             self._handles.append(module.register_forward_hook(self._root_post))
         modules = dict(module.named_modules())
@@ -73,10 +76,29 @@ class Binder:
                         self._handles.append(p.register_post_accumulate_grad_hook(self._accumulate(i, s)))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off; parameters that are placeholders now stay so, and using them is refused."""
         for handle in self._handles:
             handle.remove()
+        if self._handles:
+            refuse_use([m for m in self._root.modules() if m is self._root or m._parameters], self._empty)
         self._handles.clear()
+
+    def released(self, p: torch.nn.Parameter) -> bool:
+        """Whether the parameter is a placeholder now."""
+        return _is_placeholder(p, self._empty)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ValueError("the module was copied while it belongs to a cyclic engine, which keeps its parameters; copy it before "
+                         "deepspeed.initialize(), and fill the copy with load_state_dict(engine.module_state_dict()) or inside "
+                         "deepspeed.zero.GatheredParameters")
+
+    def _state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
+        if any(self.released(p) for p in module.parameters(recurse=module is self._root)):
+            self.on_idle_use("was asked for its state_dict()")
+
+    def _load_state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
+        if not all(p in self.lent for p in module.parameters(recurse=module is self._root)):
+            self.on_idle_use("was given a state dict")
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
     def bind(self, i: int, flat: torch.Tensor) -> None:
@@ -276,6 +298,21 @@ class Binder:
             typed = flat[x.offset:x.offset + (flat.numel() - x.offset) // size * size].view(x.dtype)
             view = self._rebuilt[key] = torch.as_strided(typed, x.shape, x.stride)
         return view
+
+
+def _is_placeholder(p: torch.nn.Parameter, empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> bool:
+    return p in empty and p.numel() > 0 and p.data_ptr() == empty[p].data_ptr()
+
+
+def refuse_use(modules: Sequence[torch.nn.Module], empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+    """Hooks for a module whose engine is gone: what would give nan in silence raises, as long as a placeholder is there."""
+    def refuse(module: torch.nn.Module, *_: Any) -> None:
+        if any(_is_placeholder(p, empty) for p in module.parameters(recurse=False)):
+            raise ValueError(f"a {type(module).__name__} was used after engine.destroy(), which leaves nothing in its parameters; "
+                             "take engine.module_state_dict() before, and load it into a new model")
+    for m in modules:
+        m.register_forward_pre_hook(refuse, prepend=True)
+        m.register_state_dict_pre_hook(refuse)
 
 
 def _placeholder(p: torch.nn.Parameter) -> torch.Tensor:
