@@ -109,8 +109,8 @@ class Access:
             if has_been_updated:
                 name = self._name(p)
                 if value.shape != p.ds_shape:
-                    raise ValueError(f"{name} is {tuple(value.shape)} at the end of GatheredParameters, but {tuple(p.ds_shape)} in "
-                                     "the plan; resize parameters before deepspeed.initialize()")
+                    raise ValueError(f"{name} is {tuple(value.shape)} at the end of GatheredParameters, but {tuple(p.ds_shape)} "
+                                     "in the plan; resize parameters before deepspeed.initialize()")
                 self._write(name, value)
                 if self.runtime.is_whole:
                     before.copy_(value)
@@ -201,8 +201,8 @@ class Access:
 
     def _no_gradient(self, what: str, param: torch.nn.Parameter | None) -> ValueError:
         name = "a gradient" if param is None else f"the gradient of {self._name(param)!r}"
-        return ValueError(f"{what} asked for {name}, but sums are on their way round the ring until the owner has used them, so no "
-                          "rank can have them between backward and step; use engine.get_global_grad_norm(), or a hook "
+        return ValueError(f"{what} asked for {name}, but sums are on their way round the ring until the owner has used them, so "
+                          "no rank can have them between backward and step; use engine.get_global_grad_norm(), or a hook "
                           "(param.register_hook) for this rank's own gradient")
 
     def get_fp32_grad_for_param(self, param: torch.nn.Parameter) -> torch.Tensor:
@@ -227,8 +227,8 @@ class Access:
     def _settle(self, what: str) -> None:
         runtime = self.runtime
         if not runtime.between_steps:
-            raise ValueError(f"{what} came in the middle of step {runtime.handoff.global_step}, while parameters and gradient sums "
-                             f"are on their way round the ring; call it after engine.step(), on every rank"
+            raise ValueError(f"{what} came in the middle of step {runtime.handoff.global_step}, while parameters and gradient "
+                             f"sums are on their way round the ring; call it after engine.step(), on every rank"
                              + ("" if runtime.binder.mode == IDLE else ", outside forward and backward"))
         runtime.flush()
 
@@ -267,4 +267,5 @@ class Access:
 def offload_stub(module: torch.nn.Module) -> types.SimpleNamespace:
     """``optimizer.parameter_offload`` for tools (TRL, DeepSpeed's ``unwrap_model_for_generation``) that take ZeRO-3's hooks off
     while they generate: there are none of these, and the cyclic engine's own know evaluation from training."""
-    return types.SimpleNamespace(module=module, forward_hooks=[], backward_hooks=[], _register_deepspeed_module=lambda module: None)
+    return types.SimpleNamespace(module=module, forward_hooks=[], backward_hooks=[],
+                                 _register_deepspeed_module=lambda module: None)

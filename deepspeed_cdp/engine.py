@@ -21,6 +21,7 @@ from deepspeed.utils import log_dist
 from . import __version__, checkpoint
 from .access import Access, offload_stub
 from .errors import HandoffError
+from .initial import Initial
 from .plan import Plan
 from .runtime import Runtime, Settings
 from .transport import connect
@@ -37,26 +38,28 @@ class CyclicEngine(DeepSpeedEngine):
     _transport: Transport | None = None
     _runtime: Runtime | None = None
     _access: Access | None = None
+    _initial: Initial | None = None
     _failed = False
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         config = self._config.cyclic_config
         self._config.timers_config.synchronized = False  # a device synchronize per step would hold up the ring's hand-offs
-        if any(hasattr(p, "ds_id") for p in model.parameters()):
-            raise ValueError("model holds parameters partitioned by deepspeed.zero.Init, which is not supported in this version; "
-                             "build the model outside zero.Init")
+        if any(isinstance(getattr(p, "_z3_optimizer", None), Access) for p in model.parameters()):
+            raise ValueError("model belongs to another cyclic engine; call that engine's destroy() first, or build another model")
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
         try:
             self._agree(model)
+            self._initial = Initial(model, config.weights, self.device)
         except BaseException:
             self._transport.close(False)
             raise
         super()._configure_distributed_model(model)
+        self._initial.settle()
 
     def _agree(self, model: torch.nn.Module) -> None:
         """Collective: all ranks have the same settings and the same model, or all end with a sentence about what differs."""
-        shapes = [(n, str(p.dtype), *p.shape) for n, p in model.named_parameters()]
+        shapes = [(n, str(p.dtype), *getattr(p, "ds_shape", p.shape)) for n, p in model.named_parameters()]
         config = self._config.cyclic_config.model_dump()
         mine = {
             "deepspeed_cdp version": __version__, "torch version": torch.__version__,
@@ -84,7 +87,9 @@ class CyclicEngine(DeepSpeedEngine):
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None)
         try:
-            self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device)
+            self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device,
+                                    self._initial if self._initial.elsewhere else None)
+            self._initial = None
         except BaseException:
             self._transport.close(False)  # else what it has posted is freed while the interpreter ends, and torch aborts
             raise

@@ -49,7 +49,7 @@ class Binder:
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
-        self._empty = {p: _placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
+        self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_sum = self.unbind, self._add_early
         self.on_idle_use: Callable[[str], None] = lambda how: None
@@ -308,13 +308,14 @@ def refuse_use(modules: Sequence[torch.nn.Module], empty: Mapping[torch.nn.Param
     """Hooks for a module whose engine is gone: what would give nan in silence raises, as long as a placeholder is there."""
     def refuse(module: torch.nn.Module, *_: Any) -> None:
         if any(_is_placeholder(p, empty) for p in module.parameters(recurse=False)):
-            raise ValueError(f"a {type(module).__name__} was used after engine.destroy(), which leaves nothing in its parameters; "
-                             "take engine.module_state_dict() before, and load it into a new model")
+            raise ValueError(f"a {type(module).__name__} was used after engine.destroy(), which leaves nothing in its "
+                             "parameters; take engine.module_state_dict() before, and load it into a new model")
     for m in modules:
         m.register_forward_pre_hook(refuse, prepend=True)
         m.register_state_dict_pre_hook(refuse)
 
 
-def _placeholder(p: torch.nn.Parameter) -> torch.Tensor:
+def placeholder(p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch.Tensor:
+    """What a parameter's data is while its values are elsewhere: right shape and dtype, one element, nan."""
     value = float("nan") if p.dtype.is_floating_point or p.dtype.is_complex else 0
-    return torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape)
+    return torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape if shape is None else shape)

@@ -27,7 +27,7 @@ class StageOwner:
         """
         Args:
             layouts: by unit index, HELD included.
-            values: initial values of (at least) the owned stage's parameters, by name.
+            values: initial values of (at least) the owned stage's parameters, by name; each is asked for once.
             optimizer: its groups' parameters are replaced by the owned stage's masters, in place.
             names: of the module's parameters that the groups hold now.
             clip: ``gradient_clipping``; 0 for none.

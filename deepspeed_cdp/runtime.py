@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ from .plan import HELD, Plan
 from .schedule import Schedule, threshold
 from .transport.base import Transport
 from .units import Layout, lay_out, plan_unit
+
+if TYPE_CHECKING:
+    from .initial import Initial
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,10 @@ class Runtime:
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, transport: Transport,
-                 device: torch.device):
+                 device: torch.device, initial: "Initial | None" = None):
         """
         Args:
-            module: with the same full parameters on every rank; they become placeholders.
+            module: with the same full parameters on every rank, or ``initial`` knows where they are; they become placeholders.
             optimizer: over (some of) them; it steps this rank's masters from now on.
             transport: connects the ring.
         Raises:
@@ -76,7 +79,8 @@ class Runtime:
         self.plan, layouts = make_plan(module, trained, settings, transport.size)
         self.handoff = Handoff(self.plan, transport.rank, transport, device)
         with torch.no_grad():
-            self.owner = StageOwner(self.handoff, layouts, dict(module.named_parameters()), optimizer, names, settings.clip)
+            values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
+            self.owner = StageOwner(self.handoff, layouts, values, optimizer, names, settings.clip)
         self.handoff.owner = self.owner
         self.binder = Binder(module, self.handoff, layouts, self.lent)
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
@@ -215,8 +219,8 @@ class Runtime:
             ValueError: inside GatheredParameters.
         """
         if self.lent:
-            raise ValueError(f"a training forward (or loading) of step {self.handoff.global_step} came inside GatheredParameters; "
-                             "leave the context first")
+            raise ValueError(f"a training forward (or loading) of step {self.handoff.global_step} came inside "
+                             "GatheredParameters; leave the context first")
         if self._whole is not None:
             self.binder.release_all()
             self.binder.forget_views()

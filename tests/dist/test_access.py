@@ -50,7 +50,8 @@ def reads(rank: int, world: int, jobs: list[Job]) -> None:
             if n in owner.masters:
                 assert torch.equal(full, owner.masters[n])  # exact, not through the parameters' dtype
             if p.requires_grad:
-                moment, part = (f(p, "exp_avg") for f in (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state))
+                moment, part = (f(p, "exp_avg") 
+                                for f in (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state))
                 assert moment.shape == p.shape and moment.abs().sum() > 0
                 if n in owner.masters:
                     assert torch.equal(moment, owner.optimizer.state[owner.masters[n]]["exp_avg"]) and torch.equal(part, moment)
@@ -59,7 +60,8 @@ def reads(rank: int, world: int, jobs: list[Job]) -> None:
                 assert utils.safe_get_full_optimizer_state(p, "step") == 2
             else:
                 assert "is frozen" in told(lambda p=p: utils.safe_get_full_optimizer_state(p, "exp_avg"))
-        assert "there is 'exp_avg', 'exp_avg_sq', 'step'" in told(lambda: utils.safe_get_full_optimizer_state(one, "momentum"))
+        assert "there is 'exp_avg', 'exp_avg_sq', 'step'" in told(
+            lambda one=one: utils.safe_get_full_optimizer_state(one, "momentum"))
         state = whole(engine)
         same(got, {n: state[n] for n in got})
         same(inside, state)
@@ -139,7 +141,8 @@ def refusals(rank: int, world: int, job: Job) -> dict[str, str]:
     train(engine, job, rank, 0, 1)
     p = next(engine.module.parameters())
     texts = {"early": told(lambda: engine.module.blocks[0].state_dict()),  # a part of the module: once silently nan
-             "deepcopy": told(lambda: copy.deepcopy(engine.module)), "deepcopy part": told(lambda: copy.deepcopy(engine.module.blocks)),
+             "deepcopy": told(lambda: copy.deepcopy(engine.module)),
+             "deepcopy part": told(lambda: copy.deepcopy(engine.module.blocks)),
              "load part": told(lambda: engine.module.blocks[0].load_state_dict({}, strict=False))}
     gradients: list[torch.Tensor] = []
     handle = p.register_hook(lambda grad: gradients.append(grad.clone()))  # what the refusal below recommends
@@ -172,7 +175,8 @@ def test_what_cannot_be_given_is_refused_in_a_sentence(pool):
     wanted = {
         "early": "use engine.module_state_dict() on every rank", "deepcopy": "copy it before deepspeed.initialize()",
         "deepcopy part": "copy it before deepspeed.initialize()", "load part": "would not reach the masters",
-        "after forward": "in the middle of step 1, while parameters and gradient sums", "after backward": "call it after engine.step()",
+        "after forward": "in the middle of step 1, while parameters and gradient sums",
+        "after backward": "call it after engine.step()",
         **{name: f"{name} asked for the gradient of 'blocks.0.0.weight'" for name in
            ("safe_get_full_grad", "safe_get_local_grad", "safe_set_full_grad", "safe_set_local_grad")},
         "vectorized": "engine.get_global_grad_norm()", "shape": "got a value of shape (3,), the parameter has (8, 8)",
