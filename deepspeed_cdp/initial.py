@@ -160,9 +160,10 @@ def read(path: str, key: str) -> torch.Tensor:
 
 def _empty(p: torch.nn.Parameter, device: torch.device) -> None:
     """A parameter of the meta device becomes one of ``device`` without elements, and remains the same object."""
-    shape, kept = p.shape, dict(p.__dict__)
-    torch.utils.swap_tensors(p, torch.nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), p.requires_grad))
-    p.__dict__.update(kept)
+    shape = p.shape
+    # p.data = ... refuses another kind of device, and torch.utils.swap_tensors refuses weak references, which DeepSpeed has made;
+    # they stay right here, since the Python object remains
+    torch._C._swap_tensor_impl(p, torch.nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), p.requires_grad))
     p.ds_shape, p.ds_status = shape, ZeroParamStatus.NOT_AVAILABLE  # as zero.Init says it: DeepSpeed leaves it alone
 
 
@@ -197,7 +198,7 @@ def _fill_buffers(module: torch.nn.Module, keys: dict[str, str]) -> None:
         path = full.rpartition(".")[0]
         seen = []
         for fill in (0, 1):
-            m._buffers[name] = torch.full(*shape[:1], fill, dtype=shape[1])
+            m._buffers[name] = torch.full(shape[0], fill, dtype=shape[1], device="cpu")
             _initialise(modules, path, m)
             seen.append(m._buffers[name])
         if not torch.equal(*seen):
