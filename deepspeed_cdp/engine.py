@@ -40,6 +40,7 @@ class CyclicEngine(DeepSpeedEngine):
     _access: Access | None = None
     _initial: Initial | None = None
     _failed = False
+    _evaluating = False  # between eval() and train()
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
@@ -137,8 +138,25 @@ class CyclicEngine(DeepSpeedEngine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only; here every micro-batch does, and ``step()`` says when the step is over."""
-        yield
+        """Accumulate only, as every micro-batch here does; ``step()`` inside is an error, as DeepSpeed has it."""
+        self.inside_no_sync_ctxt, before = True, self.inside_no_sync_ctxt
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = before
+
+    def eval(self) -> Any:
+        """As DeepSpeed's; the evaluation that begins is collective, even for a rank that runs no batch of it (see ``train``)."""
+        self._evaluating = True
+        return super().eval()
+
+    def train(self, mode: bool = True) -> Any:
+        """As DeepSpeed's; a rank that ran nothing since ``eval()`` takes part here in what the others' first forward did."""
+        if mode and self._evaluating and self._runtime is not None and self._runtime.between_steps and not self._failed:
+            with self._noting_failure():
+                self._runtime.gather()
+        self._evaluating = not mode
+        return super().train(mode)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's, but it cannot raise the number of micro-batches per step: the timetable is made for it."""

@@ -207,6 +207,9 @@ class CyclicOptimizer(ZeROOptimizer):
         self.optimizer._opt_called = True  # for torch's schedulers, which warn when step() has not been called before them
         self._on_step()
 
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Nothing to do: with ``managed_gradient_accumulation: false`` DeepSpeed asks before each step."""
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients travel on, none stays."""
 
