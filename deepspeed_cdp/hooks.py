@@ -62,6 +62,7 @@ class Binder:
         if handoff.schedule.rounds > 1:
             self._handles.append(module.register_forward_hook(self._root_post))
         modules = dict(module.named_modules())
+        self._links = _links(module)
         held = {id(p) for p, _ in self.slots.get(HELD, ())}
         self._handles += [m.register_forward_pre_hook(self._root_pre, prepend=True) for m in modules.values()
                           if m is not module and any(id(p) in held for p in m.parameters(recurse=False))]
@@ -172,8 +173,9 @@ class Binder:
         """Around the module's forward in training.
 
         Raises:
-            ValueError: the forward before has had no backward.
+            ValueError: the forward before has had no backward, or a parameter has been replaced.
         """
+        self._check_links()
         if self.mode == FAILED:
             raise ValueError(f"a forward of step {self.handoff.global_step} ended in an exception, and its neighbours wait for "
                              "the rest of it; start again from the last checkpoint instead of catching the exception")
@@ -194,6 +196,15 @@ class Binder:
             raise
         self.handoff.end_forward()
         self.mode = BACKWARD
+
+    def _check_links(self) -> None:
+        if all(there.get(name) is x for there, name, x in self._links):
+            return
+        for name, p in self._root.named_parameters():
+            if p not in self._empty:
+                raise ValueError(f"parameter {name!r} was put into the model after deepspeed.initialize(), so it would not be "
+                                 "trained; do that (resize_token_embeddings(), say) before")
+        self._links = _links(self._root)  # only rearranged
 
     def end_backward(self) -> None:
         """The micro-batch's gradients are complete: send them on their way.
@@ -298,6 +309,11 @@ class Binder:
             typed = flat[x.offset:x.offset + (flat.numel() - x.offset) // size * size].view(x.dtype)
             view = self._rebuilt[key] = torch.as_strided(typed, x.shape, x.stride)
         return view
+
+
+def _links(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where every module and parameter hangs."""
+    return [(there, name, x) for m in module.modules() for there in (m._modules, m._parameters) for name, x in there.items()]
 
 
 def _is_placeholder(p: torch.nn.Parameter, empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> bool:
