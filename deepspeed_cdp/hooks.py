@@ -5,7 +5,7 @@ arrives every node of the units after it has run, and their gradients are comple
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from .plan import HELD
 from .units import Layout, Slot
 
 IDLE, FORWARD, BACKWARD, FAILED = "idle", "forward", "backward", "failed"
+_innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
 
 
 class Saved(NamedTuple):
@@ -49,6 +50,7 @@ class Binder:
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
+        self._saving, self._is_saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), False
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_sum = self.unbind, self._add_early
@@ -189,11 +191,13 @@ class Binder:
         self.mode, self._latest = FORWARD, None
         self.visited.clear()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with nullcontext() if _innermost else self._saving:
                 yield
         except BaseException:
             self.mode = FAILED
             raise
+        finally:
+            self._end_saving()
         self.handoff.end_forward()
         self.mode = BACKWARD
 
@@ -236,10 +240,23 @@ class Binder:
         self._bind_sums(i)
         self._latest = i
 
+    def _gradient_came(self, i: int) -> None:
+        if self.mode == IDLE:  # a second backward over a graph that was retained
+            raise self._no_forward()
+        self._enter_backward(i)
+
+    def _end_saving(self) -> None:
+        if self._is_saving:
+            self._saving.__exit__(None, None, None)
+            self._is_saving = False
+
+    # torch.compile of a module compiles its hooks too; these are not to be traced
+    @torch.compiler.disable
     def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
         if self.mode == IDLE:
             self.on_idle_use("was called")
 
+    @torch.compiler.disable
     def _root_post(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Give every output a tensor of its own. For ``loss.backward()`` DeepSpeed divides by the accumulation steps in a hook on
         each output; a loss computed from another output (as in Hugging Face models) would be divided twice. So does ZeRO-3.
@@ -251,11 +268,17 @@ class Binder:
         return tree_unflatten(own, spec)
 
     def _pre(self, i: int):
+        kept = self.handoff.plan.kept(i)
+
+        @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any) -> None:
             if self.mode == FORWARD:
                 self.handoff.acquire(i, False)
                 self.bind(i, self.handoff.params[i])
                 self.visited.add(i)
+                if not kept and _innermost and _innermost(True) is None:  # else a checkpoint is to save nothing
+                    self._saving.__enter__()
+                    self._is_saving = True
             elif self.mode == IDLE:
                 self.on_idle_use("was called")
             else:
@@ -263,11 +286,13 @@ class Binder:
         return hook
 
     def _post(self, i: int):
+        @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == IDLE:
                 return None
             output = self._watch(i, (args, kwargs), output)
             if self.mode == FORWARD:
+                self._end_saving()
                 self.handoff.release(i, False)
             return output
         return hook
@@ -276,19 +301,18 @@ class Binder:
         """Have the gradients of the unit's outputs begin its backward; copy outputs that lie in its buffer."""
         flat = self._bound[i]
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
-        leaves, spec = tree_flatten(output)
-        inputs = {id(x) for x in tree_flatten(args)[0]}
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
         copied = False
         for at, x in enumerate(leaves):
-            if isinstance(x, torch.Tensor) and id(x) not in inputs:
+            if isinstance(x, torch.Tensor) and not _holds(args, x):
                 if low <= x.data_ptr() < high:
                     leaves[at] = x = x.clone()
                     copied = True
                 if x.requires_grad:
-                    x.register_hook(lambda grad: self._enter_backward(i))
-        return tree_unflatten(leaves, spec) if copied else output
+                    x.register_hook(lambda grad: self._gradient_came(i))
+        return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
-    # ---- tensors that autograd saves ------------------------------------------------------------------------------------
+    # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
     def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved:
         pointer = x.data_ptr()
         if self._low <= pointer < self._high:
@@ -309,6 +333,19 @@ class Binder:
             typed = flat[x.offset:x.offset + (flat.numel() - x.offset) // size * size].view(x.dtype)
             view = self._rebuilt[key] = torch.as_strided(typed, x.shape, x.stride)
         return view
+
+
+def _holds(tree: Any, x: torch.Tensor) -> bool:
+    """Whether ``x`` itself is in these arguments; much faster than flattening them where they are simple."""
+    if tree is x:
+        return True
+    if isinstance(tree, (tuple, list)):
+        return any(_holds(t, x) for t in tree)
+    if type(tree) is dict:
+        return any(_holds(t, x) for t in tree.values())
+    if tree is None or isinstance(tree, (torch.Tensor, bool, int, float, str)):
+        return False
+    return any(leaf is x for leaf in tree_flatten(tree)[0])
 
 
 def _links(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:

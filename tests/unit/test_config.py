@@ -95,8 +95,8 @@ def test_a_block_that_does_not_say_enabled_is_not_silently_off(block):
     assert "cyclic.enabled is missing" in error_of(parse_cyclic, {"cyclic": block})
 
 
-@pytest.mark.parametrize("block", [{"transport": "nccl"}, {"keep_after_forward": True},
-                                   {"placement": "pyramid"}, {"placement": "pipeline"}, {"placement": "single"}])
+@pytest.mark.parametrize("block", [{"keep_after_forward": True}, {"placement": "pyramid"}, {"placement": "pipeline"},
+                                   {"placement": "single"}])
 def test_later_features_are_refused_when_enabled_only(block):
     (key, _), = block.items()
     text = error_of(parse, **block)
