@@ -79,7 +79,7 @@ class CyclicConfig(DeepSpeedConfigModel):
 
     keep_after_forward: StrictBool = False
     """Keep the forward's parameters of every stage but the first for the backward, not only the last two stages': less traffic,
-    more memory on rings of more than four."""
+    more memory on rings of four and more."""
 
     placement: Literal["auto", "pyramid", "pipeline", "single"] = "auto"
     """Where the stages of a PipelineModule run."""

@@ -29,6 +29,13 @@ class Saved(NamedTuple):
     dtype: torch.dtype
 
 
+class Elsewhere(NamedTuple):
+    """What a user's own saved-tensor hooks, pushed outside of the unit, made of a tensor that is not in its buffer."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
 class Binder:
     """Points a module's parameters at the buffers, as its units come and go.
 
@@ -51,6 +58,7 @@ class Binder:
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
         self._saving, self._is_saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), False
+        self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_sum = self.unbind, self._add_early
@@ -245,6 +253,12 @@ class Binder:
             raise self._no_forward()
         self._enter_backward(i)
 
+    def _begin_saving(self) -> None:
+        self._outer = _innermost(True)
+        if not self._outer or "checkpoint" not in (getattr(self._outer[0], "__module__", "") or ""):  # which is to save nothing
+            self._saving.__enter__()
+            self._is_saving = True
+
     def _end_saving(self) -> None:
         if self._is_saving:
             self._saving.__exit__(None, None, None)
@@ -276,9 +290,8 @@ class Binder:
                 self.handoff.acquire(i, False)
                 self.bind(i, self.handoff.params[i])
                 self.visited.add(i)
-                if not kept and _innermost and _innermost(True) is None:  # else a checkpoint is to save nothing
-                    self._saving.__enter__()
-                    self._is_saving = True
+                if not kept and not self._is_saving and _innermost:
+                    self._begin_saving()
             elif self.mode == IDLE:
                 self.on_idle_use("was called")
             else:
@@ -313,13 +326,15 @@ class Binder:
         return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
-    def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved:
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved | Elsewhere:
         pointer = x.data_ptr()
         if self._low <= pointer < self._high:
             return Saved(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)
-        return x
+        return Elsewhere(self._outer[0](x), self._outer[1]) if self._outer else x
 
-    def _unpack(self, x: torch.Tensor | Saved) -> torch.Tensor:
+    def _unpack(self, x: torch.Tensor | Saved | Elsewhere) -> torch.Tensor:
+        if type(x) is Elsewhere:
+            return x.unpack(x.packed)
         if type(x) is not Saved:
             return x
         self._enter_backward(x.unit)

@@ -52,7 +52,7 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
 def _improved(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
     best = _first_fit(lifetimes, period, order)
     offsets, tried = best[0], list(order)
-    for _ in range(TRIES if len(tried) <= FEW else 0):
+    for _ in range(TRIES if 0 < len(tried) <= FEW else 0):
         top = max(tried, key=lambda i: offsets[i] + aligned(lifetimes[i].nbytes))
         if tried[0] == top:
             break

@@ -112,7 +112,7 @@ class Plan:
         units: in execution order.
         held: parameters kept through the whole round, as one more unit of stage 0, or None.
         keep_after_forward: keep the parameters of every stage but the first from the forward to the backward; else only those
-            of the last two, which costs no memory.
+            of the last two, with which no more bytes are in use at once (but what is laid out has a few more gaps).
     """
 
     schedule: Schedule
