@@ -23,6 +23,7 @@ from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import PULLED, Edge, Ticket, Transport, Where
 
 _NAMED, _BEGUN, _DONE, _FAILED = range(4)
+_REMEMBERED = 256  # messages; the two sides of an edge are never as far apart
 
 
 class Message:
@@ -65,13 +66,15 @@ class Message:
 class Line:
     """This rank's side of one edge, since the last reset."""
 
-    __slots__ = ("stream", "peer", "incoming", "named", "begun", "met", "waiting", "open")
+    __slots__ = ("stream", "peer", "incoming", "named", "begun", "met", "waiting", "open", "sizes")
 
     def __init__(self, stream: str, peer: int, incoming: bool):
         self.stream, self.peer, self.incoming = stream, peer, incoming
         self.named = self.begun = self.met = 0  # messages named; begun; allowed to begin by `meet`
         self.waiting: deque[Message] = deque()  # named, not begun
         self.open: deque[Message] = deque()  # begun, not known to be done
+        # of the latest messages named: NCCL may be done with a send that the peer has not begun to receive
+        self.sizes: deque[int] = deque(maxlen=_REMEMBERED)
 
     def edge(self, rank: int) -> Edge:
         """(stream, source, destination), if this is ``rank``'s side."""
@@ -159,6 +162,7 @@ class RendezvousTransport(Transport):
     def _name(self, line: Line, tensor: torch.Tensor, after: tuple[Ticket, ...], point: Any, where: Where) -> Message:
         message = Message(self, line, line.named, tensor, after, point, where)
         line.named += 1
+        line.sizes.append(tensor.numel())
         line.waiting.append(message)
         if not self._deferred or line.initiates:
             line.met = line.named
@@ -197,7 +201,7 @@ class RendezvousTransport(Transport):
         # A message that only one side has begun cannot be called back: the other side plays its part with scratch memory.
         self.collectives += 1
         mine = [[line.stream, line.peer, line.incoming, line.named, line.begun,
-                 [m.tensor.numel() for m in (*line.open, *line.waiting)]] for line in self._lines.values()]
+                 list(line.sizes)] for line in self._lines.values()]
         everyone = self._meeting.exchange(mine, where)
         sides = {(rank, *side[:3]): side[3:] for rank, there in enumerate(everyone) for side in there}
         for stream, src, dst in sorted({(stream, peer, rank) if incoming else (stream, rank, peer)
@@ -222,7 +226,7 @@ class RendezvousTransport(Transport):
         sent, received = sides.get((src, stream, dst, False), nothing), sides.get((dst, stream, src, True), nothing)
         goal = max(min(sent[0], received[0]), sent[1], received[1])
         line = self._line(stream, src if self.rank == dst else dst, self.rank == dst)
-        sizes = sent if line.incoming else received  # of those that the other side holds; they end with its last
+        sizes = sent if line.incoming else received  # of the latest that the other side has named
         while line.begun < goal:
             if not line.waiting:
                 nbytes = sizes[2][line.begun - sizes[0]]
