@@ -287,10 +287,8 @@ def _apply(engine: "CyclicEngine", runtime: "Runtime", found: dict[str, Any], op
                 elif key != "params":
                     group[key] = value
         for name, state in found["state"].items():
-            master = owner.masters[name]
             if state:
-                owner.optimizer.state[master] = {k: v.to(master.device) if isinstance(v, torch.Tensor) and v.dim() else v
-                                                 for k, v in state.items()}
+                owner.put_state(name, state)
         if found["scalars"] is not None:
             runtime.handoff.scalars.vector.copy_(found["scalars"])
     scheduler = found["client"]["lr_scheduler"]

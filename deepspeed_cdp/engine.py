@@ -87,7 +87,7 @@ class CyclicEngine(DeepSpeedEngine):
         _, sum_dtype = self.get_data_types()
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
-                            config.keep_after_forward)
+                            config.keep_after_forward, **self._offloading())
         try:
             self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device,
                                     self._initial if self._initial.elsewhere else None)
@@ -103,6 +103,10 @@ class CyclicEngine(DeepSpeedEngine):
             log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0])
         _close_at_exit(self)
         return self._runtime.optimizer
+
+    def _offloading(self) -> dict[str, bool]:
+        offload = self.zero_offload_optimizer()
+        return {"offload": self.zero_cpu_offload(), "pin": offload is not None and offload.pin_memory}
 
     def zero_optimization_partition_weights(self) -> bool:
         """False: parameters are handed off whole, ZeRO-3's hooks, gathers and shard files do not apply."""

@@ -14,6 +14,7 @@ import torch
 from . import discover
 from .handoff import Handoff
 from .hooks import BACKWARD, IDLE, Binder
+from .offload import OffloadedOwner
 from .optimizer import CyclicOptimizer, StageOwner
 from .plan import HELD, Plan
 from .schedule import Schedule, threshold
@@ -31,6 +32,7 @@ class Settings:
     Attributes:
         rule, partition_method, units, keep_after_forward: of the ``cyclic`` block.
         rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
+        offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
     """
 
     rule: str | int = "cdp-v2"
@@ -40,6 +42,8 @@ class Settings:
     clip: float = 0.0
     sum_dtype: torch.dtype | None = None
     keep_after_forward: bool = False
+    offload: bool = False
+    pin: bool = True
 
 
 class _Seen(NamedTuple):
@@ -81,7 +85,8 @@ class Runtime:
         self.handoff = Handoff(self.plan, transport.rank, transport, device)
         with torch.no_grad():
             values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
-            self.owner = StageOwner(self.handoff, layouts, values, optimizer, names, settings.clip)
+            given = self.handoff, layouts, values, optimizer, names, settings.clip
+            self.owner = OffloadedOwner(*given, pin=settings.pin) if settings.offload else StageOwner(*given)
         self.handoff.owner = self.owner
         self.binder = Binder(module, self.handoff, layouts, self.lent)
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
