@@ -71,8 +71,8 @@ def writes(rank: int, world: int, job: Job) -> None:
     train(engine, job, rank, 0, 2)
     name, p = next(iter(engine.module.named_parameters()))
     utils.safe_set_full_fp32_param(p, torch.full(p.ds_shape, 0.25))
-    utils.safe_set_full_optimizer_state(p, torch.full(p.ds_shape, 0.5), "exp_avg")
-    assert torch.equal(utils.safe_get_full_optimizer_state(p, "exp_avg"), torch.full(p.ds_shape, 0.5))
+    utils.safe_set_full_optimizer_state(p, torch.zeros(p.ds_shape), "exp_avg")
+    assert torch.equal(utils.safe_get_full_optimizer_state(p, "exp_avg"), torch.zeros(p.ds_shape))
     assert torch.equal(whole(engine)[name], torch.full(p.ds_shape, 0.25, dtype=p.dtype))
     with GatheredParameters([p], modifier_rank=0):
         if rank == 0:
