@@ -96,8 +96,9 @@ def main(argv: list[str] | None = None) -> int:
             if repeat >= 2:  # state is made in the first
                 times[way].append(took)
     count = args.layers * args.width ** 2
+    memory = "" if args.cpu else ", pageable memory" if args.pageable else ", pinned memory"
     print(f"{torch.cuda.get_device_name() if not args.cpu else 'CPU'}, {args.threads} thread(s), {count / 1e6:.1f} million "
-          f"{args.dtype} parameters, gradient_clipping {args.clip:g}, {'pageable' if args.pageable else 'pinned'} memory; python "
+          f"{args.dtype} parameters, gradient_clipping {args.clip:g}{memory}; python "
           f"{platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}\n")
     print("| optimizer | masters | ms per update: median (lowest to highest; number) | CPU ms: the same |")
     print("|---|---|---|---|")

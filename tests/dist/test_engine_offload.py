@@ -108,7 +108,7 @@ def chosen(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
 
 
 def test_adam_in_the_config_is_deepspeeds_for_cpus(pool, tmp_path):
-    job = offloaded(Job("mlp", "cdp-v2", 1, clip=0.3, config={"optimizer": ADAMW}), pin_memory=True)
+    job = offloaded(Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,), config={"optimizer": ADAMW}), pin_memory=True)
     results = pool.run(2, chosen, job, str(tmp_path), timeout=240)
     want = oracle(job, results[0]["stages"], 2)
     for result in results:
