@@ -92,7 +92,8 @@ class StageOwner:
         """Give the optimizer a saved state of a parameter, perhaps saved by an optimizer of another device or make."""
         master = self.masters[name]
         home = master.device
-        state = {k: v.to(home) if isinstance(v, torch.Tensor) and (v.dim() or home.type == "cpu") else v for k, v in state.items()}
+        state = {k: v.to(home) if isinstance(v, torch.Tensor) and (v.dim() or home.type == "cpu") else v
+                 for k, v in state.items()}
         make, step = type(self.optimizer).__module__, state.get("step")
         if make.startswith("deepspeed.") and isinstance(step, torch.Tensor):  # which counts in a number
             state["step"] = int(step)
