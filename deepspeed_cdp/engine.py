@@ -87,7 +87,7 @@ class CyclicEngine(DeepSpeedEngine):
         _, sum_dtype = self.get_data_types()
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
-                            config.keep_after_forward)
+                            config.keep_after_forward, int(config.min_unit_mb * 2 ** 20))
         try:
             self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device,
                                     self._initial if self._initial.elsewhere else None)

@@ -42,7 +42,7 @@ class Binder:
     Attributes:
         mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED for good
             once a forward has raised.
-        visited: units used in this forward.
+        visited, called: units used in this forward, and their modules.
         on_idle_use: called when the module is used outside the engine's own calls.
     """
 
@@ -53,6 +53,8 @@ class Binder:
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
             i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()}
         self.visited: set[int] = set()
+        self.called: set[str] = set()
+        self._inside: int | None = None  # the unit whose modules are being called
         self._bound: dict[int, torch.Tensor] = {}
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
@@ -78,10 +80,11 @@ class Binder:
                           if m is not module and any(id(p) in held for p in m.parameters(recurse=False))]
         for i in layouts:
             if i != HELD:
-                unit = modules[handoff.plan.unit(i).name]
-                # first of all hooks: others, such as those of torch.nn.utils.weight_norm, read the parameters
-                self._handles += [unit.register_forward_pre_hook(self._pre(i), prepend=True),
-                                  unit.register_forward_hook(self._post(i), with_kwargs=True)]
+                paths = handoff.plan.unit(i).modules
+                for path in paths:
+                    # first of all hooks: others, such as those of torch.nn.utils.weight_norm, read the parameters
+                    self._handles += [modules[path].register_forward_pre_hook(self._pre(i, path), prepend=True),
+                                      modules[path].register_forward_hook(self._post(i, path == paths[-1]), with_kwargs=True)]
                 for p, s in self.slots[i]:
                     if s.sum_offset >= 0 and s.sum_dtype != p.dtype:
                         self._handles.append(p.register_post_accumulate_grad_hook(self._accumulate(i, s)))
@@ -198,6 +201,8 @@ class Binder:
             self.bind(HELD, self.handoff.params[HELD])
         self.mode, self._latest = FORWARD, None
         self.visited.clear()
+        self.called.clear()
+        self._inside = None
         try:
             with nullcontext() if _innermost else self._saving:
                 yield
@@ -281,15 +286,18 @@ class Binder:
         own = [x.view_as(x) if isinstance(x, torch.Tensor) and x.grad_fn is not None else x for x in leaves]
         return tree_unflatten(own, spec)
 
-    def _pre(self, i: int):
+    def _pre(self, i: int, path: str):
         kept = self.handoff.plan.kept(i)
 
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any) -> None:
             if self.mode == FORWARD:
-                self.handoff.acquire(i, False)
-                self.bind(i, self.handoff.params[i])
-                self.visited.add(i)
+                if self._inside != i or path in self.called:
+                    self.handoff.acquire(i, False)
+                    self.bind(i, self.handoff.params[i])
+                    self.visited.add(i)
+                    self._inside = i
+                self.called.add(path)
                 if not kept and not self._is_saving and _innermost:
                     self._begin_saving()
             elif self.mode == IDLE:
@@ -298,7 +306,7 @@ class Binder:
                 self._enter_backward(i)  # activation checkpointing runs the forward again
         return hook
 
-    def _post(self, i: int):
+    def _post(self, i: int, last: bool):
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == IDLE:
@@ -306,7 +314,9 @@ class Binder:
             output = self._watch(i, (args, kwargs), output)
             if self.mode == FORWARD:
                 self._end_saving()
-                self.handoff.release(i, False)
+                if last:
+                    self.handoff.release(i, False)
+                    self._inside = None
             return output
         return hook
 
