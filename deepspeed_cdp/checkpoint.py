@@ -219,15 +219,15 @@ def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bo
     if strict and missing:
         raise CheckpointError(f"{folder} has no parameter {min(missing)!r} ({len(missing)} missing); {fix}")
     if unexpected:
-        raise CheckpointError(f"{folder} has {min(unexpected)!r}, which the model lacks ({len(unexpected)} such parameters); {fix}")
+        raise CheckpointError(f"{folder} has {min(unexpected)!r}, which the model lacks ({len(unexpected)} such); {fix}")
     own = {n: owner.masters.get(n, owner.frozen.get(n)) for n in (*owner.masters, *owner.frozen) if homes[n] is not None}
     kinds = {**stored.trained, **stored.frozen}
     for name, mine in own.items():
         _fits(folder, f"parameter {name!r}", kinds[homes[name]], mine)
     buffers = saved_buffers(runtime.module)
     if strict and (different := buffers.keys() ^ stored.buffers.keys()):
-        raise CheckpointError(f"buffer {(name := min(different))!r} is only in {'the model' if name in buffers else folder}, not in "
-                              f"{folder if name in buffers else 'the model'}; {fix}")
+        where = "the model" if min(different) in buffers else folder
+        raise CheckpointError(f"buffer {min(different)!r} is only in {where}; {fix}")
     common = buffers.keys() & stored.buffers.keys()
     for name in common:
         _fits(folder, f"buffer {name!r}", stored.buffers[name], buffers[name])

@@ -20,8 +20,8 @@ _NAME = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_stat
 _MODEL_KEYS = ("module", "buffer_names", "param_shapes", "shared_params", "dp_world_size", "global_steps")
 # What DeepSpeed itself puts beside client_state's entries.
 _DEEPSPEEDS = {*_MODEL_KEYS, "optimizer", "frozen_param_shapes", "frozen_param_fragments", "lr_scheduler", "data_sampler",
-               "random_ltd", "skipped_steps", "global_samples", "mp_world_size", "ds_config", "ds_version", "checkpoint_parallel_dimensions",
-               "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers"}
+               "random_ltd", "skipped_steps", "global_samples", "mp_world_size", "ds_config", "ds_version",
+               "checkpoint_parallel_dimensions", "universal_checkpoint_info", "num_experts", "ds_autoep_layers", "autoep_layers"}
 
 
 def open_stored(folder: str) -> Stored:
@@ -191,7 +191,7 @@ class Zero3(_DeepSpeed):
     def _cut(self, name: str, flats: list[torch.Tensor]) -> torch.Tensor:
         _, offset, part = self._places[name]
         shape = self.trained[name].shape
-        return torch.cat([flat.reshape(-1)[offset:offset + part] for flat in flats])[:math.prod(shape)].view(shape)
+        return torch.cat([flat.detach().reshape(-1)[offset:offset + part] for flat in flats])[:math.prod(shape)].view(shape)
 
     def value(self, name: str) -> torch.Tensor:
         if name in self.frozen:
