@@ -128,6 +128,7 @@ def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state
     if not exclude_frozen:
         tensors |= {f"frozen/{n}": t for n, t in owner.frozen.items()}
     names = {p: n for n, p in owner.masters.items()}
+    _spread_counts(owner.optimizer)
     trees = {names[p]: {k: pack_state(v, f"state/{names[p]}/{k}", tensors) for k, v in state.items()}
              for p, state in owner.optimizer.state.items()}
     tensors["scalars"] = runtime.handoff.scalars.vector
@@ -143,6 +144,23 @@ def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state
     return {"files": files, "options": [plain_options({k: v for k, v in g.items() if k != "params"})
                                         for g in owner.optimizer.param_groups],
             "owns": [bool(g["params"]) for g in owner.optimizer.param_groups]}
+
+
+def _spread_counts(optimizer: torch.optim.Optimizer) -> None:
+    """DeepSpeed's FusedAdam counts steps in the state of a group's last parameter only; on another ring another one is last."""
+    for group in optimizer.param_groups if type(optimizer).__name__ == "FusedAdam" else ():
+        states = [optimizer.state[p] for p in group["params"] if "step" in optimizer.state.get(p, ())]
+        for state in states:
+            state["step"] = max(s["step"] for s in states)
+
+
+def _fit_counts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """torch's Adam counts in a tensor, DeepSpeed's FusedAdam and CPUAdam in an int: a checkpoint of one is taken by the other."""
+    step = state.get("step")
+    if type(optimizer).__module__.startswith("torch.optim") and "exp_avg" in state and isinstance(step, int):
+        state["step"] = torch.tensor(float(step))
+    elif type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and isinstance(step, torch.Tensor):
+        state["step"] = int(step)
 
 
 def saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -240,10 +258,8 @@ def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bo
              "state": {n: stored.state(homes[n]) for n in owner.masters if optimizer_states and homes[n] in stored.trained},
              "groups": stored.groups, "scalars": stored.scalars(runtime.plan.stages), "counters": stored.counters,
              "client_state": stored.client_state, "lr_scheduler": stored.lr_scheduler}
-    for name, state in found["state"].items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
-                raise CheckpointError(f"state {key!r} of parameter {name!r} in {folder} has no values")
+    for state in found["state"].values():
+        _fit_counts(owner.optimizer, state)
     if scheduler_states and hasattr(engine.lr_scheduler, "load_state_dict") and found["lr_scheduler"] is not None:
         _try_scheduler(engine.lr_scheduler, found["lr_scheduler"], folder)
     return found

@@ -277,6 +277,56 @@ def test_nested_optimizer_state_resumes(pool, tmp_path):
     pool.run(2, nested, str(tmp_path), timeout=120)
 
 
+class FusedAdam(torch.optim.Optimizer):
+    """Counts steps as DeepSpeed's FusedAdam does (which needs a GPU): in the state of a group's last parameter."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 1e-2, "step": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in (g for g in self.param_groups if g["params"]):
+            for p in group["params"]:
+                if not self.state[p]:
+                    self.state[p] = {"step": group["step"], "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                state = self.state[p]
+            state["step"] += 1
+            for p in group["params"]:
+                mean, square = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
+                mean.lerp_(p.grad, 0.1)
+                square.lerp_(p.grad.square(), 0.001)
+                p.sub_(1e-2 * mean / (1 - 0.9 ** state["step"]) / ((square / (1 - 0.999 ** state["step"])).sqrt() + 1e-8))
+
+
+def counts(rank: int, world: int, folder: str, saves: bool, fused: bool) -> bytes:
+    import deepspeed
+    module = models.build("mlp")
+    optimizer = FusedAdam(module.parameters()) if fused else torch.optim.Adam(module.parameters(), lr=1e-2)
+    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "gradient_clipping": 0.0,
+              "cyclic": {"enabled": True, "rule": "dp"}}
+    engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
+    if saves:
+        train(engine, MLP, rank, 0, 3)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
+        train(engine, MLP, rank, 3, 5)
+    state = pack(whole(engine))
+    engine.destroy()
+    return state
+
+
+def test_counts_of_fused_adam_reach_every_parameter(pool, tmp_path):
+    """On another ring another parameter is the last; and torch's Adam takes over."""
+    ends = []
+    for fused in (True, False):
+        pool.run(2, counts, str(tmp_path / str(fused)), True, fused, timeout=120)
+        for other in (True, False):
+            ends.append(unpack(pool.run(3, counts, str(tmp_path / str(fused)), False, other, timeout=120)[0]))
+    for end in ends[1:]:
+        same(end, ends[0], 1e-4, 1e-5)
+
+
 def test_state_that_cannot_be_saved_is_refused():
     tensors: dict[str, torch.Tensor] = {}
     value = {"a": [torch.ones(2), (1, None)], "b": {"c": 2.5, "d": torch.zeros(())}, 3: True}
