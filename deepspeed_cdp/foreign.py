@@ -38,8 +38,8 @@ def open_stored(folder: str) -> Stored:
     if any(_NAME.fullmatch(name) for name in names):
         return Zero3(folder)
     if any(name.endswith("_states.pt") for name in names):
-        raise CheckpointError(f"{folder} is a DeepSpeed checkpoint, but not of ZeRO-3; convert it with DeepSpeed's "
-                              "ds_to_universal.py, or load its weights into the model before deepspeed.initialize()")
+        raise CheckpointError(f"{folder} is a DeepSpeed checkpoint, but not of ZeRO-3; load its weights "
+                              "(DeepSpeed's zero_to_fp32 reads them) into the model before deepspeed.initialize()")
     return Cyclic(folder)
 
 
