@@ -30,6 +30,13 @@ def open_stored(folder: str) -> Stored:
     Raises:
         CheckpointError: there is none that can be read; the message names the file.
     """
+    try:
+        return _detect(folder)
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{folder} holds no checkpoint that makes sense ({type(error).__name__}: {error})") from error
+
+
+def _detect(folder: str) -> Stored:
     names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     if MANIFEST in names or not names:
         return Cyclic(folder)  # says what is missing

@@ -12,11 +12,14 @@ import numpy
 import pytest
 import torch
 from engine_work import Job, pack, same, start, train, unpack, whole
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_checkpoint import equal, snapshot
 
 from deepspeed_cdp import checkpoint
-from deepspeed_cdp.files import CheckpointError, entry, there
+from deepspeed_cdp.files import CheckpointError, entry, save_plain, save_tensors, there
+from deepspeed_cdp.foreign import open_stored
 from deepspeed_cdp.stored import MANIFEST, Cyclic, manifest_text, pack_state, unpack_state
 
 MLP = Job("mlp", "cdp-v2", 1, clip=0.3, timeout=8.0)
@@ -336,16 +339,45 @@ def test_state_that_cannot_be_saved_is_refused():
         pack_state({"a": {1}}, "state/x", tensors)
 
 
+def tiny(folder: Path) -> None:
+    """A whole checkpoint without an engine."""
+    folder.mkdir()
+    files = {"stage_000.safetensors": save_tensors(str(folder), "stage_000.safetensors", {"param/w": torch.ones(2)}, {"state": "{}"}),
+             "buffers_000.safetensors": save_tensors(str(folder), "buffers_000.safetensors", {"b": torch.ones(3)}, {}),
+             "client.pt": save_plain(str(folder), "client.pt", {"client_state": {"a": 1}, "lr_scheduler": None}, "")}
+    (folder / MANIFEST).write_text(manifest_text({"files": files, "groups": [["w"]], "options": [{}], "shared": {}, "counters": {},
+                                                  "frozen_left_out": False, "dtype": "float32", "stages": None}))
+
+
 def test_a_file_that_is_not_what_the_manifest_says(tmp_path):
-    from deepspeed_cdp.files import save_plain, save_tensors
-    files = {"stage_000.safetensors": save_tensors(str(tmp_path), "stage_000.safetensors", {"param/w": torch.ones(2)}, {}),
-             "buffers_000.safetensors": save_tensors(str(tmp_path), "buffers_000.safetensors", {}, {}),
-             "client.pt": save_plain(str(tmp_path), "client.pt", {"client_state": {}, "lr_scheduler": None}, "")}
-    save_file({"param/w": torch.ones(1, 2)}, tmp_path / "stage_000.safetensors")  # another shape, with a digest that agrees
-    files["stage_000.safetensors"].update(entry(str(tmp_path / "stage_000.safetensors")))
-    (tmp_path / MANIFEST).write_text(manifest_text({"files": files, "groups": [["w"]], "options": [{}], "shared": {}, "counters": {},
-                                                    "frozen_left_out": False, "dtype": "float32", "stages": None}))
-    with Cyclic(str(tmp_path)) as stored:
+    tiny(tmp_path / "t")
+    path = tmp_path / "t" / "stage_000.safetensors"
+    save_file({"param/w": torch.ones(1, 2)}, path, {"state": "{}"})  # another shape, with a digest that agrees
+    rewrite(path.parent, lambda m: m["files"][path.name].update(entry(str(path))))
+    with Cyclic(str(path.parent)) as stored:
         stored.verify(0, 1, ["w"])
         with pytest.raises(CheckpointError, match="does not hold the tensors that the manifest says"):
             stored.value("w")
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_any_damage_is_named(tmp_path_factory, data):
+    """Any byte changed, any file cut anywhere or taken away."""
+    folder = tmp_path_factory.mktemp("fuzz") / "t"
+    tiny(folder)
+    path = folder / data.draw(st.sampled_from(sorted(p.name for p in folder.iterdir())))
+    good = path.read_bytes()
+    at = data.draw(st.integers(0, len(good) - 1))
+    how = data.draw(st.sampled_from(["flip", "cut", "take"]))
+    if how == "take":
+        path.unlink()
+    else:
+        path.write_bytes(good[:at] + (bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1:] if how == "flip" else b""))
+    try:
+        with open_stored(str(folder)) as stored:
+            stored.verify(0, 1, ["w"])
+    except CheckpointError as error:
+        assert path.name in str(error)
+        return
+    assert path.name == MANIFEST and how == "flip" and json.loads(path.read_bytes()) == json.loads(good), "only white space"
