@@ -29,6 +29,13 @@ class Saved(NamedTuple):
     dtype: torch.dtype
 
 
+class Elsewhere(NamedTuple):
+    """What a user's own saved-tensor hooks, pushed outside of the unit, made of a tensor that is not in its buffer."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
+
+
 class Binder:
     """Points a module's parameters at the buffers, as its units come and go.
 
@@ -50,6 +57,7 @@ class Binder:
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
         self._saving, self._is_saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), False
+        self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: _placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_sum = self.unbind, self._add_early
@@ -212,15 +220,24 @@ class Binder:
             raise self._no_forward()
         self._enter_backward(i)
 
+    def _begin_saving(self) -> None:
+        self._outer = _innermost(True)
+        if not self._outer or "checkpoint" not in (getattr(self._outer[0], "__module__", "") or ""):  # which is to save nothing
+            self._saving.__enter__()
+            self._is_saving = True
+
     def _end_saving(self) -> None:
         if self._is_saving:
             self._saving.__exit__(None, None, None)
             self._is_saving = False
 
+    # torch.compile of a module compiles its hooks too; these are not to be traced
+    @torch.compiler.disable
     def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
         if self.mode == IDLE:
             self.on_idle_use("was called")
 
+    @torch.compiler.disable
     def _root_post(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Give every output a tensor of its own. For ``loss.backward()`` DeepSpeed divides by the accumulation steps in a hook on
         each output; a loss computed from another output (as in Hugging Face models) would be divided twice. So does ZeRO-3.
@@ -234,14 +251,14 @@ class Binder:
     def _pre(self, i: int):
         kept = self.handoff.plan.kept(i)
 
+        @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any) -> None:
             if self.mode == FORWARD:
                 self.handoff.acquire(i, False)
                 self.bind(i, self.handoff.params[i])
                 self.visited.add(i)
-                if not kept and _innermost and _innermost(True) is None:  # else a checkpoint is to save nothing
-                    self._saving.__enter__()
-                    self._is_saving = True
+                if not kept and not self._is_saving and _innermost:
+                    self._begin_saving()
             elif self.mode == IDLE:
                 self.on_idle_use("was called")
             else:
@@ -249,6 +266,7 @@ class Binder:
         return hook
 
     def _post(self, i: int):
+        @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == IDLE:
                 return None
@@ -263,26 +281,27 @@ class Binder:
         """Have the gradients of the unit's outputs begin its backward; copy outputs that lie in its buffer."""
         flat = self._bound[i]
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
-        leaves, spec = tree_flatten(output)
-        inputs = {id(x) for x in tree_flatten(args)[0]}
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
         copied = False
         for at, x in enumerate(leaves):
-            if isinstance(x, torch.Tensor) and id(x) not in inputs:
+            if isinstance(x, torch.Tensor) and not _holds(args, x):
                 if low <= x.data_ptr() < high:
                     leaves[at] = x = x.clone()
                     copied = True
                 if x.requires_grad:
                     x.register_hook(lambda grad: self._gradient_came(i))
-        return tree_unflatten(leaves, spec) if copied else output
+        return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
-    def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved:
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved | Elsewhere:
         pointer = x.data_ptr()
         if self._low <= pointer < self._high:
             return Saved(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)
-        return x
+        return Elsewhere(self._outer[0](x), self._outer[1]) if self._outer else x
 
-    def _unpack(self, x: torch.Tensor | Saved) -> torch.Tensor:
+    def _unpack(self, x: torch.Tensor | Saved | Elsewhere) -> torch.Tensor:
+        if type(x) is Elsewhere:
+            return x.unpack(x.packed)
         if type(x) is not Saved:
             return x
         self._enter_backward(x.unit)
@@ -296,6 +315,19 @@ class Binder:
             typed = flat[x.offset:x.offset + (flat.numel() - x.offset) // size * size].view(x.dtype)
             view = self._rebuilt[key] = torch.as_strided(typed, x.shape, x.stride)
         return view
+
+
+def _holds(tree: Any, x: torch.Tensor) -> bool:
+    """Whether ``x`` itself is in these arguments; much faster than flattening them where they are simple."""
+    if tree is x:
+        return True
+    if isinstance(tree, (tuple, list)):
+        return any(_holds(t, x) for t in tree)
+    if type(tree) is dict:
+        return any(_holds(t, x) for t in tree.values())
+    if tree is None or isinstance(tree, (torch.Tensor, bool, int, float, str)):
+        return False
+    return any(leaf is x for leaf in tree_flatten(tree)[0])
 
 
 def _placeholder(p: torch.nn.Parameter) -> torch.Tensor:

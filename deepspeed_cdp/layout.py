@@ -31,8 +31,8 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
     """Offsets such that regions in use at the same time never overlap, and the bytes needed.
 
     The best of first fit by start, end, length and size (good for uneven units), each a few times over with the region that
-    ended highest placed first; and laps of a ring (good for a sliding window: of n equal regions with L live at once it needs room
-    for ceil(n / floor(n / L)), the fewest there can be).
+    ended highest placed first; and laps of a ring (good for a sliding window: of n equal regions with L live at once it needs
+    room for ceil(n / floor(n / L)), the fewest there can be).
 
     Args:
         lifetimes: each shorter than ``period``.
@@ -52,7 +52,7 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
 def _improved(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
     best = _first_fit(lifetimes, period, order)
     offsets, tried = best[0], list(order)
-    for _ in range(TRIES if len(tried) <= FEW else 0):
+    for _ in range(TRIES if 0 < len(tried) <= FEW else 0):
         top = max(tried, key=lambda i: offsets[i] + aligned(lifetimes[i].nbytes))
         if tried[0] == top:
             break
@@ -104,7 +104,8 @@ def _laps(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int], belo
     return None
 
 
-def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] | None = None, period: int = 0) -> tuple[int, ...]:
+def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] | None = None,
+          period: int = 0) -> tuple[int, ...]:
     """For each item, the release that lets the next message of this item land: its *credit*.
 
     Items are used in index order, over and over; item i of this repetition is number i, of the one before number i - n. The gate

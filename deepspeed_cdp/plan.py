@@ -91,7 +91,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         unit = "held" if self.unit == HELD else f"unit {self.unit}"
-        incoming = self.kind in ("TAKE", "READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
+        incoming = self.kind in ("RECEIVE", "TAKE", "READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
         arrow = "" if self.peer is None else f" {'<-' if incoming else '->'} rank {self.peer}"
         where = "" if self.kind in ("NORM", "UPDATE", "TOTAL") else f" {'backward' if self.backward else 'forward'} {unit}"
         return f"{self.kind}{where}{arrow} (stream {self.stream or '-'}, round {self.round}, logical time {self.time})"
@@ -99,7 +99,8 @@ class Action(NamedTuple):
 
 # Kinds, in the order they take at equal time and phase.
 ORDER = {"DONE": 0, "PASS": 1, "SUM_HELD": 2, "PASS_HELD": 3, "DONE_HELD": 4,  # ends
-         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "TAKE": 9, "READ": 10, "RELAY": 11, "SUM": 12}  # starts
+         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "TAKE": 9, "READ": 10, "RELAY": 11, "SUM": 12,  # starts
+         "RECEIVE": 13, "SEND": 13}  # see program.with_meetings
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Plan:
         units: in execution order.
         held: parameters kept through the whole round, as one more unit of stage 0, or None.
         keep_after_forward: keep the parameters of every stage but the first from the forward to the backward; else only those
-            of the last two, which costs no memory.
+            of the last two, with which no more bytes are in use at once (but what is laid out has a few more gaps).
     """
 
     schedule: Schedule

@@ -22,6 +22,47 @@ def initial_posts(plan: Plan, rank: int) -> tuple[Post, ...]:
     return tuple(posts + builder.sum_posts(0))
 
 
+def with_meetings(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
+    """``build`` with a RECEIVE or SEND wherever another rank begins a message with this one, for transports whose two sides wait
+    for each other (transport/rendezvous.py).
+
+    Actions with messages of all ranks have one order: (step, time, phase, order of the kind, initiating rank, place in its
+    program). Each rank's program is a part of it. A message belongs to its initiator's step on both sides, so that none lies
+    across a barrier that a user puts between two steps: the other side meets it in that step, whatever its own logical time.
+    """
+    entries = [((a.time, a.phase, a.order, rank), a) for a in build(plan, rank, first)]
+    for other in range(plan.schedule.ranks):
+        if other != rank:
+            for a in build(plan, other, first):
+                entries += [((a.time, a.phase, a.order, other), a._replace(
+                    kind="SEND" if a.kind == "TAKE" else "RECEIVE", peer=other, stream=stream, posts=()))
+                    for stream, peer in _initiated(plan, other, a) if peer == rank]
+    return tuple(a for _, a in sorted(entries, key=lambda entry: entry[0]))  # stable
+
+
+def edges(plan: Plan) -> list[tuple[str, int, int]]:
+    """All (stream, source, destination) on which messages travel, the same list on every rank, in one order."""
+    found = {("S", r, (r + 1) % plan.schedule.ranks) for r in range(plan.schedule.ranks) if plan.schedule.ranks > 1}
+    for rank in range(plan.schedule.ranks):
+        for first in (True, False):
+            for a in build(plan, rank, first):
+                found |= {(stream, peer, rank) if a.kind == "TAKE" else (stream, rank, peer)
+                          for stream, peer in _initiated(plan, rank, a)}
+    return sorted(found)
+
+
+def _initiated(plan: Plan, rank: int, a: Action) -> list[tuple[str, int]]:
+    """(stream, peer) of the messages that this action of ``rank`` begins: pushes, and offers that it takes."""
+    n = plan.schedule.ranks
+    if a.kind == "NORM":
+        return [("S", (rank + 1) % n)] if n > 1 else []
+    if a.kind == "TOTAL":
+        return [("T", r) for r in range(n - 1)]
+    if a.kind in ("RELAY", "PASS", "PASS_HELD", "TAKE") and a.peer != rank:
+        return [(a.stream, a.peer)]
+    return []
+
+
 class _Builder:
     def __init__(self, plan: Plan, rank: int, step: int):
         self.plan, self.schedule, self.rank, self.step = plan, plan.schedule, rank, step

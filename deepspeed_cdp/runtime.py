@@ -142,6 +142,7 @@ class Runtime:
             raise ValueError(f"engine.flush() (also done by saving, loading and evaluating) of step {self.handoff.global_step} "
                              "came between a forward and its backward; call engine.backward(loss) first")
         self.handoff.flush()
+        self.owner.settle()
         self.restart()
 
     def restart(self) -> None:

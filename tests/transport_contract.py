@@ -22,7 +22,7 @@ from transport_endings import (
     silent_peer,
     size_mismatch,
 )
-from transport_helpers import Make, W, agree, empty, full, is_full, untouched
+from transport_helpers import Make, W, agree, empty, full, is_done, is_full, untouched
 
 from deepspeed_cdp.errors import HandoffError
 
@@ -41,7 +41,7 @@ def order_on_an_edge(make: Make) -> None:
         for ticket in reversed(tickets):
             ticket.wait(W)
             ticket.wait(W)  # idempotent
-            assert ticket.done()
+            assert is_done(ticket)
         assert all(is_full(box, k) for k, box in enumerate(boxes))
     t.close(linger=True)
 
@@ -150,12 +150,12 @@ def zero_bytes(make: Make) -> None:
     for k, size in enumerate([0, 10, 0, 0, 20]):
         if t.rank == 0:
             push = t.push("P", 1, full(k, size))
-            assert size or push.done()
+            assert size or is_done(push)
             push.wait(W)
         else:
             box = empty(size)
             post = t.post("P", 0, box)
-            assert size or post.done()
+            assert size or is_done(post)
             post.wait(W)
             assert is_full(box, k)
     if t.rank == 0:
@@ -223,12 +223,12 @@ def reset_forgets(make: Make, resets: int = 2) -> None:
         orphan_in = empty()
         orphan = t.post("Q", before, orphan_in)
         t.reset(W)
-        assert all(ticket.done() for ticket in (*taken, *given))
+        assert all(is_done(ticket) for ticket in (*taken, *given))
         assert all(is_full(box, 10 * k + n + before) for n, box in enumerate(matched))
         for ticket in (*extra, orphan):
             with pytest.raises(HandoffError, match="forgotten by a reset"):
                 ticket.wait("here")
-        assert untouched(orphan_in)
+        assert t.rendezvous or untouched(orphan_in)
         for stream in ("P", "Q"):
             for n in range(5):
                 box = empty()
@@ -236,7 +236,7 @@ def reset_forgets(make: Make, resets: int = 2) -> None:
                 post.wait(W)
                 push.wait(W)
                 assert is_full(box, 50 + n + before)
-        assert untouched(orphan_in)
+        assert t.rendezvous or untouched(orphan_in)
     t.close(linger=True)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.base import Ticket, Transport
 
 Make = Callable[..., Transport]
 W = "rank ?, a test"  # the `where` of waits that must succeed
@@ -28,3 +28,10 @@ def untouched(tensor: torch.Tensor) -> bool:
 
 def agree(transport: Transport) -> None:
     transport.gather(None, W)
+
+
+def is_done(ticket: Ticket) -> bool:
+    """After ``wait``: on a GPU that has only held the stream."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return ticket.done()
