@@ -48,7 +48,7 @@ def write_fp32(stored: Stored, out: str, max_bytes: int = SHARD, exclude_frozen:
                tick: Tick = lambda name: None) -> dict[str, Any]:
     """``model.safetensors``, or several and ``model.safetensors.index.json`` if they would be larger than ``max_bytes``.
 
-    Tied names are written each, so that a strict ``load_state_dict`` takes the files. At most one file's tensors are in memory.
+    Tied names are written each, so that a strict ``load_state_dict`` takes the files. One file's tensors are in memory, twice.
     """
     shards: list[dict[str, Callable[[], torch.Tensor]]] = [{}]
     used = total = 0
@@ -221,8 +221,9 @@ def write_zero3(stored: Stored, out: str, ranks: int, sub_group_size: int = 10**
                     part = -(-flat["fp32"].numel() // ranks)
                     for key, value in flat.items():
                         mine = value.reshape(-1)[rank * part:(rank + 1) * part]  # the last ones may be short, or empty
-                        into = own.setdefault(key, torch.zeros(size, dtype=value.dtype))
-                        into[offset:offset + mine.numel()] = mine
+                        if key not in own:
+                            own[key] = torch.zeros(size, dtype=value.dtype)
+                        own[key][offset:offset + mine.numel()] = mine
                     offset += part
                 flats.append(own.pop("fp32"))
                 if own or rest:
@@ -232,6 +233,7 @@ def write_zero3(stored: Stored, out: str, ranks: int, sub_group_size: int = 10**
                        os.path.join(folder, f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
             torch.save(_model_states(stored, shapes, rank, ranks),
                        os.path.join(folder, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"))
+            del optim, flats, state  # before the next rank's
     return {"ranks": ranks, "files": 2 * ranks, "parameters": len(stored.trained) + len(stored.frozen)}
 
 
