@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
@@ -39,7 +39,8 @@ def main() -> None:
     args = parser.parse_args()
 
     set_seed(1)
-    accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)
+    accelerator = Accelerator(gradient_accumulation_steps=args.accumulate,
+                              dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
     model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=args.hidden, intermediate_size=4 * args.hidden,
                                          num_hidden_layers=args.layers, num_attention_heads=4, num_key_value_heads=4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -55,6 +56,7 @@ def main() -> None:
     history = []
     for epoch in range(first, args.epochs):
         model.train()
+        loader.set_epoch(epoch)
         for batch in loader:
             with accelerator.accumulate(model):
                 loss = model(input_ids=batch, labels=batch).loss

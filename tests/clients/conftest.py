@@ -1,4 +1,4 @@
-"""Launches the examples as users do, on two CPU ranks, in an environment where the package is installed and nothing imports it."""
+"""Launches the examples as users do, on two CPU ranks, in an environment that has the package; no script imports it."""
 
 import json
 import os
@@ -18,12 +18,13 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLES = REPOSITORY / "examples"
 LAUNCHERS = {
     "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--log_level", "error", "--master_port"],
-    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"],
+    "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--use_deepspeed", "--num_processes", "2",
+                   "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port"],
 }
 
 
 class Launcher:
-    """Runs jobs, each (example's file name, arguments), in one pair of processes."""
+    """Runs jobs, each (example's file name, arguments, environment variables if any), in one pair of processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -36,8 +37,9 @@ class Launcher:
         (packages / "borrowed.pth").write_text("\n".join([str(REPOSITORY), *ours]) + "\n")
         shutil.copy(REPOSITORY / "deepspeed_cdp_autoload.pth", packages)
 
-    def run(self, jobs: list[tuple[str, list[str]]], launcher: str = "deepspeed", timeout: float = 280) -> str:
-        listed = [{"script": str(EXAMPLES / script), "arguments": arguments} for script, arguments in jobs]
+    def run(self, jobs: list[tuple], launcher: str = "deepspeed", timeout: float = 280) -> str:
+        listed = [{"script": str(EXAMPLES / script), "arguments": arguments, "environment": dict(*environment)}
+                  for script, arguments, *environment in jobs]
         file = self.folder / f"jobs_{len(list(self.folder.glob('jobs_*')))}.json"
         file.write_text(json.dumps(listed))
         with socket.socket() as probe:
@@ -49,7 +51,7 @@ class Launcher:
         done = subprocess.run([self.python, *LAUNCHERS[launcher], port, str(Path(__file__).with_name("driver.py")), str(file)],
                               cwd=self.folder, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                               timeout=timeout)
-        assert done.returncode == 0, done.stdout[-6000:]
+        assert done.returncode == 0, done.stdout[-20000:]
         return done.stdout
 
 

@@ -124,7 +124,8 @@ def test_saved_model_loads_with_from_pretrained_and_gives_the_logged_loss(runs):
     rows = torch.cat([held_out, held_out[:1]])  # Accelerate fills the last batch up from the start
     with torch.no_grad():
         losses = [model(input_ids=x, labels=x).loss for x in rows.split(BATCH)]
-    assert run.log("eval_loss")[-1] == pytest.approx(float(torch.stack(losses).repeat_interleave(BATCH)[:HELD_OUT].mean()), rel=1e-6)
+    mean = float(torch.stack(losses).repeat_interleave(BATCH)[:HELD_OUT].mean())
+    assert run.log("eval_loss")[-1] == pytest.approx(mean, rel=1e-6)
 
 
 def test_resuming_is_bitwise_continuing(runs):
