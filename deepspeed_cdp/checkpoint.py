@@ -3,7 +3,8 @@
 ::
 
     DIR/latest                              the newest tag
-    DIR/TAG/cyclic.json                     manifest: files with their SHA-256, stages, counters; there only if all is there
+    DIR/TAG/cyclic.json                     manifest: files with their SHA-256, stages, other names of tied parameters,
+                                            counters; there only if all is there
     DIR/TAG/stage_000.safetensors ...       param/NAME (fp32 masters), frozen/NAME, state/NAME/KEY (optimizer), scalars
     DIR/TAG/buffers_000.safetensors ...     each rank's buffers
     DIR/TAG/client.pt                       client_state, lr scheduler; read with weights_only
@@ -65,7 +66,8 @@ def save(engine: "CyclicEngine", runtime: "Runtime", save_dir: str, tag: str | N
         raise CheckpointError(f"checkpoint {final!r} was not saved ({'; '.join(failed)}); the one before is untouched")
     if rank == 0:
         manifest = {"deepspeed_cdp": __version__, "ranks": runtime.plan.schedule.ranks, "rule": runtime.settings.rule,
-                    "stages": runtime.plan.stages, "counters": {c: getattr(engine, c) for c in COUNTERS},
+                    "stages": runtime.plan.stages, "aliases": aliases(runtime.module),
+                    "counters": {c: getattr(engine, c) for c in COUNTERS},
                     "files": {name: entry for x in everyone for name, entry in x["files"].items()}}
         _write_text(os.path.join(working, MANIFEST), json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1))
         _replace(working, final)
@@ -109,6 +111,12 @@ def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state
 def _not_saved(module: torch.nn.Module) -> set[str]:
     """Names of the buffers that a state dict leaves out."""
     return {f"{path}.{name}".lstrip(".") for path, m in module.named_modules() for name in m._non_persistent_buffers_set}
+
+
+def aliases(module: torch.nn.Module) -> dict[str, str]:
+    """Other names of tied parameters -> the name under which they are saved."""
+    first = {id(p): n for n, p in module.named_parameters()}
+    return {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False) if n != first[id(p)]}
 
 
 def _plain(value: Any) -> Any:
@@ -211,7 +219,7 @@ def _read(runtime: "Runtime", folder: str, strict: bool, optimizer_states: bool)
             raise CheckpointError(f"{os.path.join(folder, name)} is missing")
         if _digest(os.path.join(folder, name)) != entry["sha256"]:
             raise CheckpointError(f"{os.path.join(folder, name)} is damaged: its SHA-256 differs from the manifest's")
-    owner, saved_ranks = runtime.owner, manifest["ranks"]
+    owner, saved_ranks, tied = runtime.owner, manifest["ranks"], {**aliases(runtime.module), **manifest.get("aliases", {})}
     wanted = {f"param/{n}": n for n in owner.masters} | {f"frozen/{n}": n for n in owner.frozen}
     homes = {key: name for name, entry in manifest["files"].items() for key in entry["names"] if not name.startswith("buffers_")}
     values: dict[str, torch.Tensor] = {}
@@ -221,10 +229,11 @@ def _read(runtime: "Runtime", folder: str, strict: bool, optimizer_states: bool)
         files = {name: stack.enter_context(safe_open(os.path.join(folder, name), "pt"))
                  for name in manifest["files"] if name.startswith("stage_")}
         for key, name in wanted.items():
-            other = ("frozen/" if key.startswith("param/") else "param/") + name  # trained then, frozen now, or the other way
-            key = key if key in homes else other
+            names = [name] + [n for n in (tied.get(name), *(n for n, saved in tied.items() if saved == name)) if n]
+            there = [k for n in names for k in (f"param/{n}", f"frozen/{n}") if k in homes]  # trained or frozen then, tied or not
+            key = there[0] if there else key
             if key not in homes:
-                if strict and not (key.startswith("param/") and name in owner.frozen):
+                if strict and name not in owner.frozen:  # these may have been left out
                     raise CheckpointError(f"{folder} has no parameter {name!r}; load the model it was saved from, or pass "
                                           "load_module_strict=False")
                 continue

@@ -1,7 +1,8 @@
 """The `cyclic` block of ds_config.json.
 
     "cyclic": {"enabled": true, "rule": "cdp-v2", "partition_method": "auto", "units": null, "ring_size": "auto",
-               "transport": "auto", "keep_after_forward": false, "placement": "auto", "timeout_seconds": 600}
+               "transport": "auto", "keep_after_forward": false, "placement": "auto", "timeout_seconds": 600,
+               "weights": null}
 
 `parse_cyclic` turns a whole ds_config dict into a `CyclicConfig`. Every error is a ValueError of one sentence that names the
 key, its value, what is allowed and how to fix it.
@@ -32,6 +33,8 @@ KEYS: dict[str, tuple[str, str]] = {
     "keep_after_forward": ("true and false", "use false unless memory is plentiful"),
     "placement": ('"auto", "pyramid", "pipeline" and "single"', 'use "auto"'),
     "timeout_seconds": ("a finite number of seconds above 0", "use 600 unless steps take minutes"),
+    "weights": ("null or the path of a folder of safetensors files",
+                "use null unless the model is on the meta device"),
 }
 
 
@@ -83,6 +86,9 @@ class CyclicConfig(DeepSpeedConfigModel):
     timeout_seconds: float = Field(600.0, gt=0, allow_inf_nan=False)
     """How long a rank waits for a hand-off before it ends with an error."""
 
+    weights: str | None = None
+    """A folder of safetensors files that parameters on the meta device are read from, by each stage's owner."""
+
     def __init__(self, strict: bool = True, **data: Any) -> None:
         # strict=True always: otherwise the base class drops every value "auto".
         try:
@@ -117,6 +123,13 @@ class CyclicConfig(DeepSpeedConfigModel):
     def _check_units(cls, value: list[str] | None) -> list[str] | None:
         if value is not None and (not value or len(set(value)) != len(value)):
             raise ValueError("units")
+        return value
+
+    @field_validator("weights")
+    @classmethod
+    def _check_weights(cls, value: str | None) -> str | None:
+        if value == "":
+            raise ValueError("weights")
         return value
 
     @field_validator("ring_size", mode="before")

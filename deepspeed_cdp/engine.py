@@ -19,7 +19,9 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 
 from . import __version__, checkpoint
+from .access import Access, offload_stub
 from .errors import HandoffError
+from .initial import Initial
 from .plan import Plan
 from .runtime import Runtime, Settings
 from .transport import connect
@@ -35,26 +37,30 @@ class CyclicEngine(DeepSpeedEngine):
 
     _transport: Transport | None = None
     _runtime: Runtime | None = None
+    _access: Access | None = None
+    _initial: Initial | None = None
     _failed = False
+    _evaluating = False  # between eval() and train()
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         config = self._config.cyclic_config
         self._config.timers_config.synchronized = False  # a device synchronize per step would hold up the ring's hand-offs
-        if any(hasattr(p, "ds_id") for p in model.parameters()):
-            raise ValueError("model holds parameters partitioned by deepspeed.zero.Init, which is not supported in this version; "
-                             "build the model outside zero.Init")
+        if any(isinstance(getattr(p, "_z3_optimizer", None), Access) for p in model.parameters()):
+            raise ValueError("model belongs to another cyclic engine; call that engine's destroy() first, or build another model")
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
         try:
             self._agree(model)
+            self._initial = Initial(model, config.weights, self.device)
         except BaseException:
             self._transport.close(False)
             raise
         super()._configure_distributed_model(model)
+        self._initial.settle()
 
     def _agree(self, model: torch.nn.Module) -> None:
         """Collective: all ranks have the same settings and the same model, or all end with a sentence about what differs."""
-        shapes = [(n, str(p.dtype), *p.shape) for n, p in model.named_parameters()]
+        shapes = [(n, str(p.dtype), *getattr(p, "ds_shape", p.shape)) for n, p in model.named_parameters()]
         config = self._config.cyclic_config.model_dump()
         mine = {
             "deepspeed_cdp version": __version__, "torch version": torch.__version__,
@@ -82,10 +88,15 @@ class CyclicEngine(DeepSpeedEngine):
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None)
         try:
-            self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device)
+            self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device,
+                                    self._initial if self._initial.elsewhere else None)
+            self._initial = None
         except BaseException:
             self._transport.close(False)  # else what it has posted is freed while the interpreter ends, and torch aborts
             raise
+        self._access = Access(self._runtime, dist.group.WORLD)
+        self._access.attach()
+        self._runtime.optimizer.parameter_offload = offload_stub(self.module)
         self.enable_backward_allreduce = False
         if self._config.cyclic_ignored:
             log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0])
@@ -127,8 +138,25 @@ class CyclicEngine(DeepSpeedEngine):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate only; here every micro-batch does, and ``step()`` says when the step is over."""
-        yield
+        """Accumulate only, as every micro-batch here does; ``step()`` inside is an error, as DeepSpeed has it."""
+        self.inside_no_sync_ctxt, before = True, self.inside_no_sync_ctxt
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = before
+
+    def eval(self) -> Any:
+        """As DeepSpeed's; the evaluation that begins is collective, even for a rank that runs no batch of it (see ``train``)."""
+        self._evaluating = True
+        return super().eval()
+
+    def train(self, mode: bool = True) -> Any:
+        """As DeepSpeed's; a rank that ran nothing since ``eval()`` takes part here in what the others' first forward did."""
+        if mode and self._evaluating and self._runtime is not None and self._runtime.between_steps and not self._failed:
+            with self._noting_failure():
+                self._runtime.gather()
+        self._evaluating = not mode
+        return super().train(mode)
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """As DeepSpeed's, but it cannot raise the number of micro-batches per step: the timetable is made for it."""
@@ -224,6 +252,8 @@ class CyclicEngine(DeepSpeedEngine):
         """As DeepSpeed's; waits until neighbours have taken the last hand-offs, unless this rank has failed."""
         runtime, transport = self.__dict__.get("_runtime"), self.__dict__.get("_transport")
         whole = not self._failed and not isinstance(sys.exc_info()[1], Exception)
+        if self.__dict__.get("_access") is not None:
+            self._access.detach()
         if runtime is not None:
             runtime.close(whole and runtime.handoff.between_steps)
         elif transport is not None:

@@ -4,7 +4,7 @@ Order of a unit's backward: autograd runs nodes in the reverse order of their cr
 arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -38,7 +38,8 @@ class Binder:
         on_idle_use: called when the module is used outside the engine's own calls.
     """
 
-    def __init__(self, module: torch.nn.Module, handoff: Handoff, layouts: dict[int, Layout]):
+    def __init__(self, module: torch.nn.Module, handoff: Handoff, layouts: dict[int, Layout],
+                 lent: Container[torch.nn.Parameter] = ()):
         self.handoff, self.layouts, self.mode = handoff, layouts, IDLE
         parameters = dict(module.named_parameters())
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
@@ -48,17 +49,20 @@ class Binder:
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
-        self._empty = {p: _placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
+        self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_sum = self.unbind, self._add_early
         self.on_idle_use: Callable[[str], None] = lambda how: None
-        self._handles = [
-            module.register_forward_pre_hook(self._root_pre, prepend=True),
-            module.register_state_dict_pre_hook(lambda *_: self.on_idle_use("was asked for its state_dict()")),
-            module.register_load_state_dict_pre_hook(lambda *_: self.on_idle_use("was given a state dict"))]
+        self._root, self.lent = module, lent  # the second: parameters given out by GatheredParameters
+        self._handles = [module.register_forward_pre_hook(self._root_pre, prepend=True)]
+        for m in module.modules():
+            if m is module or m._parameters:
+                self._handles += [m.register_state_dict_pre_hook(self._state_dict_pre),
+                                  m.register_load_state_dict_pre_hook(self._load_state_dict_pre)]
         if handoff.schedule.rounds > 1:
             self._handles.append(module.register_forward_hook(self._root_post))
         modules = dict(module.named_modules())
+        self._links = _links(module)
         held = {id(p) for p, _ in self.slots.get(HELD, ())}
         self._handles += [m.register_forward_pre_hook(self._root_pre, prepend=True) for m in modules.values()
                           if m is not module and any(id(p) in held for p in m.parameters(recurse=False))]
@@ -73,10 +77,29 @@ class Binder:
                         self._handles.append(p.register_post_accumulate_grad_hook(self._accumulate(i, s)))
 
     def remove(self) -> None:
-        """Take the hooks off."""
+        """Take the hooks off; parameters that are placeholders now stay so, and using them is refused."""
         for handle in self._handles:
             handle.remove()
+        if self._handles:
+            refuse_use([m for m in self._root.modules() if m is self._root or m._parameters], self._empty)
         self._handles.clear()
+
+    def released(self, p: torch.nn.Parameter) -> bool:
+        """Whether the parameter is a placeholder now."""
+        return _is_placeholder(p, self._empty)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ValueError("the module was copied while it belongs to a cyclic engine, which keeps its parameters; copy it before "
+                         "deepspeed.initialize(), and fill the copy with load_state_dict(engine.module_state_dict()) or inside "
+                         "deepspeed.zero.GatheredParameters")
+
+    def _state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
+        if any(self.released(p) for p in module.parameters(recurse=module is self._root)):
+            self.on_idle_use("was asked for its state_dict()")
+
+    def _load_state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
+        if not all(p in self.lent for p in module.parameters(recurse=module is self._root)):
+            self.on_idle_use("was given a state dict")
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
     def bind(self, i: int, flat: torch.Tensor) -> None:
@@ -150,8 +173,9 @@ class Binder:
         """Around the module's forward in training.
 
         Raises:
-            ValueError: the forward before has had no backward.
+            ValueError: the forward before has had no backward, or a parameter has been replaced.
         """
+        self._check_links()
         if self.mode == FAILED:
             raise ValueError(f"a forward of step {self.handoff.global_step} ended in an exception, and its neighbours wait for "
                              "the rest of it; start again from the last checkpoint instead of catching the exception")
@@ -172,6 +196,15 @@ class Binder:
             raise
         self.handoff.end_forward()
         self.mode = BACKWARD
+
+    def _check_links(self) -> None:
+        if all(there.get(name) is x for there, name, x in self._links):
+            return
+        for name, p in self._root.named_parameters():
+            if p not in self._empty:
+                raise ValueError(f"parameter {name!r} was put into the model after deepspeed.initialize(), so it would not be "
+                                 "trained; do that (resize_token_embeddings(), say) before")
+        self._links = _links(self._root)  # only rearranged
 
     def end_backward(self) -> None:
         """The micro-batch's gradients are complete: send them on their way.
@@ -278,6 +311,27 @@ class Binder:
         return view
 
 
-def _placeholder(p: torch.nn.Parameter) -> torch.Tensor:
+def _links(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
+    """Where every module and parameter hangs."""
+    return [(there, name, x) for m in module.modules() for there in (m._modules, m._parameters) for name, x in there.items()]
+
+
+def _is_placeholder(p: torch.nn.Parameter, empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> bool:
+    return p in empty and p.numel() > 0 and p.data_ptr() == empty[p].data_ptr()
+
+
+def refuse_use(modules: Sequence[torch.nn.Module], empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+    """Hooks for a module whose engine is gone: what would give nan in silence raises, as long as a placeholder is there."""
+    def refuse(module: torch.nn.Module, *_: Any) -> None:
+        if any(_is_placeholder(p, empty) for p in module.parameters(recurse=False)):
+            raise ValueError(f"a {type(module).__name__} was used after engine.destroy(), which leaves nothing in its "
+                             "parameters; take engine.module_state_dict() before, and load it into a new model")
+    for m in modules:
+        m.register_forward_pre_hook(refuse, prepend=True)
+        m.register_state_dict_pre_hook(refuse)
+
+
+def placeholder(p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch.Tensor:
+    """What a parameter's data is while its values are elsewhere: right shape and dtype, one element, nan."""
     value = float("nan") if p.dtype.is_floating_point or p.dtype.is_complex else 0
-    return torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape)
+    return torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape if shape is None else shape)

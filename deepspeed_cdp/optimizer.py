@@ -27,7 +27,7 @@ class StageOwner:
         """
         Args:
             layouts: by unit index, HELD included.
-            values: initial values of (at least) the owned stage's parameters, by name.
+            values: initial values of (at least) the owned stage's parameters, by name; each is asked for once.
             optimizer: its groups' parameters are replaced by the owned stage's masters, in place.
             names: of the module's parameters that the groups hold now.
             clip: ``gradient_clipping``; 0 for none.
@@ -206,6 +206,9 @@ class CyclicOptimizer(ZeROOptimizer):
             raise ValueError("optimizer.step() got a closure, but the update happens later and cannot call it; use engine.step()")
         self.optimizer._opt_called = True  # for torch's schedulers, which warn when step() has not been called before them
         self._on_step()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Nothing to do: with ``managed_gradient_accumulation: false`` DeepSpeed asks before each step."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients travel on, none stays."""

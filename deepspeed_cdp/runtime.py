@@ -4,10 +4,10 @@ The engine (engine.py) is a thin shell over this class; tests run it on threads 
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,9 @@ from .plan import HELD, Plan
 from .schedule import Schedule, threshold
 from .transport.base import Transport
 from .units import Layout, lay_out, plan_unit
+
+if TYPE_CHECKING:
+    from .initial import Initial
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,17 @@ class Runtime:
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, transport: Transport,
-                 device: torch.device):
+                 device: torch.device, initial: "Initial | None" = None):
         """
         Args:
-            module: with the same full parameters on every rank; they become placeholders.
+            module: with the same full parameters on every rank, or ``initial`` knows where they are; they become placeholders.
             optimizer: over (some of) them; it steps this rank's masters from now on.
             transport: connects the ring.
         Raises:
             ValueError: the settings do not fit the module.
         """
         self.module, self.settings, self.transport, self.device = module, settings, transport, device
+        self.lent: dict[torch.nn.Parameter, torch.Tensor] = {}  # given out by GatheredParameters -> what they go back to
         if isinstance(optimizer, torch.optim.LBFGS):
             raise ValueError("optimizer is LBFGS, whose step() needs a closure, but the update happens later and cannot call it; "
                              "use another optimizer")
@@ -75,11 +79,13 @@ class Runtime:
         self.plan, layouts = make_plan(module, trained, settings, transport.size)
         self.handoff = Handoff(self.plan, transport.rank, transport, device)
         with torch.no_grad():
-            self.owner = StageOwner(self.handoff, layouts, dict(module.named_parameters()), optimizer, names, settings.clip)
+            values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
+            self.owner = StageOwner(self.handoff, layouts, values, optimizer, names, settings.clip)
         self.handoff.owner = self.owner
-        self.binder = Binder(module, self.handoff, layouts)
+        self.binder = Binder(module, self.handoff, layouts, self.lent)
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
+        self.on_whole: Callable[[bool], None] = lambda whole: None  # told when the parameters are gathered or given up
         self._steps_seen: list[_Seen] = []  # counters at the ends of the last two steps
         self.binder.on_idle_use = self._used_outside
         self.binder.release_all()
@@ -88,7 +94,11 @@ class Runtime:
     # ---- training -------------------------------------------------------------------------------------------------------
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Around a training forward of the module."""
+        """Around a training forward of the module.
+
+        Raises:
+            ValueError: inside GatheredParameters, or the forward before has had no backward.
+        """
         self.scatter()
         with self.binder.forward():
             yield
@@ -149,11 +159,21 @@ class Runtime:
             self.owner.publish_all()
         self.handoff.begin()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether every parameter is gathered."""
+        return self._whole is not None
+
+    @property
+    def between_steps(self) -> bool:
+        return self.handoff.between_steps and self.binder.mode == IDLE
+
     def gather(self) -> None:
         """Collective: every parameter of the module is whole on every rank, until the next training forward."""
-        if self._whole is not None:
+        if self._whole is not None or len(self.lent) == sum(map(len, self.binder.slots.values())):
             return
         self.flush()
+        lent = {p: p.data for p in self.lent}  # perhaps changed
         where = f"rank {self.handoff.rank}, step {self.handoff.global_step}, gathering parameters"
         self._whole = []
         for stage in range(self.plan.schedule.ranks):
@@ -166,6 +186,9 @@ class Runtime:
             self._whole.append(flat)
             for i, offset in places.items():
                 self.binder.bind(i, flat[offset:offset + self.plan.unit(i).p_bytes])
+        for p, value in lent.items():
+            self.lent[p], p.data = p.data, value
+        self.on_whole(True)
 
     def _used_outside(self, how: str) -> None:
         """The module is used while nothing is in its parameters.
@@ -190,11 +213,19 @@ class Runtime:
         raise ValueError(f"the module itself {how}, while its parameters are on their way round the ring; {fix}")
 
     def scatter(self) -> None:
-        """Give the gathered parameters up."""
+        """Give the gathered parameters up.
+
+        Raises:
+            ValueError: inside GatheredParameters.
+        """
+        if self.lent:
+            raise ValueError(f"a training forward (or loading) of step {self.handoff.global_step} came inside "
+                             "GatheredParameters; leave the context first")
         if self._whole is not None:
             self.binder.release_all()
             self.binder.forget_views()
             self._whole = None
+            self.on_whole(False)
 
     def whole_state(self) -> dict[str, Any]:
         """Collective: the module's state dict, every tensor with memory of its own."""
