@@ -4,7 +4,7 @@ Order of a unit's backward: autograd runs nodes in the reverse order of their cr
 arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ class Binder:
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
             i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()}
         self.visited: set[int] = set()
+        self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
+        self._lent_units: set[int] = set()  # acquired by GatheredParameters inside this forward
         self._bound: dict[int, torch.Tensor] = {}
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
@@ -228,6 +230,27 @@ class Binder:
                           "mode and under no_grad() there is none, and each forward has one backward); call engine.train() and "
                           "engine(...) first, and add up losses before engine.backward()")
 
+    def _enter_forward(self, i: int) -> None:
+        self.handoff.acquire(i, False)
+        self.bind(i, self.handoff.params[i])
+        self.visited.add(i)
+
+    def lend(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Inside a training forward: a function other than their module's forward is about to read these parameters (a fused head
+        and loss, say), as that module's pass in the plan. False outside a training forward.
+        """
+        if self.mode == FORWARD:
+            for i in sorted({self._unit_of[p] for p in parameters if self.released(p)}):
+                self._enter_forward(i)
+                self._lent_units.add(i)
+        return self.mode == FORWARD
+
+    def take_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Undo ``lend``; the gradients are added whenever they come."""
+        for i in sorted(self._lent_units & {self._unit_of[p] for p in parameters}):
+            self._lent_units.discard(i)
+            self.handoff.release(i, False)
+
     def _enter_backward(self, i: int) -> None:
         if self.mode != BACKWARD or self._latest == i and i in self._bound:
             return
@@ -253,9 +276,7 @@ class Binder:
     def _pre(self, i: int):
         def hook(module: torch.nn.Module, args: Any) -> None:
             if self.mode == FORWARD:
-                self.handoff.acquire(i, False)
-                self.bind(i, self.handoff.params[i])
-                self.visited.add(i)
+                self._enter_forward(i)
             elif self.mode == IDLE:
                 self.on_idle_use("was called")
             else:

@@ -27,6 +27,7 @@ def main() -> None:
     extra.add_argument("--layers", type=int, default=4)
     extra.add_argument("--hidden", type=int, default=128)
     extra.add_argument("--examples", type=int, default=2000)
+    extra.add_argument("--tie", action="store_true", help="share the embedding with the head")
     sizes, rest = extra.parse_known_args()
     (args,) = HfArgumentParser(SFTConfig).parse_args_into_dataclasses(rest)
 
@@ -34,7 +35,7 @@ def main() -> None:
     tokenizer = byte_tokenizer()
     model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
                                          num_hidden_layers=sizes.layers, num_attention_heads=4, num_key_value_heads=4,
-                                         tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id,
+                                         tie_word_embeddings=sizes.tie, pad_token_id=tokenizer.pad_token_id,
                                          bos_token_id=None, eos_token_id=tokenizer.eos_token_id))
     folder = Path(sysconfig.get_paths()["stdlib"])
     lines = [line for path in sorted(folder.glob("*.py"))[:20] for line in path.read_text("utf-8").splitlines() if len(line) > 20]

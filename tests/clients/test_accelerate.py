@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import set_seed
+from results import same
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
@@ -38,13 +39,6 @@ def runs(launcher, ds_config, tmp_path_factory) -> dict[str, Path]:
 
 def history(run: Path, key: str) -> list[float]:
     return [entry[key] for entry in json.loads((run / "history.json").read_text())]
-
-
-def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert got.keys() == want.keys()
-    far = max(float((got[n] - want[n]).abs().max()) for n in want)
-    print(f"largest difference of a weight {far:.2e}")
-    assert far <= tolerance
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:

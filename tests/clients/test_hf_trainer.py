@@ -1,15 +1,12 @@
 """A Hugging Face Trainer script under stock ZeRO-3 and under the cyclic engine."""
 
-import json
-import math
 import sysconfig
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
-from safetensors.torch import load_file
+from results import Results, same, same_run
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from deepspeed_cdp import reference
@@ -23,19 +20,6 @@ ARGUMENTS = f"""--use_cpu --report_to none --disable_tqdm true --layers 3 --hidd
 --load_best_model_at_end --warmup_steps 3 --learning_rate 3e-3 --max_grad_norm 0.5""".split()
 WORST = ["--metric_for_best_model", "loss", "--greater_is_better", "true"]  # so that the "best" is not simply the last
 SEQUENTIAL = ["--train_sampling_strategy", "sequential"]
-
-
-class Results(NamedTuple):
-    """What the script leaves in its output folder."""
-
-    folder: Path
-
-    def log(self, key: str) -> list[float]:
-        history = json.loads((self.folder / "trainer_state.json").read_text())["log_history"]
-        return [entry[key] for entry in history if key in entry]
-
-    def weights(self, checkpoint: int | None = None) -> dict[str, torch.Tensor]:
-        return load_file(self.folder / (f"checkpoint-{checkpoint}" if checkpoint else "") / "model.safetensors")
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +36,10 @@ def runs(launcher, ds_config, tmp_path_factory) -> dict[str, Results]:
     return {name: Results(folder / name) for name in ("stock", "dp", "cdp-v1", "cdp-v2", "resumed")}
 
 
-def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float) -> None:
-    assert got.keys() == want.keys()
-    far = max(float((got[n] - want[n]).abs().max()) for n in want)
-    print(f"largest difference of a weight {far:.2e}")
-    assert far <= tolerance
-
-
 def test_dp_equals_zero3(runs):
-    stock, dp = runs["stock"], runs["dp"]
-    assert len(stock.log("loss")) == STEPS and len(stock.log("eval_loss")) == 3
-    for key in ("loss", "eval_loss", "learning_rate"):
-        assert dp.log(key) == pytest.approx(stock.log(key), rel=1e-6), key
-    same(dp.weights(STEPS), stock.weights(STEPS), 1e-6)
-    first, *late = dp.log("grad_norm")  # known one step late on rank 0
-    assert math.isnan(first) and late == pytest.approx(stock.log("grad_norm")[:-1], rel=1e-5)
+    same_run(runs["dp"], runs["stock"], STEPS)
+    assert len(runs["stock"].log("eval_loss")) == 3
+    same(runs["dp"].weights(STEPS), runs["stock"].weights(STEPS), 1e-6)
 
 
 def test_best_model_is_loaded_and_saved(runs):
@@ -108,8 +81,7 @@ def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_weights_and_losses_equal_the_oracle(runs, rule):
     run = runs[rule]
-    stages = json.loads((run.folder / f"checkpoint-{STEPS}/global_step{STEPS}/cyclic.json").read_text())["stages"]
-    want = oracle(rule, stages)
+    want = oracle(rule, run.stages(STEPS))
     losses = [sum(want.losses[step, m, r] for m in range(ROUNDS) for r in range(RANKS)) / (RANKS * ROUNDS)
               for step in range(STEPS)]
     assert run.log("loss") == pytest.approx(losses, rel=1e-6)
