@@ -121,7 +121,7 @@ class Access:
                     before.copy_(value)
             p.data = before
         if has_been_updated and lent:
-            self.runtime.owner.publish_all()
+            self.runtime.publish()
         self._status(self.runtime.is_whole)
 
     # ---- what safe_get_* and safe_set_* call ----------------------------------------------------------------------------
@@ -155,7 +155,7 @@ class Access:
             self._write(name, value)
             if self.runtime.is_whole:
                 self.runtime.lent.get(param, param.data).copy_(value)
-            self.runtime.owner.publish_all()
+            self.runtime.publish()
             return
         held = self._state(name, optim_state_key) if self._owner[name] == self.runtime.handoff.rank else None
         shape, _ = self._agree_on(name, optim_state_key, held)
@@ -200,7 +200,7 @@ class Access:
     def _local_write(self, name: str, value: torch.Tensor, key: str | None) -> None:
         if key is None:
             self._write(name, value)
-            self.runtime.owner.publish_all()
+            self.runtime.publish()
         else:
             self._state(name, key, required=True).copy_(value)
 

@@ -219,7 +219,7 @@ def _read(runtime: "Runtime", folder: str, strict: bool, optimizer_states: bool)
             raise CheckpointError(f"{os.path.join(folder, name)} is missing")
         if _digest(os.path.join(folder, name)) != entry["sha256"]:
             raise CheckpointError(f"{os.path.join(folder, name)} is damaged: its SHA-256 differs from the manifest's")
-    owner, saved_ranks, tied = runtime.owner, manifest["ranks"], {**aliases(runtime.module), **manifest.get("aliases", {})}
+    owner, saved_ranks, tied = runtime.owner, manifest["ranks"], manifest.get("aliases", {})
     wanted = {f"param/{n}": n for n in owner.masters} | {f"frozen/{n}": n for n in owner.frozen}
     homes = {key: name for name, entry in manifest["files"].items() for key in entry["names"] if not name.startswith("buffers_")}
     values: dict[str, torch.Tensor] = {}
@@ -229,8 +229,7 @@ def _read(runtime: "Runtime", folder: str, strict: bool, optimizer_states: bool)
         files = {name: stack.enter_context(safe_open(os.path.join(folder, name), "pt"))
                  for name in manifest["files"] if name.startswith("stage_")}
         for key, name in wanted.items():
-            names = [name] + [n for n in (tied.get(name), *(n for n, saved in tied.items() if saved == name)) if n]
-            there = [k for n in names for k in (f"param/{n}", f"frozen/{n}") if k in homes]  # trained or frozen then, tied or not
+            there = [k for n in (name, tied.get(name)) for k in (f"param/{n}", f"frozen/{n}") if k in homes]  # as it was then
             key = there[0] if there else key
             if key not in homes:
                 if strict and name not in owner.frozen:  # these may have been left out

@@ -155,9 +155,15 @@ class Runtime:
 
     def restart(self) -> None:
         """Publish the masters as version 0 and let the ring start anew (after a reset of the transport)."""
+        self.publish()
+        self.handoff.begin()
+
+    def publish(self) -> None:
+        """Write the masters into the published copies, between steps; whatever is offered from now on has them."""
         with torch.no_grad():
             self.owner.publish_all()
-        self.handoff.begin()
+        if self.device.type == "cuda":  # offers are made on another stream
+            torch.cuda.synchronize(self.device)
 
     @property
     def is_whole(self) -> bool:

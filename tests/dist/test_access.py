@@ -124,7 +124,16 @@ def writes(rank: int, world: int, job: Job, after_export: bool) -> dict[str, tor
         from engine_work import OFF_STEPS
         want = models.loss(reference, job.kind, models.batch(job.kind, OFF_STEPS, 0, rank)).item()
         first = models.loss(reference, job.kind, models.batch(job.kind, 2, 0, rank)).item()
+        reference.get_parameter(names[1]).fill_(0.25)
+        changed = models.loss(reference, job.kind, models.batch(job.kind, OFF_STEPS, 0, rank)).item()
     assert evaluated == [want]
+    for gathered in (True, False):  # an evaluation inside the context sees what was written there; nothing of it stays
+        if not gathered:
+            engine._runtime.scatter()
+        with torch.no_grad(), deepspeed.zero.GatheredParameters(parameters[names[1]]):
+            parameters[names[1]].fill_(0.25)
+            assert evaluate(engine, job, rank, 1) == [changed] != [want]
+        assert evaluate(engine, job, rank, 1) == [want]
     losses = train(engine, job, rank, 2, 3)
     assert losses[2, 0, rank] == first
     engine.destroy()
