@@ -11,6 +11,7 @@ Everything here is a collective, between steps, and flushes first; except for ``
 
 import types
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class Access:
             p.ds_id, p.ds_shape, p.ds_numel, p.ds_persist = number, p.shape, p.numel(), False
             p.ds_process_group, p.ds_active_sub_modules, p.ds_enable_sanity_checks = self._group, set(), False
             p.ds_summary = lambda number=number, name=name, p=p: {"id": number, "name": name, "shape": tuple(p.shape)}
-            p.all_gather, p.partition, p._z3_optimizer = self._all_gather, self._partition, self
+            p.all_gather, p.partition = partial(_call, self._all_gather, p), partial(_call, self._partition, p)
+            p._z3_optimizer = self
         # Autograd gives an autograd.Function whose tensors were saved through hooks new tensor objects instead of the parameters,
         # and TRL's fused head asks them whether they are there: as all ordinary tensors are.
         torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
@@ -67,7 +69,7 @@ class Access:
 
     # ---- what GatheredParameters calls ----------------------------------------------------------------------------------
     @torch.no_grad()
-    def _all_gather(self, param_list: Sequence[torch.nn.Parameter]) -> None:
+    def _all_gather(self, param_list: Sequence[torch.nn.Parameter], _: bool = False) -> None:
         """Give the parameters their values, in their own dtype, in memory of their own, on every rank.
 
         Raises:
@@ -267,6 +269,12 @@ class Access:
         if told["shape"] is None:
             raise self._no_state(name, key, told["keys"])
         return tuple(told["shape"]), getattr(torch, told["dtype"])
+
+
+def _call(method: Callable[..., None], p: torch.nn.Parameter, param_list: Sequence[torch.nn.Parameter] | None = None,
+          has_been_updated: bool = False, **_: Any) -> None:
+    """As ZeRO-3's ``p.all_gather()`` and ``p.partition()``: of the parameter itself unless others are named."""
+    method([p] if param_list is None else param_list, has_been_updated)
 
 
 def offload_stub(module: torch.nn.Module) -> types.SimpleNamespace:

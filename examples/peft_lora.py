@@ -1,7 +1,9 @@
 """Fine-tunes LoRA adapters (PEFT) of a Llama with the Hugging Face Trainer, on the bytes of Python's standard library.
 
     deepspeed --num_gpus 2 examples/peft_lora.py --deepspeed examples/hf_ds_config.json --output_dir out --bf16 \
-        --max_steps 200 --gradient_checkpointing
+        --model FOLDER --max_steps 200 --gradient_checkpointing
+
+FOLDER is what examples/hf_trainer.py has written, or any causal language model of 256 tokens or more.
 """
 
 import argparse
@@ -10,7 +12,7 @@ from pathlib import Path
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import AutoModelForCausalLM, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 
 def windows(length: int, count: int) -> Dataset:
@@ -23,20 +25,17 @@ def windows(length: int, count: int) -> Dataset:
 
 def main() -> None:
     extra = argparse.ArgumentParser(add_help=False)
-    extra.add_argument("--layers", type=int, default=4)
-    extra.add_argument("--hidden", type=int, default=128)
+    extra.add_argument("--model", required=True)
     extra.add_argument("--length", type=int, default=128, help="bytes per sequence")
     extra.add_argument("--windows", type=int, default=4000)
-    sizes, rest = extra.parse_known_args()
+    options, rest = extra.parse_known_args()
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(rest)
 
-    set_seed(args.seed)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
-                                         num_hidden_layers=sizes.layers, num_attention_heads=4, num_key_value_heads=4,
-                                         bos_token_id=None, eos_token_id=None))
+    model = AutoModelForCausalLM.from_pretrained(options.model)
+    set_seed(args.seed)  # the adapters start alike on all ranks
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"]))
     model.print_trainable_parameters()
-    trainer = Trainer(model, args, train_dataset=windows(sizes.length, sizes.windows))
+    trainer = Trainer(model, args, train_dataset=windows(options.length, options.windows))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results import EXAMPLES
 
 REPOSITORY = Path(__file__).parents[2]
-EXAMPLES = REPOSITORY / "examples"
 LAUNCHERS = {
     "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus", "2", "--log_level", "error", "--master_port"],
     "accelerate": ["-m", "accelerate.commands.accelerate_cli", "launch", "--use_deepspeed", "--num_processes", "2",
