@@ -1,32 +1,65 @@
-"""One way to train per name; each gives ``step(batch) -> loss`` and ``close()``."""
+"""One way to train per name; each gives ``step(batch) -> loss`` and an object with ``destroy`` (or None)."""
 
 import gc
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import LlamaConfig
+
+from benchmarks import limited, models
 
 LEARNING_RATE = 1e-5
+LINEAR = torch.nn.functional.linear  # torch's own
+SHARDED = ("fsdp2", "zero3", "zero3-leaf")  # can be built without the whole model on any GPU
 
 
-def make(name: str, model: torch.nn.Module, micro_batch: int,
-         compiled: bool) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
-    """The step function and an object with ``destroy`` (or None).
+@dataclass(frozen=True)
+class Job:
+    """What to train and how.
 
-    Args:
+    Attributes:
         name: compute, ddp, fsdp2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K.
+        dtype: of the passes.
+        compiled: torch.compile every decoder layer.
+        sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
+        bandwidth: GB/s that each stream of hand-offs is held to, 0 for as fast as it goes (cdp engines only).
     """
-    if compiled:
+
+    name: str
+    config: LlamaConfig
+    device: torch.device
+    dtype: torch.dtype
+    micro_batch: int
+    compiled: bool = False
+    sharded: bool = False
+    bandwidth: float = 0.0
+
+
+def make(job: Job) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
+    """The step function, and the engine if it must be destroyed."""
+    assert torch.nn.functional.linear is LINEAR, "the engine before has left its own"
+    if job.name == "fsdp2":
+        return _fsdp2(job), None
+    if job.name not in ("compute", "ddp"):
+        return _deepspeed(job)
+    model = models.build(job.config, job.device, job.dtype)
+    _compile(job, model)
+    return _compute(model) if job.name == "compute" else _ddp(model), None
+
+
+def _compile(job: Job, model: torch.nn.Module) -> None:
+    """Compile what a decoder layer computes, not the hooks round it: those of every engine here run Python between layers.
+
+    ``layer.compile()`` would trace the hooks too.
+    """
+    if job.compiled:
         for layer in model.model.layers:
-            layer.compile()
-    if name == "compute":
-        return _compute(model), None
-    if name == "ddp":
-        return _ddp(model), None
-    if name == "fsdp2":
-        return _fsdp2(model), None
-    return _deepspeed(name, model, micro_batch)
+            layer.forward = torch.compile(layer.forward)
 
 
 def _loss(model: Callable, batch: torch.Tensor) -> torch.Tensor:
@@ -63,39 +96,56 @@ def _plain(model: Callable, optimizer: torch.optim.Optimizer) -> Callable:
     return step
 
 
-def _fsdp2(model: torch.nn.Module) -> Callable:
-    """fp32 masters, bf16 passes, reshard after forward: ZeRO-3's memory."""
+def _fsdp2(job: Job) -> Callable:
+    """fp32 masters, passes in ``job.dtype``, reshard after forward: ZeRO-3's memory."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-    model.float()
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    if job.sharded:
+        model = models.build(job.config, torch.device("meta"), torch.float32)
+    else:
+        model = models.build(job.config, job.device, job.dtype).float()
+    policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=job.dtype)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    if job.sharded:
+        rotary = type(model.model.rotary_emb)
+        model.to_empty(device=job.device)
+        with job.device:
+            model.model.rotary_emb = rotary(config=job.config)  # buffers that no checkpoint has: to_empty left them blank
+        models.randomize([(p, p.to_local()) for p in model.parameters()], dist.get_rank())
+    _compile(job, model)
     return _plain(model, _adamw(model))
 
 
-def _deepspeed(name: str, model: torch.nn.Module, micro_batch: int) -> tuple[Callable, Any]:
+def _deepspeed(job: Job) -> tuple[Callable, Any]:
     import deepspeed
 
     import deepspeed_cdp  # noqa: F401
-    bf16 = next(model.parameters()).dtype == torch.bfloat16
-    cuda = next(model.parameters()).device.type == "cuda"
+    name, cuda = job.name, job.device.type == "cuda"
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro_batch, "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16},
+        "train_micro_batch_size_per_gpu": job.micro_batch, "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": job.dtype == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, **({} if cuda else {"torch_adam": True})}},
         "steps_per_print": 10 ** 9,
         "gradient_clipping": 0.0}  # as the others; DeepSpeed's default is 1.0
-    if name.startswith("cdp-"):
+    cyclic = name.startswith("cdp-")
+    sharded = job.sharded and not cyclic
+    with deepspeed.zero.Init(config_dict_or_path=config) if sharded else nullcontext():
+        model = models.build(job.config, job.device, job.dtype)
+    if sharded:
+        models.randomize([(p, p.ds_tensor) for p in model.parameters()], dist.get_rank())
+    if cyclic:
         rule = name if name in ("cdp-v1", "cdp-v2") else int(name[4:])
         config["cyclic"] = {"enabled": True, "rule": rule, "timeout_seconds": 60}
         config["zero_allow_untested_optimizer"] = True
-        optimizer = _adamw(model)
         del config["optimizer"]
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        with limited.limited(job.bandwidth) if job.bandwidth else nullcontext():
+            engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
     else:
         if name == "zero3-leaf":
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    _compile(job, model)
 
     def step(batch: torch.Tensor) -> torch.Tensor:
         loss = _loss(engine, batch)
@@ -105,10 +155,18 @@ def _deepspeed(name: str, model: torch.nn.Module, micro_batch: int) -> tuple[Cal
     return step, engine
 
 
+def restore() -> None:
+    """Undo what engines leave behind in the process, so that the next one is measured as if it were alone."""
+    torch.nn.functional.linear = LINEAR  # ZeRO-3 puts a slower one there for good ("This will persist unless manually reset")
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
 def clean(engine: Any) -> None:
     """Free what an engine held."""
     if engine is not None:
         engine.destroy()
+    restore()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -3,23 +3,34 @@
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-SIZES = {  # layers, hidden, intermediate, heads
-    "llama-tiny": (4, 64, 128, 4),
-    "llama-125m": (12, 768, 2048, 12),
-    "llama-1.3b": (24, 2048, 5504, 16),
-    "llama-3b": (26, 3072, 8192, 24),
-    "llama-8b": (32, 4096, 14336, 32),
-}
+from benchmarks.sizes import SIZES
+
 VOCABULARY = 32000
+UNMASKED = "sdpa_unmasked"  # Hugging Face's sdpa under a name for which it prepares no mask
 
 
-def build(name: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """The model with weights that depend on its name only (seeded on ``device``)."""
+def configuration(name: str, host_sync: bool = True) -> LlamaConfig:
+    """The model's config.
+
+    Args:
+        host_sync: as Hugging Face has it: without an attention mask, each forward looks at ``position_ids`` on the device to find
+            packed sequences, and the host waits for the answer. False: the same attention function under another name, for which
+            Hugging Face prepares no mask and so does not look; sequences must not be packed. The kernel is the same
+            (``is_causal``).
+    """
     layers, hidden, intermediate, heads = SIZES[name]
-    vocabulary = 256 if name == "llama-tiny" else VOCABULARY
-    config = LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-                         num_attention_heads=heads, num_key_value_heads=heads, max_position_embeddings=4096, use_cache=False,
-                         tie_word_embeddings=False, attn_implementation="sdpa")
+    if not host_sync:
+        from transformers import AttentionInterface
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+        AttentionInterface.register(UNMASKED, sdpa_attention_forward)
+    return LlamaConfig(vocab_size=256 if name == "llama-tiny" else VOCABULARY, hidden_size=hidden, intermediate_size=intermediate,
+                       num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
+                       max_position_embeddings=4096, use_cache=False, tie_word_embeddings=False,
+                       attn_implementation="sdpa" if host_sync else UNMASKED)
+
+
+def build(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """The model with weights that depend on its config only (seeded on ``device``; none on "meta")."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -30,8 +41,22 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> torch.nn.Modul
         torch.set_default_dtype(before)
 
 
-def flops_per_token(model: torch.nn.Module, sequence: int) -> float:
+@torch.no_grad()
+def randomize(parameters: list[tuple[torch.nn.Parameter, torch.Tensor]], rank: int) -> None:
+    """Random weights for a model of which this rank holds shards: (parameter, this rank's part of it).
+
+    They differ from ``build``'s and from those of other ways to shard; only losses can tell.
+    """
+    for p, mine in parameters:
+        generator = torch.Generator(mine.device).manual_seed(1 + rank)
+        if len(getattr(p, "ds_shape", p.shape)) < 2:
+            mine.fill_(1)  # norms
+        else:
+            mine.normal_(0, 0.02, generator=generator)
+
+
+def flops_per_token(config: LlamaConfig, sequence: int) -> float:
     """Operations of forward and backward per token: 6 per parameter of the products, and attention's 12 l h s / 2 (causal)."""
-    config = model.config
-    products = sum(p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in n)
-    return 6 * products + 6 * config.num_hidden_layers * config.hidden_size * sequence
+    h, i, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
+    products = layers * (4 * h * h + 3 * h * i) + config.vocab_size * h
+    return 6 * products + 6 * layers * h * sequence

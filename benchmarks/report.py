@@ -1,47 +1,137 @@
-"""Tables from the raw rows of a benchmark: ``python -m benchmarks.report OUT/results.csv``."""
+"""Tables from the raw rows of a benchmark: ``python -m benchmarks.report OUT``, and ``--docs`` for docs/performance.md.
 
-import csv
+Documents name the recorded runs they show::
+
+    <!-- generated: 2026-11-27_4xH100_first -->
+    ...
+    <!-- end of generated: 2026-11-27_4xH100_first -->
+
+``--docs`` writes the run's tables and plots between the two lines; nothing else is touched. More words after the name choose
+settings: ``generated: NAME llama-1.3b`` shows those whose heading contains every word.
+"""
+
+import argparse
+import re
 import statistics
 import sys
-from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
-KEY = ("model", "ranks", "micro_batch", "compiled", "jitter_ms")
+from benchmarks import rows
+
+REPOSITORY = Path(__file__).parent.parent
+DOCUMENT = REPOSITORY / "docs" / "performance.md"
+IMAGES = REPOSITORY / "docs" / "images"
+RIVALS = ("fsdp2", "zero3-leaf")  # engines that others are compared with, where they ran
+_BLOCK = re.compile(r"(<!-- generated: (\S+)((?: \S+)*) -->\n).*?(<!-- end of generated: \2\3 -->)", re.DOTALL)
 
 
-def table(path: Path) -> str:
-    """Medians over windows (and repeats), with the spread and the ratio to ``compute``, one table per setting."""
-    groups: dict[tuple, dict[str, list[dict]]] = defaultdict(lambda: defaultdict(list))
-    with Path(path).open() as file:
-        for row in csv.DictReader(file):
-            groups[tuple(row[k] for k in KEY)][row["engine"]].append(row)
-    parts = []
-    for key, engines in groups.items():
-        some = next(iter(engines.values()))[0]
-        model, ranks, micro_batch, compiled, jitter = key
-        head = f"### {model}, micro-batch {micro_batch}, {ranks} x {some['device']}"
-        head += ", torch.compile" if compiled == "True" else ""
-        head += f", each rank late by U(0, {float(jitter):g}) ms a step" if float(jitter) else ""
-        ceiling = _median(engines["compute"], "step_ms") if "compute" in engines else None
-        lines = [head, "", "| engine | ms per step | windows: lowest to highest | of compute-only speed | tokens/s/GPU | MFU "
-                 "| peak GiB | MiB received per step |", "|---|---|---|---|---|---|---|---|"]
-        for name, rows in engines.items():
-            times = [float(r["step_ms"]) for r in rows]
-            middle = statistics.median(times)
-            share = f"{ceiling / middle:.3f}" if ceiling else ""
-            mfu = f"{_median(rows, 'mfu'):.3f}" if rows[0]["mfu"] else ""
-            lines.append(f"| {name} | {middle:.1f} | {min(times):.1f} to {max(times):.1f} ({len(times)}) | {share} "
-                         f"| {_median(rows, 'tokens_per_s_per_gpu'):.0f} | {mfu} | {_median(rows, 'peak_gib'):.2f} "
-                         f"| {_median(rows, 'received_mib_per_step'):.0f} |")
-        lines.append(f"\ntorch {some['torch']}, deepspeed {some['deepspeed']}, commit {some['commit']}, "
-                     f"sequence length {some['sequence']}, {some['time'][:10]}")
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts) + "\n"
+def tables(some: Sequence[dict[str, str]], level: str = "###") -> str:
+    """Medians over windows (and repeats) with their spread, and ratios to other engines, one table per setting."""
+    return "\n\n".join(_table(setting, engines, level) for setting, engines in rows.settings(some).items()) + "\n"
 
 
-def _median(rows: list[dict], field: str) -> float:
-    return statistics.median(float(r[field]) for r in rows)
+def _table(setting: tuple[str, ...], engines: dict[str, list[dict[str, str]]], level: str) -> str:
+    times = {name: [float(r["step_ms"]) for r in group] for name, group in engines.items()}
+    middle = {name: statistics.median(t) for name, t in times.items()}
+    columns = {
+        "engine": lambda n: n,
+        "ms per step": lambda n: f"{middle[n]:.1f}",
+        "windows: lowest to highest": lambda n: f"{min(times[n]):.1f} to {max(times[n]):.1f} ({len(times[n])})",
+        "p20, p80, p99 of steps": lambda n: ", ".join(_median(engines[n], f"p{p}_ms", ".0f") for p in (20, 80, 99)),
+        "of compute-only speed": lambda n: f"{middle['compute'] / middle[n]:.3f}" if "compute" in middle else "",
+        **{f"x {rival}": lambda n, rival=rival: f"{middle[rival] / middle[n]:.2f}" for rival in RIVALS if rival in middle},
+        "tokens/s/GPU": lambda n: _median(engines[n], "tokens_per_s_per_gpu", ".0f"),
+        "MFU": lambda n: _median(engines[n], "mfu", ".3f"),
+        "peak GiB": lambda n: _median(engines[n], "peak_gib", ".2f"),
+        "GiB after warm-up": lambda n: _median(engines[n], "steady_gib", ".2f"),
+        "MiB received per step": lambda n: _median(engines[n], "received_mib_per_step", ".0f"),
+    }
+    body = {head: [cell(n) for n in engines] for head, cell in columns.items()}
+    body = {head: cells for head, cells in body.items() if any(cells)}  # no column without a figure
+    lines = [f"{level} {rows.describe(setting)}", "", f"| {' | '.join(body)} |", "|" + "---|" * len(body)]
+    lines += [f"| {' | '.join(line)} |" for line in zip(*body.values())]
+    return "\n".join(lines) + "\n\n" + _footnote([r for group in engines.values() for r in group])
+
+
+def _footnote(some: list[dict[str, str]]) -> str:
+    first = some[0]
+    versions = [f"{name} {first[name]}" for name in ("python", "torch", "deepspeed", "transformers") if first[name]]
+    text = ", ".join([*versions, f"commit {first['commit']}", f"sequence length {first['sequence']}", first["time"][:10]])
+    sharded = sorted({r["engine"] for r in some if r["build"] == "sharded"})
+    if sharded:
+        text += f". Built in shards, so from other random weights than the rest: {', '.join(sharded)}"
+    return text
+
+
+def _median(some: list[dict[str, str]], field: str, form: str) -> str:
+    """"" if it is not known."""
+    values = [float(r[field]) for r in some if r[field] != ""]
+    return format(statistics.median(values), form) if values else ""
+
+
+def generated(name: str, words: Sequence[str] = ()) -> str:
+    """A block of a document: tables, then plots, of a recorded run.
+
+    Raises:
+        ValueError: there is no such run, or none of its settings has all the words.
+    """
+    path = rows.RESULTS / name / "results.csv"
+    if not path.exists():
+        raise ValueError(f"generated: {name}, but benchmarks/results/{name}/results.csv does not exist; name a recorded run")
+    shown = [r for setting, engines in rows.settings(rows.read(path)).items() for group in engines.values() for r in group
+             if all(word in rows.describe(setting) for word in words)]
+    if not shown:
+        raise ValueError(f"generated: {name} {' '.join(words)}, but no setting's heading has these words; leave some out")
+    images = [f"![{what}, {name}](images/{name}_{what}.png)\n" for what in images_of(name, words)]
+    return "\n".join([tables(shown), *images])
+
+
+def images_of(name: str, words: Sequence[str] = ()) -> list[str]:
+    """Names of the plots that a document shows of a run: those in docs/images; a selection of settings has none."""
+    return [] if words else [what for what in ("time", "memory", "delay") if (IMAGES / f"{name}_{what}.png").exists()]
+
+
+def refreshed(text: str) -> str:
+    """A document with its generated blocks made anew.
+
+    Raises:
+        ValueError: a block names no recorded run, or does not end.
+    """
+    begun, whole = text.count("<!-- generated: "), len(_BLOCK.findall(text))
+    if begun != whole:
+        raise ValueError(f"{begun} generated blocks begin and {whole} end with the same words; each needs both lines")
+    return _BLOCK.sub(lambda m: f"{m[1]}\n{generated(m[2], m[3].split())}\n{m[4]}", text)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.split("\n")[0])
+    parser.add_argument("runs", nargs="*", type=Path, help="folders with a results.csv: prints their tables, writes table.md")
+    parser.add_argument("--docs", action="store_true", help="make the generated blocks and plots of docs/performance.md anew")
+    args = parser.parse_args(argv)
+    if not args.runs and not args.docs:
+        parser.error("name a folder, or --docs")
+    try:
+        for folder in args.runs:
+            (folder / "table.md").write_text(tables(rows.read(folder / "results.csv")))
+            print((folder / "table.md").read_text())
+        if args.docs:
+            _document()
+    except (ValueError, FileNotFoundError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _document() -> None:
+    from benchmarks import plots
+    text = DOCUMENT.read_text()
+    for _, name, words, _ in _BLOCK.findall(text):
+        if not words and (rows.RESULTS / name / "results.csv").exists():
+            for path in plots.draw(rows.RESULTS / name, IMAGES, f"{name}_", kinds=("png",)):
+                print(path.relative_to(REPOSITORY))
+    DOCUMENT.write_text(refreshed(text))
 
 
 if __name__ == "__main__":
-    print(table(Path(sys.argv[1])))
+    sys.exit(main())

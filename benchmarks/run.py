@@ -1,25 +1,29 @@
-"""Measure engines side by side on this machine: ``python -m benchmarks.run --models llama-1.3b --micro-batch 1,4``.
+"""Run engines alternately on this host, in one call: ``python -m benchmarks.run --models llama-1.3b --micro-batch 1,4``.
 
-Each (model, micro-batch) is one torchrun in which the engines take turns, ``--repeats`` times over. Rows go to
-``OUT/results.csv`` (one per window), the table of medians to ``OUT/table.md``. ``--cpu`` runs a tiny model over gloo: its numbers
-show that everything works, not how fast anything is.
+Each setting (model, micro-batch, delay, eager or compiled) is one torchrun in which the engines take turns, ``--repeats`` times
+over. Rows go to ``OUT/results.csv`` (one per window), the table of medians to ``OUT/table.md``, plots beside it. ``--cpu`` runs
+over gloo: its numbers show that everything works, not how fast anything is.
 """
 
 import argparse
+import itertools
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-from benchmarks import report
+from benchmarks import report, rows
+from benchmarks.sizes import SIZES
 
 ENGINES = ("compute", "ddp", "fsdp2", "zero3", "zero3-leaf", "cdp-v2", "cdp-v1")
+PASSED_ON = ("engines", "sequence", "steps", "windows", "warmup", "repeats", "seconds", "trace", "build", "bandwidth_limit")
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line; ends with a sentence on stderr if it asks for what does not exist."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n")[0])
-    parser.add_argument("--models", default="llama-1.3b", help="comma-separated; see benchmarks/models.py")
+    parser.add_argument("--models", default="llama-1.3b", help="comma-separated, of " + ", ".join(SIZES))
     parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES) + ", cdp-K")
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
@@ -28,34 +32,89 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=4, help="steps before the first window")
     parser.add_argument("--repeats", type=int, default=1, help="rounds of all engines")
-    parser.add_argument("--jitter-ms", type=float, default=0.0, help="each rank is late by U(0, this) in every step")
-    parser.add_argument("--compile", action="store_true", help="torch.compile every decoder layer")
+    parser.add_argument("--jitter-ms", default="0", help="each rank is late by U(0, this) in every step; comma-separated")
+    parser.add_argument("--compile", nargs="?", const="yes", default="no", choices=("no", "yes", "both"),
+                        help="torch.compile the forward of every decoder layer")
+    parser.add_argument("--no-host-sync", action="store_true",
+                        help="skip Hugging Face's search for packed sequences, for which the host waits in every forward")
+    parser.add_argument("--bandwidth-limit", type=float, default=0.0, metavar="GB/S",
+                        help="hold each stream of hand-offs to this rate; cdp engines only")
+    parser.add_argument("--build", default="auto", choices=("auto", "full", "sharded"),
+                        help="sharded: fsdp2 and zero3 never hold the whole model on a GPU, and start from other random weights; "
+                             "auto: sharded for llama-8b only")
     parser.add_argument("--trace", default="", help="also record a profiler trace of engines whose name starts so")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--seconds", type=float, default=120, help="no engine may take longer than this")
-    parser.add_argument("--out", default="", help="default: benchmarks/results/DATE_run")
+    parser.add_argument("--topic", default="run", help="ends the name of the default for --out")
+    parser.add_argument("--out", default="", help="default: benchmarks/results/DATE_HARDWARE_TOPIC")
     args = parser.parse_args(argv)
-    out = Path(args.out or f"benchmarks/results/{time.strftime('%Y-%m-%d')}_run")
-    out.mkdir(parents=True, exist_ok=True)
-    ranks = args.ranks
-    if not ranks:
-        import torch
-        ranks = 2 if args.cpu else torch.cuda.device_count()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip() or "unknown"
-    failed = 0
+    names = args.engines.split(",")
+    for name in names:
+        if name not in ENGINES and not (name.startswith("cdp-") and name[4:].isdigit()):
+            parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES)} and cdp-K with an integer K")
     for model in args.models.split(","):
-        for micro_batch in args.micro_batch.split(","):
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                       "-m", "benchmarks.rank", "--model", model, "--micro-batch", micro_batch, "--out", str(out / "results.csv"),
-                       "--commit", os.environ.get("COMMIT", commit)]
-            for name in ("engines", "sequence", "steps", "windows", "warmup", "jitter_ms", "repeats", "seconds", "trace"):
-                command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
-            command += ["--compile"] * args.compile + ["--cpu"] * args.cpu
-            failed |= subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        if model not in SIZES:
+            parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")
+    others = [n for n in names if not n.startswith("cdp-")]
+    if args.bandwidth_limit and others:
+        parser.error(f"--bandwidth-limit holds back hand-offs and {others[0]!r} has none; use it with cdp engines only")
+    if args.bandwidth_limit < 0:
+        parser.error(f"--bandwidth-limit is {args.bandwidth_limit:g}; it must be above 0 GB/s")
+    if args.steps < 1 or args.windows < 1 or args.warmup < 1:
+        parser.error("--steps, --windows and --warmup must each be at least 1")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    ranks, hardware = args.ranks, "CPU"
+    if not args.cpu:
+        import torch
+        ranks = ranks or torch.cuda.device_count()
+        if not ranks:
+            print("no GPU is here; use --cpu for a run that shows that everything works", file=sys.stderr)
+            return 2
+        hardware = next((w for w in torch.cuda.get_device_name().split() if w[0] in "ABHL" and w[-1].isdigit()), "GPU")
+    ranks = ranks or 2
+    out = Path(args.out or rows.RESULTS / f"{time.strftime('%Y-%m-%d')}_{ranks}x{hardware}_{args.topic}")
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        rows.check(out / "results.csv")
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip() or "unknown"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"DS_ACCELERATOR": "cpu"} if args.cpu else {})}
+    environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
+    modes = {"no": (False,), "yes": (True,), "both": (False, True)}[args.compile]
+    settings = list(itertools.product(args.models.split(","), args.micro_batch.split(","), args.jitter_ms.split(","), modes))
+    failed = 0
+    for i, (model, micro_batch, jitter, compiled) in enumerate(settings):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+                   "-m", "benchmarks.rank", "--model", model, "--micro-batch", micro_batch, "--jitter-ms", jitter,
+                   "--out", str(out / "results.csv"), "--commit", os.environ.get("COMMIT", commit)]
+        for name in PASSED_ON:
+            command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+        command += ["--compile"] * compiled + ["--cpu"] * args.cpu + ["--no-host-sync"] * args.no_host_sync
+        if len(settings) > 1:
+            print(f"setting {i + 1} of {len(settings)}: {model}, micro-batch {micro_batch}, delays up to {jitter} ms"
+                  + ", compiled" * compiled, file=sys.stderr, flush=True)
+        failed |= subprocess.run(command, env=environment).returncode
     if (out / "results.csv").exists():
-        (out / "table.md").write_text(report.table(out / "results.csv"))
+        (out / "table.md").write_text(report.tables(rows.read(out / "results.csv")))
         print((out / "table.md").read_text())
+        _plot(out)
     return failed
+
+
+def _plot(out: Path) -> None:
+    try:
+        from benchmarks import plots
+    except ModuleNotFoundError as error:
+        print(f"no plots: {error}; pip install 'deepspeed-cdp[bench]', then python -m benchmarks.plots {out}", file=sys.stderr)
+        return
+    for path in plots.draw(out):
+        print(path)
 
 
 if __name__ == "__main__":

@@ -44,8 +44,7 @@ class Access:
             p.ds_id, p.ds_shape, p.ds_numel, p.ds_persist = number, p.shape, p.numel(), False
             p.ds_process_group, p.ds_active_sub_modules, p.ds_enable_sanity_checks = self._group, set(), False
             p.ds_summary = lambda number=number, name=name, p=p: {"id": number, "name": name, "shape": tuple(p.shape)}
-            p.all_gather, p.partition = partial(_call, self._all_gather, p), partial(_call, self._partition, p)
-            p._z3_optimizer = self
+            p.all_gather, p.partition, p._z3_optimizer = partial(self._all_gather, p), partial(self._partition, p), self
         # Autograd gives an autograd.Function whose tensors were saved through hooks new tensor objects instead of the parameters,
         # and TRL's fused head asks them whether they are there: as all ordinary tensors are.
         torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
@@ -69,14 +68,16 @@ class Access:
 
     # ---- what GatheredParameters calls ----------------------------------------------------------------------------------
     @torch.no_grad()
-    def _all_gather(self, param_list: Sequence[torch.nn.Parameter], _: bool = False) -> None:
+    def _all_gather(self, param: torch.nn.Parameter, param_list: Sequence[torch.nn.Parameter] | None = None, **_: Any) -> None:
         """Give the parameters their values, in their own dtype, in memory of their own, on every rank.
+
+        In the middle of a step nothing happens to parameters that are there, those of the unit in use: after ``zero.Init``
+        torch's linear function is DeepSpeed's, which asks in every backward.
 
         Raises:
             ValueError: in the middle of a step, except inside a training forward, where they are their module's pass of the plan.
         """
-        mine = [p for p in param_list if getattr(p, "_z3_optimizer", None) is self]
-        others = [p for p in param_list if getattr(p, "_z3_optimizer", None) is not self]
+        mine, others = self._split(param, param_list)
         if others:
             others[0].all_gather(param_list=others)
         runtime = self.runtime
@@ -103,10 +104,10 @@ class Access:
         self._status(runtime.is_whole)
 
     @torch.no_grad()
-    def _partition(self, param_list: Sequence[torch.nn.Parameter], has_been_updated: bool = False) -> None:
+    def _partition(self, param: torch.nn.Parameter, param_list: Sequence[torch.nn.Parameter] | None = None,
+                   has_been_updated: bool = False, **_: Any) -> None:
         """Take the values back: into the masters if one rank's have been given to all, else they are dropped, as ZeRO-3 does."""
-        mine = [p for p in param_list if getattr(p, "_z3_optimizer", None) is self]
-        others = [p for p in param_list if getattr(p, "_z3_optimizer", None) is not self]
+        mine, others = self._split(param, param_list)
         if others:
             others[0].partition(param_list=others, has_been_updated=has_been_updated)
         self.runtime.binder.take_back(mine)
@@ -125,6 +126,12 @@ class Access:
         if has_been_updated and lent:
             self.runtime.publish()
         self._status(self.runtime.is_whole)
+
+    def _split(self, param: torch.nn.Parameter, params: Sequence[torch.nn.Parameter] | None
+               ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+        """This engine's parameters and others'."""
+        params = [param] if params is None else params
+        return [p for p in params if p in self._names], [p for p in params if p not in self._names]
 
     # ---- what safe_get_* and safe_set_* call ----------------------------------------------------------------------------
     @torch.no_grad()
@@ -269,12 +276,6 @@ class Access:
         if told["shape"] is None:
             raise self._no_state(name, key, told["keys"])
         return tuple(told["shape"]), getattr(torch, told["dtype"])
-
-
-def _call(method: Callable[..., None], p: torch.nn.Parameter, param_list: Sequence[torch.nn.Parameter] | None = None,
-          has_been_updated: bool = False, **_: Any) -> None:
-    """As ZeRO-3's ``p.all_gather()`` and ``p.partition()``: of the parameter itself unless others are named."""
-    method([p] if param_list is None else param_list, has_been_updated)
 
 
 def offload_stub(module: torch.nn.Module) -> types.SimpleNamespace:

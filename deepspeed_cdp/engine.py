@@ -86,7 +86,8 @@ class CyclicEngine(DeepSpeedEngine):
         config = self._config.cyclic_config
         _, sum_dtype = self.get_data_types()
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
-                            float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None)
+                            float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
+                            config.keep_after_forward)
         try:
             self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device,
                                     self._initial if self._initial.elsewhere else None)

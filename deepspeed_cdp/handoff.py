@@ -10,7 +10,7 @@ import torch
 
 from .buffers import Buffers
 from .plan import HELD, Action, Plan, Post
-from .program import build, initial_posts
+from .program import build, edges, initial_posts, with_meetings
 from .scalars import Scalars
 from .transport.base import Ticket, Transport, Where
 from .walk import OutOfOrder, Owner, Place, Program
@@ -36,10 +36,12 @@ class Handoff:
         self.owner: Owner | None = None
         self.on_sum: Callable[[int, torch.Tensor], None] = lambda unit, view: None
         self.on_release: Callable[[int], None] = lambda unit: None
-        self._first, self._steady = (Program.of(build(plan, rank, first)) for first in (True, False))
+        transport.prepare(edges(plan), deferred=True)
+        make = with_meetings if transport.rendezvous else build
+        self._first, self._steady = (Program.of(make(plan, rank, first)) for first in (True, False))
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
                     "SUM_HELD": self._sum, "PASS_HELD": self._pass, "DONE_HELD": self._done,
-                    "OFFER": self._offer, "TAKE": self._posts,
+                    "OFFER": self._offer, "TAKE": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
         self.params: dict[int, torch.Tensor] = {}
@@ -60,7 +62,7 @@ class Handoff:
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
         self._step_end = self._own_read_end = self._sums_used_at = self.transport.mark()
         self._published_at: dict[int, object] = {}  # unit -> the mark at which this owner's newest version is in place
-        self._norms: list[torch.Tensor] = []  # squared, of the owned units averaged so far
+        self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units averaged so far
         self._sum_ends: dict[int, object] = {}  # unit -> the mark at which its sum, finished on this rank, is in place
         self._flushing = False
         self.params.clear()
@@ -86,6 +88,8 @@ class Handoff:
             for a in self._steady.actions if self.step else ():
                 if a.kind in last and a.version == -1:
                     last[a.kind](a)
+                    if a.kind == "NORM" and self.rank == 0 and a.peer is not None:
+                        self.transport.meet("S", a.peer, True)  # the last owner's, who ends the flush with it
         self._flushing = False
         self.transport.reset(where)
 
@@ -102,7 +106,7 @@ class Handoff:
             HandoffError: a peer is gone or late.
         """
         index = self._program.begun[self.round, unit, backward]
-        if index <= self._cursor and unit not in self.params:
+        if index <= self._cursor and (unit not in self.params or not backward):
             raise OutOfOrder(self._disorder(unit, backward))
         self._walk(index)
         self._latest = unit
@@ -146,10 +150,7 @@ class Handoff:
         self._lost[self.global_step] = (self.losses.clone(), self.loss_count)
         self._step_end = self.transport.mark()
         if self.schedule.ranks == 1:
-            self._sum_ends = dict.fromkeys(self._summed(), self._step_end)
-        if self.rank == self.schedule.ranks - 1:  # it needs its next version at once: begin now, beside the end of the backward
-            with self.transport.owner_stream():
-                self._finish_own_sums(self.global_step)
+            self._sum_ends = dict.fromkeys(self._members(), self._step_end)
         self.losses.zero_()
         self.loss_count = self._cursor = self.round = 0
         self._program = self._steady
@@ -163,6 +164,7 @@ class Handoff:
 
     def _walk(self, index: int) -> None:
         actions, do = self._program.actions, self._do
+        self.transport.moved_on()
         while self._cursor < index:
             a = actions[self._cursor]
             do[a.kind](a)
@@ -226,6 +228,8 @@ class Handoff:
         return ticket
 
     def _read(self, a: Action) -> None:
+        if a.backward and a.unit in self.params:  # kept since the forward
+            return
         self._read_from[a.unit] = self._await(a)
         if a.peer is None:
             self.transport.after(self._published_at.get(a.unit))
@@ -237,6 +241,9 @@ class Handoff:
     def _offer(self, a: Action) -> None:
         self._push(a)
 
+    def _meet(self, a: Action) -> None:
+        self.transport.meet(a.stream, a.peer, a.kind == "RECEIVE")
+
     def _sum(self, a: Action) -> None:
         region, view = self._place(a)
         if a.peer is not None:
@@ -247,6 +254,7 @@ class Handoff:
             view.zero_()
         self.sums[a.unit] = view
         self.on_sum(a.unit, view)
+        self.transport.moved_on()
 
     def _done(self, a: Action) -> None:
         if self.params.pop(a.unit, None) is not None:
@@ -263,6 +271,7 @@ class Handoff:
             self.transport.after(self._sums_used_at)
             self.buffers.view("O", self.plan.o_layout(0)[0][a.unit], a.nbytes).copy_(view)
             self._sum_ends[a.unit] = self.transport.mark()
+            self.transport.moved_on()
         else:
             self._push(a)
         self._posts(a)
@@ -276,41 +285,38 @@ class Handoff:
     def _norm(self, a: Action) -> None:
         assert self.owner is not None
         where, step, stage = Place(self, a), self.step + a.version, self.schedule.owned(self.rank)
-        last = self.rank == self.schedule.ranks - 1
-        if last:
-            self._finish_own_sums(self.global_step + a.version)
-        else:
-            for i in self._summed():
-                self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
-                self._average(self.global_step + a.version, i)
         if self.owner.at_once:
             self._free_copy(a)
-            for i in reversed(self._summed()):
-                self._publish(a, i)
+        if self.rank == self.schedule.ranks - 1:  # it has the finished sums itself, all of them, and reads the first unit at once
+            for i in self._members():
+                self.transport.after(self._sum_ends.pop(i, None))
+                self._average(a, i)
+        else:
+            for i in reversed(self._members()):
+                self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
+                self._average(a, i)
         if a.peer is not None:
             self.scalars.receive(a.peer, where)
         self.transport.after(self._step_end)
         loss, count = self._lost.pop(self.global_step + a.version, (self.losses, self.loss_count))
-        self.scalars.add(stage, torch.stack(self._norms).sum() if self._norms else torch.zeros_like(loss), loss, count)
-        self._norms = []
+        norms = [self._norms[i] for i in reversed(self._members()) if i in self._norms]
+        self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count)
+        self._norms = {}
 
-    def _summed(self) -> list[int]:
-        """The owned units that have sums, in the order in which these are finished."""
-        members = self.plan.members(self.schedule.owned(self.rank))
-        return [i for i in reversed(members) if self.plan.unit(i).g_bytes]
+    def _members(self) -> list[int]:
+        """The owned units that have sums, in the order in which they are read; their sums are finished in the reverse order."""
+        return [i for i in self.plan.members(self.schedule.owned(self.rank)) if self.plan.unit(i).g_bytes]
 
-    def _average(self, global_step: int, unit: int) -> None:
+    def _average(self, a: Action, unit: int) -> None:
+        """What can be done with a unit's finished sums."""
         assert self.owner is not None
-        self._norms.append(self.owner.average(unit))
         if self.owner.at_once:
-            self.owner.update(global_step, None, unit)
-
-    def _finish_own_sums(self, global_step: int) -> None:
-        """On the last rank, which has the finished sums of its stage itself: average what has not been averaged."""
-        for i in self._summed():
-            if i in self._sum_ends:
-                self.transport.after(self._sum_ends.pop(i))
-                self._average(global_step, i)
+            slot = None if self._flushing else self._copy(a)
+            urgent = unit in (HELD, 0) and self.rank == self.schedule.ranks - 1  # which reads it at once
+            self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot, urgent)
+            self._published_at[unit] = self.transport.mark()
+        else:
+            self._norms[unit] = self.owner.average(unit)
 
     def _copy(self, a: Action) -> int:
         return (self.step + a.version + 1) % self.plan.copies
@@ -323,11 +329,6 @@ class Handoff:
         for ticket in self._readers(region, 0, self.buffers.regions[region].numel()):
             ticket.wait(Place(self, a))
         self.transport.after(self._own_read_end)
-
-    def _publish(self, a: Action, unit: int) -> None:
-        if not self._flushing:
-            self.owner.publish(self._copy(a), unit)
-            self._published_at[unit] = self.transport.mark()
 
     def _total(self, a: Action) -> None:
         self.scalars.send_total()
@@ -342,12 +343,13 @@ class Handoff:
             self.skipped += 1
         if not self.owner.at_once:
             self._free_copy(a)
+            slot = None if self._flushing else self._copy(a)
             if not self.owner.by_unit:
-                self.owner.update(step, self.scalars.total)
-            for i in reversed(self._summed()):  # in the order in which they are read
+                self.owner.update(step, self.scalars.total, None, slot)
+            for i in self._members():
                 if self.owner.by_unit:
-                    self.owner.update(step, self.scalars.total, i)
-                self._publish(a, i)
+                    self.owner.update(step, self.scalars.total, i, slot)
+                self._published_at[i] = self.transport.mark()
         self.owner.finish(step)
         self._sums_used_at = self.transport.mark()
 

@@ -4,18 +4,20 @@ Order of a unit's backward: autograd runs nodes in the reverse order of their cr
 arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .handoff import Handoff
+from .placeholders import is_placeholder, placeholder, refuse_use
 from .plan import HELD
 from .units import Layout, Slot
 
 IDLE, FORWARD, BACKWARD, FAILED = "idle", "forward", "backward", "failed"
+_innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
 
 
 class Saved(NamedTuple):
@@ -26,6 +28,13 @@ class Saved(NamedTuple):
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+
+class Elsewhere(NamedTuple):
+    """What a user's own saved-tensor hooks, pushed outside of the unit, made of a tensor that is not in its buffer."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
 
 
 class Binder:
@@ -51,6 +60,8 @@ class Binder:
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
+        self._saving, self._is_saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), False
+        self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
         handoff.on_release, handoff.on_sum = self.unbind, self._add_early
@@ -88,7 +99,7 @@ class Binder:
 
     def released(self, p: torch.nn.Parameter) -> bool:
         """Whether the parameter is a placeholder now."""
-        return _is_placeholder(p, self._empty)
+        return is_placeholder(p, self._empty)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ValueError("the module was copied while it belongs to a cyclic engine, which keeps its parameters; copy it before "
@@ -191,11 +202,13 @@ class Binder:
         self.mode, self._latest = FORWARD, None
         self.visited.clear()
         try:
-            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            with nullcontext() if _innermost else self._saving:
                 yield
         except BaseException:
             self.mode = FAILED
             raise
+        finally:
+            self._end_saving()
         self.handoff.end_forward()
         self.mode = BACKWARD
 
@@ -230,25 +243,37 @@ class Binder:
                           "mode and under no_grad() there is none, and each forward has one backward); call engine.train() and "
                           "engine(...) first, and add up losses before engine.backward()")
 
-    def _enter_forward(self, i: int) -> None:
+    def _enter_forward(self, i: int, saving: bool) -> None:
         self.handoff.acquire(i, False)
         self.bind(i, self.handoff.params[i])
         self.visited.add(i)
+        if saving and not self._is_saving and _innermost:
+            self._begin_saving()
 
     def lend(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Inside a training forward: a function other than their module's forward is about to read these parameters (a fused head
         and loss, say), as that module's pass in the plan. False outside a training forward.
+
+        Raises:
+            ValueError: they belong to several units.
         """
-        if self.mode == FORWARD:
-            for i in sorted({self._unit_of[p] for p in parameters if self.released(p)}):
-                self._enter_forward(i)
-                self._lent_units.add(i)
-        return self.mode == FORWARD
+        if self.mode != FORWARD:
+            return False
+        units = sorted({self._unit_of[p] for p in parameters if self.released(p)} | self._lent_units)
+        if len(units) > 1:
+            names = " and ".join(repr(self.handoff.plan.unit(i).name) for i in units[:2])
+            raise ValueError(f"GatheredParameters inside the forward of step {self.handoff.global_step} has parameters of "
+                             f"{names} at once; gather one module's at a time, or list modules in cyclic.units and leave these out")
+        for i in set(units) - self._lent_units:
+            self._enter_forward(i, True)  # kept or not: no output of its module begins its backward, saved tensors do
+            self._lent_units.add(i)
+        return True
 
     def take_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Undo ``lend``; the gradients are added whenever they come."""
         for i in sorted(self._lent_units & {self._unit_of[p] for p in parameters}):
             self._lent_units.discard(i)
+            self._end_saving()
             self.handoff.release(i, False)
 
     def _enter_backward(self, i: int) -> None:
@@ -259,10 +284,29 @@ class Binder:
         self._bind_sums(i)
         self._latest = i
 
+    def _gradient_came(self, i: int) -> None:
+        if self.mode == IDLE:  # a second backward over a graph that was retained
+            raise self._no_forward()
+        self._enter_backward(i)
+
+    def _begin_saving(self) -> None:
+        self._outer = _innermost(True)
+        if not self._outer or "checkpoint" not in (getattr(self._outer[0], "__module__", "") or ""):  # which is to save nothing
+            self._saving.__enter__()
+            self._is_saving = True
+
+    def _end_saving(self) -> None:
+        if self._is_saving:
+            self._saving.__exit__(None, None, None)
+            self._is_saving = False
+
+    # torch.compile of a module compiles its hooks too; these are not to be traced
+    @torch.compiler.disable
     def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
         if self.mode == IDLE:
             self.on_idle_use("was called")
 
+    @torch.compiler.disable
     def _root_post(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
         """Give every output a tensor of its own. For ``loss.backward()`` DeepSpeed divides by the accumulation steps in a hook on
         each output; a loss computed from another output (as in Hugging Face models) would be divided twice. So does ZeRO-3.
@@ -274,9 +318,12 @@ class Binder:
         return tree_unflatten(own, spec)
 
     def _pre(self, i: int):
+        kept = self.handoff.plan.kept(i)
+
+        @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any) -> None:
             if self.mode == FORWARD:
-                self._enter_forward(i)
+                self._enter_forward(i, not kept)
             elif self.mode == IDLE:
                 self.on_idle_use("was called")
             else:
@@ -284,11 +331,13 @@ class Binder:
         return hook
 
     def _post(self, i: int):
+        @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == IDLE:
                 return None
             output = self._watch(i, (args, kwargs), output)
             if self.mode == FORWARD:
+                self._end_saving()
                 self.handoff.release(i, False)
             return output
         return hook
@@ -297,26 +346,27 @@ class Binder:
         """Have the gradients of the unit's outputs begin its backward; copy outputs that lie in its buffer."""
         flat = self._bound[i]
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
-        leaves, spec = tree_flatten(output)
-        inputs = {id(x) for x in tree_flatten(args)[0]}
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
         copied = False
         for at, x in enumerate(leaves):
-            if isinstance(x, torch.Tensor) and id(x) not in inputs:
+            if isinstance(x, torch.Tensor) and not _holds(args, x):
                 if low <= x.data_ptr() < high:
                     leaves[at] = x = x.clone()
                     copied = True
                 if x.requires_grad:
-                    x.register_hook(lambda grad: self._enter_backward(i))
-        return tree_unflatten(leaves, spec) if copied else output
+                    x.register_hook(lambda grad: self._gradient_came(i))
+        return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
-    # ---- tensors that autograd saves ------------------------------------------------------------------------------------
-    def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved:
+    # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved | Elsewhere:
         pointer = x.data_ptr()
         if self._low <= pointer < self._high:
             return Saved(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)
-        return x
+        return Elsewhere(self._outer[0](x), self._outer[1]) if self._outer else x
 
-    def _unpack(self, x: torch.Tensor | Saved) -> torch.Tensor:
+    def _unpack(self, x: torch.Tensor | Saved | Elsewhere) -> torch.Tensor:
+        if type(x) is Elsewhere:
+            return x.unpack(x.packed)
         if type(x) is not Saved:
             return x
         self._enter_backward(x.unit)
@@ -332,27 +382,19 @@ class Binder:
         return view
 
 
+def _holds(tree: Any, x: torch.Tensor) -> bool:
+    """Whether ``x`` itself is in these arguments; much faster than flattening them where they are simple."""
+    if tree is x:
+        return True
+    if isinstance(tree, (tuple, list)):
+        return any(_holds(t, x) for t in tree)
+    if type(tree) is dict:
+        return any(_holds(t, x) for t in tree.values())
+    if tree is None or isinstance(tree, (torch.Tensor, bool, int, float, str)):
+        return False
+    return any(leaf is x for leaf in tree_flatten(tree)[0])
+
+
 def _links(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
     """Where every module and parameter hangs."""
     return [(there, name, x) for m in module.modules() for there in (m._modules, m._parameters) for name, x in there.items()]
-
-
-def _is_placeholder(p: torch.nn.Parameter, empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> bool:
-    return p in empty and p.numel() > 0 and p.data_ptr() == empty[p].data_ptr()
-
-
-def refuse_use(modules: Sequence[torch.nn.Module], empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-    """Hooks for a module whose engine is gone: what would give nan in silence raises, as long as a placeholder is there."""
-    def refuse(module: torch.nn.Module, *_: Any) -> None:
-        if any(_is_placeholder(p, empty) for p in module.parameters(recurse=False)):
-            raise ValueError(f"a {type(module).__name__} was used after engine.destroy(), which leaves nothing in its "
-                             "parameters; take engine.module_state_dict() before, and load it into a new model")
-    for m in modules:
-        m.register_forward_pre_hook(refuse, prepend=True)
-        m.register_state_dict_pre_hook(refuse)
-
-
-def placeholder(p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch.Tensor:
-    """What a parameter's data is while its values are elsewhere: right shape and dtype, one element, nan."""
-    value = float("nan") if p.dtype.is_floating_point or p.dtype.is_complex else 0
-    return torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape if shape is None else shape)

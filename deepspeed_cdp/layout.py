@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+TRIES, FEW = 40, 200  # attempts to improve an order of first fit, and for how many regions at most they are worth the time
 ALIGN = 64  # bytes; a cache line, and enough for any dtype's vector loads
 
 
@@ -29,8 +30,9 @@ def overlap_in_time(a: Lifetime, b: Lifetime, period: int) -> bool:
 def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...], int]:
     """Offsets such that regions in use at the same time never overlap, and the bytes needed.
 
-    The best of first fit by start, first fit by size (good for uneven units), and laps of a ring (good for a sliding window: of n
-    equal regions with L live at once it needs room for ceil(n / floor(n / L)), the fewest there can be).
+    The best of first fit by start, end, length and size (good for uneven units), each a few times over with the region that
+    ended highest placed first; and laps of a ring (good for a sliding window: of n equal regions with L live at once it needs
+    room for ceil(n / floor(n / L)), the fewest there can be).
 
     Args:
         lifetimes: each shorter than ``period``.
@@ -38,10 +40,28 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
         an offset per lifetime, and the size of the buffer.
     """
     assert all(0 <= x.end - x.start < period for x in lifetimes), "a region must be free before its next use"
-    orders = (sorted(range(len(lifetimes)), key=lambda i: lifetimes[i].start),
-              sorted(range(len(lifetimes)), key=lambda i: (-lifetimes[i].nbytes, lifetimes[i].start)))
-    best = min((_first_fit(lifetimes, period, order) for order in orders), key=lambda result: result[1])
-    return _laps(lifetimes, period, orders[0], best[1]) or best
+    items = range(len(lifetimes))
+    by_start = sorted(items, key=lambda i: lifetimes[i].start)
+    orders = (by_start, sorted(items, key=lambda i: lifetimes[i].end),
+              sorted(items, key=lambda i: (lifetimes[i].start - lifetimes[i].end, lifetimes[i].start)),
+              sorted(items, key=lambda i: (-lifetimes[i].nbytes, lifetimes[i].start)))
+    best = min((_improved(lifetimes, period, order) for order in orders), key=lambda result: result[1])
+    return _laps(lifetimes, period, by_start, best[1]) or best
+
+
+def _improved(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    best = _first_fit(lifetimes, period, order)
+    offsets, tried = best[0], list(order)
+    for _ in range(TRIES if 0 < len(tried) <= FEW else 0):
+        top = max(tried, key=lambda i: offsets[i] + aligned(lifetimes[i].nbytes))
+        if tried[0] == top:
+            break
+        tried.remove(top)
+        tried.insert(0, top)
+        offsets, total = _first_fit(lifetimes, period, tried)
+        if total < best[1]:
+            best = offsets, total
+    return best
 
 
 def _first_fit(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
@@ -84,28 +104,30 @@ def _laps(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int], belo
     return None
 
 
-def gates(offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...]:
-    """For each item, the item whose release lets the next message of this item land: its *credit*.
+def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] | None = None,
+          period: int = 0) -> tuple[int, ...]:
+    """For each item, the release that lets the next message of this item land: its *credit*.
 
-    Items are used in index order, over and over; item i of this repetition is number i, of the one before number i - n.
-    The gate of i is the latest earlier item that shares bytes with it (itself one repetition ago at the earliest), made
+    Items are used in index order, over and over; item i of this repetition is number i, of the one before number i - n. The gate
+    of i is the latest release of an earlier item that shares bytes with it (itself one repetition ago at the earliest), made
     monotone so that posts of a stream keep the order of its messages.
 
+    Args:
+        releases: when each item is released, as a number in a repetition of ``period`` releases; default: in index order.
     Returns:
-        gate numbers: in [i - n, i - 1], non-decreasing, and periodic (gate of i + n is gate of i, plus n).
+        numbers of releases, non-decreasing, and periodic (gate of i + n is gate of i, plus ``period``).
     """
     n = len(offsets)
+    releases, period = (releases, period) if releases is not None else (range(n), n)
     raw = []
     for i in range(n):
-        ends = offsets[i] + aligned(sizes[i])
-        gate = i - n
-        for j in range(i - 1, i - n, -1):
+        ends, gate = offsets[i] + aligned(sizes[i]), releases[i] - period
+        for j in range(i - n + 1, i):
             k = j % n
             if sizes[i] and sizes[k] and offsets[k] < ends and offsets[i] < offsets[k] + aligned(sizes[k]):
-                gate = j
-                break
+                gate = max(gate, releases[k] - (period if j < 0 else 0))
         raw.append(gate)
-    last = max(raw) - n if raw else 0  # the highest gate of the repetition before
+    last = max(raw) - period if raw else 0  # the highest gate of the repetition before
     result = []
     for gate in raw:
         last = max(last, gate)

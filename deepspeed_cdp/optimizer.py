@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 
+from . import fused
 from .handoff import Handoff
 from .units import Layout, Slot
 
@@ -54,8 +55,10 @@ class StageOwner:
         # a norm of the whole step, as soon as each one's sum is finished.
         self.by_unit = type(optimizer).__module__.startswith("torch.optim")
         self.at_once = self.by_unit and not clip and not handoff.schedule.exact_norm
-        self._grads: dict[int, list[torch.Tensor]] = {}  # averaged, of units not updated yet
+        self._grads: dict[int, list[torch.Tensor]] = {}  # averaged, of units not updated yet (empty lists if fused)
         self._take_over(names)
+        self._fused = (fused.Adam(optimizer, self.masters, self._sums, self._published)
+                       if fused.Adam.suits(optimizer, self._device) else None)
         self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam keeps its count there)
         self.publish_all()
@@ -103,11 +106,23 @@ class StageOwner:
                                  for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
     @torch.no_grad()
+    def advance(self, step: int, unit: int, slot: int | None, urgent: bool) -> torch.Tensor:
+        """Average, update and publish (if ``slot`` is given) a unit whose sums are finished; the squared norm, as ``average``."""
+        if self._fused:
+            return self._fused.update(unit, self._recorded[step], 1 / self.handoff.schedule.ranks, None, slot, urgent)
+        norm2 = self.average(unit)
+        self.update(step, None, unit, slot)
+        return norm2
+
+    @torch.no_grad()
     def average(self, unit: int) -> torch.Tensor:
         """Turn a unit's finished sums into averaged gradients (fp32, sum / N); their squared norm (float64, on the device)."""
         views = list(self._sums[unit].values())
         if not views:
             return torch.zeros((), dtype=torch.float64, device=self._device)
+        if self._fused:
+            self._grads[unit] = []
+            return self._fused.square(unit, 1 / self.handoff.schedule.ranks)
         grads = [v if v.dtype == torch.float32 else torch.empty_like(v, dtype=torch.float32) for v in views]
         pairs = [(g, v) for g, v in zip(grads, views) if g is not v]
         if pairs:
@@ -120,24 +135,37 @@ class StageOwner:
             norms = torch._foreach_norm(grads)
         return torch.stack(norms).double().square().sum()
 
-    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None) -> None:
-        """theta_{step+1} = opt(theta_step, averaged gradients), of one unit or all that are left, clipped by ``norm2``."""
-        units = [unit] if unit is not None else list(self._grads)
-        for i in units:
-            for name, grad in zip(self._sums[i], self._grads.pop(i, ())):
-                self.masters[name].grad = grad
-        names = [n for i in units for n in self._sums[i]]
-        grads = [self.masters[n].grad for n in names]
-        if not grads:
-            return
+    @torch.no_grad()
+    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:
+        """theta_{step+1} = opt(theta_step, averaged gradients), of one unit or all that are left.
+
+        Args:
+            norm2: squared norm to clip by (float64, one element); None not to clip.
+            slot: the published copy to write, or None.
+        """
+        factor = None
         if norm2 is not None and self.clip > 0:
             # as ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one
-            factor = (1.0 / torch.clamp((norm2.sqrt() + 1e-6) / self.clip, min=1.0)).to(torch.float32)
-            with torch.no_grad():
-                torch._foreach_mul_(grads, factor.squeeze())
-        self._step(self._recorded[step])
-        for name in names:
-            self.masters[name].grad = None
+            factor = (1.0 / torch.clamp((norm2.sqrt() + 1e-6) / self.clip, min=1.0)).to(torch.float32).squeeze()
+        units = [i for i in ([unit] if unit is not None else list(self._grads)) if i in self._grads]
+        if self._fused:
+            for i in units:
+                del self._grads[i]
+                self._fused.update(i, self._recorded[step], 1 / self.handoff.schedule.ranks, factor, slot)
+            if units:
+                return
+        grads = {n: g for i in units for n, g in zip(self._sums[i], self._grads.pop(i))}
+        if grads:
+            if factor is not None:
+                torch._foreach_mul_(list(grads.values()), factor)
+            for name, grad in grads.items():
+                self.masters[name].grad = grad
+            with torch.enable_grad():
+                self._step(self._recorded[step])
+            for name in grads:
+                self.masters[name].grad = None
+        if slot is not None:
+            self.publish(slot, unit)
 
     def discard(self) -> None:
         """Forget the averaged gradients: the step is skipped."""
@@ -146,6 +174,11 @@ class StageOwner:
     def finish(self, step: int) -> None:
         """All of the step's updates are done."""
         del self._recorded[step]
+
+    def settle(self) -> None:
+        """Bring the optimizer's state up to date for those who look at it."""
+        if self._fused:
+            self._fused.settle()
 
     def _step(self, recorded: list[dict[str, Any]]) -> None:
         groups = self.optimizer.param_groups
@@ -195,6 +228,7 @@ class CyclicOptimizer(ZeROOptimizer):
 
     @property
     def state(self):
+        self.owner.settle()
         return self.optimizer.state
 
     def backward_epilogue(self, **_: Any) -> None:
@@ -217,7 +251,7 @@ class CyclicOptimizer(ZeROOptimizer):
         """Collective (it flushes): this rank's part, the torch optimizer's state by the names of the parameters it owns."""
         self._flush()
         names = {p: n for n, p in self.owner.masters.items()}
-        return {"state": {names[p]: s for p, s in self.optimizer.state.items()},
+        return {"state": {names[p]: s for p, s in self.state.items()},
                 "param_groups": [{**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"]]}
                                  for g in self.optimizer.param_groups]}
 

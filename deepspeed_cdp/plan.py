@@ -91,7 +91,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         unit = "held" if self.unit == HELD else f"unit {self.unit}"
-        incoming = self.kind in ("TAKE", "READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
+        incoming = self.kind in ("RECEIVE", "TAKE", "READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
         arrow = "" if self.peer is None else f" {'<-' if incoming else '->'} rank {self.peer}"
         where = "" if self.kind in ("NORM", "UPDATE", "TOTAL") else f" {'backward' if self.backward else 'forward'} {unit}"
         return f"{self.kind}{where}{arrow} (stream {self.stream or '-'}, round {self.round}, logical time {self.time})"
@@ -99,7 +99,8 @@ class Action(NamedTuple):
 
 # Kinds, in the order they take at equal time and phase.
 ORDER = {"DONE": 0, "PASS": 1, "SUM_HELD": 2, "PASS_HELD": 3, "DONE_HELD": 4,  # ends
-         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "TAKE": 9, "READ": 10, "RELAY": 11, "SUM": 12}  # starts
+         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "TAKE": 9, "READ": 10, "RELAY": 11, "SUM": 12,  # starts
+         "RECEIVE": 13, "SEND": 13}  # see program.with_meetings
 
 
 @dataclass(frozen=True)
@@ -110,11 +111,14 @@ class Plan:
         schedule: who reads what when.
         units: in execution order.
         held: parameters kept through the whole round, as one more unit of stage 0, or None.
+        keep_after_forward: keep the parameters of every stage but the first from the forward to the backward; else only those
+            of the last two, with which no more bytes are in use at once (but what is laid out has a few more gaps).
     """
 
     schedule: Schedule
     units: tuple[Unit, ...]
     held: Unit | None = None
+    keep_after_forward: bool = False
 
     def __post_init__(self) -> None:
         stages = [u.stage for u in self.units]
@@ -141,6 +145,15 @@ class Plan:
         unit = self.held if index == HELD else self.units[index]
         assert unit is not None
         return unit
+
+    def kept(self, index: int) -> bool:
+        """Whether this unit's parameters stay on a rank from its forward to its backward, so that they are sent once a round.
+
+        Stage N-1's second message would come before its first is done with, and stage N-2's just then. Stage 0 cannot be kept:
+        its forward's parameters come two positions before the round begins, when the round before still has its own.
+        """
+        n = self.schedule.ranks
+        return index != HELD and self.units[index].stage >= (1 if self.keep_after_forward else max(1, n - 2))
 
     # ---- logical time inside a round ------------------------------------------------------------------------------------
     @cached_property
@@ -170,6 +183,11 @@ class Plan:
         up = range(len(self.units))
         return tuple((i, False) for i in up) + tuple((i, True) for i in reversed(up))
 
+    @cached_property
+    def messages(self) -> tuple[tuple[int, bool], ...]:
+        """The visits whose parameters are sent, in the order of a round."""
+        return tuple((i, backward) for i, backward in self.visits if not (backward and self.kept(i)))
+
     # ---- buffers --------------------------------------------------------------------------------------------------------
     @cached_property
     def _round_ticks(self) -> int:
@@ -177,15 +195,18 @@ class Plan:
 
     @cached_property
     def p_layout(self) -> tuple[dict[tuple[int, bool], int], dict[int, tuple[int, ...]], int]:
-        """Offsets of the P buffer by visit, the visits each release lets in (as numbers in read order), and its bytes.
+        """Offsets of the P buffer by visit, the messages that each visit's end lets in (as numbers in read order), and its bytes.
 
-        A region lives from the sender's push, two positions before the visit, to the visit's end.
+        A region lives from the sender's push, two positions before the visit, to the visit's end (the backward's, if it is kept).
         """
         if self.schedule.ranks == 1:
             return {v: 0 for v in self.visits}, {}, 0
-        lives = [Lifetime(2 * (self.spans[v][0] - 2 * self.scale) + START, 2 * self.spans[v][1] + END,
-                          self.units[v[0]].p_bytes) for v in self.visits]
-        return self._laid_out(self.visits, lives)
+        last = [(i, backward or self.kept(i)) for i, backward in self.messages]
+        lives = [Lifetime(2 * (self.spans[v][0] - 2 * self.scale) + START, 2 * self.spans[end][1] + END,
+                          self.units[v[0]].p_bytes) for v, end in zip(self.messages, last)]
+        number = {v: k for k, v in enumerate(self.visits)}
+        offsets, lets, total = self._laid_out(self.messages, lives, [number[v] for v in last], len(self.visits))
+        return {v: offsets[v] if v in offsets else offsets[v[0], False] for v in self.visits}, lets, total
 
     @cached_property
     def g_layout(self) -> tuple[dict[tuple[int, bool], int], dict[int, tuple[int, ...]], int]:
@@ -195,14 +216,14 @@ class Plan:
         visits = self.visits[len(self.units):]
         lives = [Lifetime(2 * (self.spans[v][1] - 2 * self.scale) + END, 2 * self.spans[v][1] + END,
                           self.units[v[0]].g_bytes) for v in visits]
-        return self._laid_out(visits, lives)
+        return self._laid_out(visits, lives, range(len(visits)), len(visits))
 
-    def _laid_out(self, visits, lives):
+    def _laid_out(self, items, lives, releases, period):
         offsets, total = allocate(lives, 2 * self._round_ticks)
         lets: dict[int, list[int]] = {}
-        for number, gate in enumerate(gates(offsets, [x.nbytes for x in lives])):
-            lets.setdefault(gate % len(visits), []).append(number - (gate // len(visits)) * len(visits))
-        return dict(zip(visits, offsets)), {k: tuple(sorted(v)) for k, v in lets.items()}, total
+        for number, gate in enumerate(gates(offsets, [x.nbytes for x in lives], releases, period)):
+            lets.setdefault(gate % period, []).append(number - (gate // period) * len(items))
+        return dict(zip(items, offsets)), {k: tuple(sorted(v)) for k, v in lets.items()}, total
 
     def o_layout(self, stage: int) -> tuple[dict[int, int], int]:
         """Offsets of the units' finished sums in the owner's O buffer, and its bytes."""
@@ -223,7 +244,8 @@ class Plan:
     def _uses(self, version: int, stage: int) -> list[tuple[int, int]]:
         """Keys by which a published version is out of use: its first readers have let it in, the owner's own reads have ended."""
         s, uses = self.schedule, []
-        back = (2 * s.ranks - 1 - stage) * self.scale  # the last pass that takes it, two positions ahead
+        sent_once = all(self.kept(i) for i in self.members(stage))
+        back = (stage if sent_once else 2 * s.ranks - 1 - stage) * self.scale  # the last pass that takes it, two positions ahead
         for step in (version, version + 1):
             for v, m, r in s.first_readers(step, stage):
                 if v == version:
@@ -239,15 +261,16 @@ class Plan:
     def received_bytes(self, rank: int) -> dict[str, int]:
         """Bytes that ``rank`` receives in a steady step, by kind: F, B (parameters), G (sums on the ring), O (finished sums).
 
-        With Psi the bytes of all parameters and N ranks: F + B = 2 k (Psi minus the stages it reads from its own copy),
-        G = k Psi (rank 0: (k - 1) Psi), O = the owned stage (rank N-1: 0). Held parameters have no B.
+        With Psi the bytes of all parameters and N ranks: F = k (Psi minus the stages it reads from its own copy), B the same
+        without stages that are kept after the forward, G = k Psi (rank 0: (k - 1) Psi), O = the owned stage (rank N-1: 0). Held
+        parameters have no B.
         """
         s, total = self.schedule, {"F": 0, "B": 0, "G": 0, "O": 0}
         for i in (*([HELD] if self.held else []), *range(len(self.units))):
             unit = self.unit(i)
             remote = sum(s.source(1, m, rank, unit.stage) is not None for m in range(s.rounds))
             total["F"] += remote * unit.p_bytes
-            total["B"] += 0 if i == HELD else remote * unit.p_bytes
+            total["B"] += 0 if i == HELD or self.kept(i) else remote * unit.p_bytes
             if s.ranks > 1:
                 total["G"] += (s.rounds - (rank == 0)) * unit.g_bytes
                 total["O"] += unit.g_bytes if rank == s.owner(unit.stage) and rank != s.ranks - 1 else 0

@@ -22,6 +22,47 @@ def initial_posts(plan: Plan, rank: int) -> tuple[Post, ...]:
     return tuple(posts + builder.sum_posts(0))
 
 
+def with_meetings(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
+    """``build`` with a RECEIVE or SEND wherever another rank begins a message with this one, for transports whose two sides wait
+    for each other (transport/rendezvous.py).
+
+    Actions with messages of all ranks have one order: (step, time, phase, order of the kind, initiating rank, place in its
+    program). Each rank's program is a part of it. A message belongs to its initiator's step on both sides, so that none lies
+    across a barrier that a user puts between two steps: the other side meets it in that step, whatever its own logical time.
+    """
+    entries = [((a.time, a.phase, a.order, rank), a) for a in build(plan, rank, first)]
+    for other in range(plan.schedule.ranks):
+        if other != rank:
+            for a in build(plan, other, first):
+                entries += [((a.time, a.phase, a.order, other), a._replace(
+                    kind="SEND" if a.kind == "TAKE" else "RECEIVE", peer=other, stream=stream, posts=()))
+                    for stream, peer in _initiated(plan, other, a) if peer == rank]
+    return tuple(a for _, a in sorted(entries, key=lambda entry: entry[0]))  # stable
+
+
+def edges(plan: Plan) -> list[tuple[str, int, int]]:
+    """All (stream, source, destination) on which messages travel, the same list on every rank, in one order."""
+    found = {("S", r, (r + 1) % plan.schedule.ranks) for r in range(plan.schedule.ranks) if plan.schedule.ranks > 1}
+    for rank in range(plan.schedule.ranks):
+        for first in (True, False):
+            for a in build(plan, rank, first):
+                found |= {(stream, peer, rank) if a.kind == "TAKE" else (stream, rank, peer)
+                          for stream, peer in _initiated(plan, rank, a)}
+    return sorted(found)
+
+
+def _initiated(plan: Plan, rank: int, a: Action) -> list[tuple[str, int]]:
+    """(stream, peer) of the messages that this action of ``rank`` begins: pushes, and offers that it takes."""
+    n = plan.schedule.ranks
+    if a.kind == "NORM":
+        return [("S", (rank + 1) % n)] if n > 1 else []
+    if a.kind == "TOTAL":
+        return [("T", r) for r in range(n - 1)]
+    if a.kind in ("RELAY", "PASS", "PASS_HELD", "TAKE") and a.peer != rank:
+        return [(a.stream, a.peer)]
+    return []
+
+
 class _Builder:
     def __init__(self, plan: Plan, rank: int, step: int):
         self.plan, self.schedule, self.rank, self.step = plan, plan.schedule, rank, step
@@ -55,7 +96,8 @@ class _Builder:
             for number, (i, backward) in enumerate(plan.visits):
                 start, stop = (begin + x for x in plan.spans[i, backward])
                 yield from self._read(start, m, i, backward, plan.p_layout[0][i, backward])
-                yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.posts("P", m, number)))
+                if backward or not plan.kept(i):
+                    yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.posts("P", m, number)))
                 if backward and plan.units[i].g_bytes:
                     yield from self._sum("SUM", start, START, m, i)
                     yield from self._pass("PASS", stop, m, i, tuple(self.posts("G", m, number - self.units)))
@@ -74,6 +116,9 @@ class _Builder:
         place = dict(region="H" if i == HELD else "P", offset=offset)
         if src is None:
             place = dict(region="V", offset=self.plan.v_layout(unit.stage)[0][i])
+        if backward and self.plan.kept(i):  # it is still there from the forward
+            yield self._action("READ", time, START, m, i, True, nbytes=unit.p_bytes, version=version, **place)
+            return
         yield self._action("READ", time, START, m, i, backward, peer=src, stream=stream if src is not None else "",
                            nbytes=unit.p_bytes, version=version, **place)
         if s.relays(self.step, m, self.rank, unit.stage):
@@ -106,7 +151,7 @@ class _Builder:
         """As a first reader, let the owner's offers in: two positions before they are read, but not before they are made."""
         s, plan = self.schedule, self.plan
         for m in range(s.rounds):
-            for i, backward in ([(HELD, False)] if plan.held else []) + list(plan.visits):
+            for i, backward in ([(HELD, False)] if plan.held else []) + list(plan.messages):
                 stage = plan.unit(i).stage
                 src, first = self._origin(step - self.step, m, stage)
                 if src is None or not first:
@@ -149,8 +194,8 @@ class _Builder:
 
     def _offers(self, time: int, m: int, reader: int, version: int) -> Iterator[Action]:
         offsets = self.plan.v_layout(self.schedule.owned(self.rank))[0]
-        visits = [v for v in self.plan.visits if v[0] in offsets]
-        for i, backward in ([(HELD, False)] if HELD in offsets else []) + visits:
+        messages = [v for v in self.plan.messages if v[0] in offsets]
+        for i, backward in ([(HELD, False)] if HELD in offsets else []) + messages:
             yield self._action("OFFER", time, START, m, i, backward, peer=reader, stream="H0" if i == HELD else "P0",
                                region="V", offset=offsets[i], nbytes=self.plan.unit(i).p_bytes, version=version)
 
@@ -161,12 +206,12 @@ class _Builder:
 
     def posts(self, buffer: str, m: int, number: int | None) -> Iterator[Post]:
         """Messages that may land once visit ``number`` of round ``m`` is over; with m = -1 and None, once everything is free."""
-        visits = self.plan.visits if buffer == "P" else self.plan.visits[self.units:]
+        items = self.plan.messages if buffer == "P" else self.plan.visits[self.units:]
         offsets, lets, _ = self.plan.p_layout if buffer == "P" else self.plan.g_layout
-        allowed = lets.get(number, ()) if number is not None else sorted(x for v in lets.values() for x in v if x >= len(visits))
+        allowed = lets.get(number, ()) if number is not None else sorted(x for v in lets.values() for x in v if x >= len(items))
         for x in allowed:
-            ahead, round = self._place(m + x // len(visits))
-            i, backward = visits[x % len(visits)]
+            ahead, round = self._place(m + x // len(items))
+            i, backward = items[x % len(items)]
             unit = self.plan.units[i]
             if buffer == "P":
                 (src, first), nbytes = self._origin(ahead, round, unit.stage), unit.p_bytes

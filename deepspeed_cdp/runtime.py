@@ -29,7 +29,7 @@ class Settings:
     """What the runtime needs to know from ds_config.json.
 
     Attributes:
-        rule, partition_method, units: of the ``cyclic`` block.
+        rule, partition_method, units, keep_after_forward: of the ``cyclic`` block.
         rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
     """
 
@@ -39,6 +39,7 @@ class Settings:
     rounds: int = 1
     clip: float = 0.0
     sum_dtype: torch.dtype | None = None
+    keep_after_forward: bool = False
 
 
 class _Seen(NamedTuple):
@@ -151,6 +152,7 @@ class Runtime:
             raise ValueError(f"engine.flush() (also done by saving, loading and evaluating) of step {self.handoff.global_step} "
                              "came between a forward and its backward; call engine.backward(loss) first")
         self.handoff.flush()
+        self.owner.settle()
         self.restart()
 
     def restart(self) -> None:
@@ -299,4 +301,4 @@ def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settin
         layouts[HELD] = lay_out([(n, parameters[n]) for n in found.held], trained, settings.sum_dtype)
         held = plan_unit("", 0, layouts[HELD])
     assert list(itertools.chain(*groups)) == list(range(len(units))), "stages are contiguous"
-    return Plan(schedule, tuple(units), held), layouts
+    return Plan(schedule, tuple(units), held, settings.keep_after_forward), layouts

@@ -36,6 +36,8 @@ class Scalars:
         self._posted, self._sent = {}, []
         if self.size > 1:
             self._post("S", (self.rank - 1) % self.size, self._incoming)
+            if self.rank == 0:
+                self.transport.meet("S", self.size - 1, True)
             if self.rank != self.size - 1:
                 self._post("T", self.size - 1, self._incoming_total)
             else:

@@ -219,8 +219,7 @@ class DryRun:
             raise PlanError(f"rank {rank.number}, step {rank.step}: DONE is missing for (round, unit, backward) {missing}")
         rank.step, rank.cursor, rank.reads, rank.program = rank.step + 1, 0, 0, self.steady[rank.number]
 
-    def _all_read(self, rank: _Rank, a: Action) -> bool:
-        """Whether the round's passes are over."""
+    def _all_read(self, rank: _Rank, a: Action) -> bool:  # the round's passes are over
         return rank.reads * self.schedule.rounds == (a.round + 1) * len(self.order) and all(i == HELD for _, i, _ in rank.using)
 
     def _read(self, rank: _Rank, a: Action) -> bool:
@@ -232,6 +231,8 @@ class DryRun:
             raise self._error(rank, f"reads {got} as version {version} where the schedule says {want}")
         if self.order[rank.reads:rank.reads + 1] != [(a.round, a.unit, a.backward)]:
             raise self._error(rank, f"is out of order; next is (round, unit, backward) {self.order[rank.reads:rank.reads + 1]}")
+        if a.backward and self.plan.kept(a.unit) and rank.using.pop((a.round, a.unit, False), None) != place:
+            raise self._error(rank, "looks elsewhere than in the forward")
         rank.using[a.round, a.unit, a.backward] = place
         rank.reads += 1
         return True

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from .plan import END, Action
+from .plan import END, HELD, Action
 
 if TYPE_CHECKING:
     from .handoff import Handoff
@@ -23,11 +23,18 @@ class Owner(Protocol):
     by_unit: bool
     at_once: bool
 
+    def advance(self, step: int, unit: int, slot: int | None, urgent: bool) -> torch.Tensor:
+        """Average, update and (into copy ``slot``, if one is given) publish a unit; the squared norm of its gradients.
+
+        Args:
+            urgent: this rank waits for it.
+        """
+
     def average(self, unit: int) -> torch.Tensor:
         """Turn the unit's finished sum into averaged gradients; their squared norm (float64 scalar)."""
 
-    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None) -> None:
-        """Apply the update of ``step`` to one unit, or to all that have been averaged; ``norm2`` is what to clip with."""
+    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:
+        """Apply the update of ``step`` to one unit, or to all that have been averaged, clipped by ``norm2``, and publish."""
 
     def discard(self) -> None:
         """Forget what has been averaged: the step is skipped."""
@@ -60,8 +67,10 @@ class Program:
             if a.kind in PASSES:
                 (program.ended if a.phase == END else program.begun)[a.round, a.unit, a.backward] = index
                 program.rounds[a.round] = index
-                if a.kind == "DONE" and not a.backward:
+                if a.unit != HELD and not a.backward:
                     program.forwards[a.round] = index
+        for visit, index in program.begun.items():
+            program.ended.setdefault(visit, index)  # parameters that are kept: their forward ends without an action
         return program
 
 

@@ -8,19 +8,21 @@ import models
 import torch
 
 from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.delayed import Delayed
 from deepspeed_cdp.transport.local import Hub, LocalTransport
 
 
-def run_ranks(size: int, work: Callable[[int, Any], Any], seconds: float = 30.0, delay: float = 0.0, seed: int = 0) -> list[Any]:
-    """``work(rank, transport)`` on ``size`` threads; raises the first error of any."""
+def run_ranks(size: int, work: Callable[[int, Any], Any], seconds: float = 30.0, delay: float = 0.0, seed: int = 0,
+              connect: Callable[[int], Transport] | None = None) -> list[Any]:
+    """``work(rank, transport)`` on ``size`` threads, connected by ``connect(rank)`` or a Hub; raises the first error of any."""
     hub = Hub(size, seconds)
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
 
     def main(rank: int) -> None:
-        transport = LocalTransport(hub, rank)
         try:
+            transport = connect(rank) if connect else LocalTransport(hub, rank)
             results[rank] = work(rank, Delayed(transport, seed + rank, delay) if delay else transport)
         except BaseException as error:
             errors.append(error)
@@ -38,7 +40,7 @@ def run_ranks(size: int, work: Callable[[int, Any], Any], seconds: float = 30.0,
 
 
 def train(kind: str, size: int, settings: Settings, make_optimizer, steps: int, flush_after=(), on_step=None, dtype=None,
-          delay: float = 0.0, seed: int = 0, change=None) -> dict[str, Any]:
+          delay: float = 0.0, seed: int = 0, change=None, connect=None) -> dict[str, Any]:
     """Train ``kind`` as ``models.batch`` gives the data; returns rank 0's whole state, the losses, the runtimes.
 
     Args:
@@ -73,5 +75,5 @@ def train(kind: str, size: int, settings: Settings, make_optimizer, steps: int, 
     if dtype:
         for module in built:
             module.to(dtype)
-    results = run_ranks(size, work, delay=delay, seed=seed)
+    results = run_ranks(size, work, delay=delay, seed=seed, connect=connect)
     return {"state": results[0][0], "losses": losses, "runtimes": [r for _, r in results], "states": [s for s, _ in results]}

@@ -26,6 +26,9 @@ from typing import Any, Protocol
 
 import torch
 
+Edge = tuple[str, int, int]  # (stream, source, destination)
+PULLED = ("P0", "H0")  # offers: pushed when published, begun when the reader takes them
+
 
 class Where(Protocol):
     """What a rank is doing, put into words only when an error needs them; a plain string is one."""
@@ -62,6 +65,7 @@ class Transport(ABC):
     """
 
     name: str
+    rendezvous = False  # whether both sides of a message must begin it at the same place of the ranks' common order
 
     def __init__(self, rank: int, size: int, timeout_seconds: float):
         self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
@@ -72,9 +76,32 @@ class Transport(ABC):
         self.waited: Counter[tuple[str, int]] = Counter()
         self.collectives = 0
 
+    def count(self, edge: tuple[str, int], nbytes: int) -> None:
+        """A message was received."""
+        self.received[edge] += 1
+        self.bytes_received[edge] += nbytes
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Collective: zeroed memory (uint8, 1-D) that messages are read from and land in; the same size on all ranks."""
         return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def moved_on(self) -> None:  # noqa: B027, only streams care
+        """The current stream has been given work since the last message: what comes next must follow it."""
+
+    def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:  # noqa: B027, nothing to do without connections
+        """Collective: these edges will be used. Does nothing on transports that need not know.
+
+        Args:
+            edges: all of the ring's, the same list on all ranks.
+            deferred: messages that the peer initiates begin at ``meet``, not when they are named (only where ``rendezvous``).
+        """
+
+    def meet(self, stream: str, peer: int, incoming: bool) -> None:  # noqa: B027
+        """The peer begins its next message on this edge about now, so this rank's side may begin too (``rendezvous`` only).
+
+        Args:
+            incoming: this rank receives; else it sends what it has offered.
+        """
 
     def mark(self) -> Any:
         """This point of the current stream's work, for ``after``."""
@@ -124,6 +151,7 @@ class Transport(ABC):
     def reset(self, where: Where) -> None:
         """Collective: finish the messages that both sides have named, forget the rest, start every edge anew.
 
+        Where ``rendezvous``, a post that only this side has begun may be written to before it returns.
         After it returns, a message pushed before it can never meet a post made after it. Every rank must be between steps.
         """
 

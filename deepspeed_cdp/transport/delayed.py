@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_cdp.transport.base import Ticket, Transport, Where
+from deepspeed_cdp.transport.base import Edge, Ticket, Transport, Where
 
 
 class _Late:
@@ -41,7 +41,7 @@ class Delayed(Transport):
         self.rank, self.size, self.timeout_seconds = transport.rank, transport.size, transport.timeout_seconds
         self.sent, self.bytes_sent = transport.sent, transport.bytes_sent
         self.received, self.bytes_received = transport.received, transport.bytes_received
-        self.waited = transport.waited
+        self.waited, self.rendezvous = transport.waited, transport.rendezvous
         self._random, self._max_seconds = random.Random(1000003 * seed + transport.rank), max_seconds
 
     @property
@@ -60,6 +60,13 @@ class Delayed(Transport):
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Late:
         self.dawdle()
         return _Late(self.inner.push(stream, dst, source, after, into_at), self)
+
+    def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:
+        self.inner.prepare(edges, deferred)
+
+    def meet(self, stream: str, peer: int, incoming: bool) -> None:
+        self.dawdle()
+        self.inner.meet(stream, peer, incoming)
 
     def gather(self, value: Any, where: str) -> list[Any]:
         return self.inner.gather(value, where)

@@ -27,6 +27,12 @@ class Driver:
         self._query.argtypes, self._create.argtypes = [stream], [ctypes.POINTER(stream), ctypes.c_uint]
         self._wait.argtypes = self._write.argtypes = [stream, address, ctypes.c_uint32, ctypes.c_uint]
         self._copy.argtypes = [address, address, size, stream]
+        self._fill = library.cuMemsetD8Async
+        self._fill.argtypes = [address, ctypes.c_ubyte, size, stream]
+        self._new_stream, self._end_stream, self._idle = (
+            library.cuStreamCreateWithPriority, library.cuStreamDestroy_v2, library.cuStreamQuery)
+        self._new_stream.argtypes = [ctypes.POINTER(stream), ctypes.c_uint, ctypes.c_int]
+        self._end_stream.argtypes = self._idle.argtypes = [stream]
         self._name = library.cuGetErrorName
         self._name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
@@ -47,6 +53,28 @@ class Driver:
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
         """Copy between device addresses, a peer's too, with a copy engine."""
         self._check(self._copy(to, source, nbytes, stream), "cuMemcpyDtoDAsync")
+
+    def fill(self, stream: int, to: int, value: int, nbytes: int) -> None:
+        """Set ``nbytes`` bytes at a device address; unlike torch's kernels this loads nothing on first use."""
+        self._check(self._fill(to, value, nbytes, stream), "cuMemsetD8Async")
+
+    def stream(self) -> int:
+        """A new stream of high priority that no one else is given (torch hands out the same 32 in turn)."""
+        handle = ctypes.c_void_p()
+        self._check(self._new_stream(ctypes.byref(handle), 1, -1), "cuStreamCreateWithPriority")  # CU_STREAM_NON_BLOCKING
+        return handle.value or 0
+
+    def destroy(self, stream: int) -> None:
+        """Give a stream of ``stream`` back."""
+        self._check(self._end_stream(stream), "cuStreamDestroy")
+
+    def idle(self, stream: int) -> bool:
+        """Whether ``stream`` has done what it was given."""
+        code = self._idle(stream)
+        if code == 600:  # CUDA_ERROR_NOT_READY
+            return False
+        self._check(code, "cuStreamQuery")
+        return True
 
     def event(self) -> int:
         """A new event without timing."""

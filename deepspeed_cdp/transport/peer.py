@@ -9,24 +9,21 @@ The host only enqueues. All waiting is done by streams, on words (``cuStreamWait
 (design §6), so it may run ahead as far as it likes, or block wherever it likes.
 """
 
-import threading
-import time
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.transport.base import Ticket, Transport, Where
-from deepspeed_cdp.transport.driver import Driver
+from deepspeed_cdp.transport.base import PULLED, Ticket, Where
+from deepspeed_cdp.transport.cuda import CudaTransport, Event, Watch
+from deepspeed_cdp.transport.lanes import quiet_streams
 from deepspeed_cdp.transport.meeting import Meeting
 
 STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "S", "T")
-PULLED = ("P0", "H0")
+_STREAMED = ("credit", "G", "P", "O", "P0", "H0")  # CUDA streams, those that wait most first
 _LANES = {"P": "P", "H": "P", "G": "G", "GH": "G", "O": "O", "S": "S", "T": "S"}  # pushes that share a CUDA stream
 _OWNERS = ("O", "S", "T")  # their credits are given from the owner's stream, which must not hold up the others
 _POISON = 1 << 30  # added to a word, it lets every wait on it pass
@@ -46,8 +43,11 @@ class _Word:
         self.transport.driver.wait(stream, self.address, self.value)
 
     def wait(self, where: Where) -> None:
+        current = self.transport.current()
         self.transport.note_wait(self, where)
-        self.enqueue(self.transport.current())
+        self.enqueue(current)
+        self.transport.moved_on()
+        self.transport._watch.look_behind(current)
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
@@ -56,35 +56,7 @@ class _Word:
         return False  # not worth asking the device
 
 
-class _Event:
-    """A message whose work on a CUDA stream ends with an event; the event goes back to the pool with the ticket."""
-
-    __slots__ = ("transport", "edge", "event", "nbytes", "counted")
-
-    def __init__(self, transport: "PeerTransport", edge: tuple[str, int], stream: int, nbytes: int):
-        self.transport, self.edge, self.nbytes = transport, edge, nbytes
-        self.event = transport.events.pop() if transport.events else transport.driver.event()
-        transport.driver.record(self.event, stream)
-        self.counted = nbytes < 0
-
-    def __del__(self) -> None:
-        self.transport.events.append(self.event)
-
-    def enqueue(self, stream: int) -> None:
-        """Hold a CUDA stream until the message is there."""
-        self.transport.driver.follow(stream, self.event)
-
-    def wait(self, where: Where) -> None:
-        self.enqueue(self.transport.current())
-        if not self.counted:
-            self.counted = True
-            self.transport.count(self.edge, self.nbytes)
-
-    def done(self) -> bool:
-        return self.transport.driver.reached(self.event)
-
-
-class PeerTransport(Transport):
+class PeerTransport(CudaTransport):
     """See the module's text. All ranks must make their transports in the same order.
 
     Args:
@@ -93,28 +65,32 @@ class PeerTransport(Transport):
         device: this rank's GPU.
     Raises:
         HandoffError: not all ranks came.
-        RuntimeError: no symmetric memory between them (``cyclic.transport: "nccl"`` needs none).
+        OSError, RuntimeError: no symmetric memory between them (``cyclic.transport: "nccl"`` needs none).
     """
 
     name = "peer"
 
     def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device, store: dist.Store | None = None,
                  name: str = "deepspeed_cdp"):
-        super().__init__(rank, size, timeout_seconds)
-        self.device, self.driver = device, Driver()
+        super().__init__(rank, size, timeout_seconds, device)
         self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
-        self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
+        try:
+            self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
+        except RuntimeError:
+            self._meeting.close(None)  # the others need not wait
+            raise
         self._bases: list[int] = []
-        self._streams = {lane: torch.cuda.Stream(device, priority=-1) for lane in ("P", "G", "O", "credit", "P0", "H0")}
-        self._owner = self._streams["S"] = torch.cuda.Stream(device)
+        streams, self.lanes = quiet_streams(len(_STREAMED), device, self.driver)
+        self._streams = dict(zip(_STREAMED, streams))
+        self._streams["S"] = self._owner
         self._lanes = {lane: stream.cuda_stream for lane, stream in self._streams.items()}
-        self._order = {handle: self.driver.event() for handle in self._lanes.values()}  # for one stream to follow another
-        self.events: list[int] = []  # free ones
+        self._point = self.driver.event()  # the latest point of a stream that others follow
+        self._point_on: int | None = None  # which stream, while it has not moved on (the default stream's handle is 0)
         self._counts: dict[tuple[str, int, bool], int] = {}  # (stream, peer, incoming) -> messages named
         self._waits: deque[tuple[_Word, Where]] = deque(maxlen=512)
-        self._failure: str | None = None
-        self._closed = False
-        self._watch = _Watch(self)
+        self._memory: torch.Tensor | None = None
+        self._side = torch.cuda.Stream(device, priority=-1)  # for the watch alone: torch's pool would give out a held one again
+        self._watch = Watch(self)
 
     def _symmetric(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
         memory = symmetric.empty(max(nbytes, 1024), dtype=torch.uint8, device=self.device)
@@ -125,8 +101,8 @@ class PeerTransport(Transport):
         return memory, list(handle.buffer_ptrs)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        memory, self._bases = self._symmetric(nbytes)
-        return memory[:nbytes]
+        self._memory, self._bases = self._symmetric(nbytes)
+        return self._memory[:nbytes]
 
     # ---- words and counts -----------------------------------------------------------------------------------------------
     def _word(self, at: int, stream: str, peer: int, arrival: bool) -> int:
@@ -138,26 +114,25 @@ class PeerTransport(Transport):
         self._counts[key] = number = self._counts.get(key, 0) + 1
         return number
 
-    def count(self, edge: tuple[str, int], nbytes: int) -> None:
-        """A message was received."""
-        self.received[edge] += 1
-        self.bytes_received[edge] += nbytes
-
     def note_wait(self, word: _Word, where: Where) -> None:
         """Remember what a stream is about to wait for, for the watch; raise what it has found."""
-        if self._failure:
-            raise HandoffError(self._failure)
+        self.check()
         self._waits.append((word, where))
 
-    # ---- messages -------------------------------------------------------------------------------------------------------
-    def current(self) -> int:
-        """The handle of the stream that torch uses now."""
-        return torch._C._cuda_getCurrentRawStream(self.device.index)
+    def check(self) -> None:
+        """Raise what the watch has found."""
+        if self._failure:
+            raise HandoffError(self._failure)
 
+    # ---- messages -------------------------------------------------------------------------------------------------------
     def _follow(self, lane: int, current: int) -> None:
-        event = self._order[lane]
-        self.driver.record(event, current)
-        self.driver.follow(lane, event)
+        if self._point_on != current:
+            self.driver.record(self._point, current)
+            self._point_on = current
+        self.driver.follow(lane, self._point)
+
+    def moved_on(self) -> None:
+        self._point_on = None
 
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
              from_at: int = -1) -> Ticket:
@@ -175,7 +150,7 @@ class PeerTransport(Transport):
         driver.copy(lane, into.data_ptr(), self._bases[src] + from_at, into.numel())
         driver.write(lane, credit, number)
         self._waits.append((_Word(self, (stream, src), arrival, number, -1), where))
-        return _Event(self, (stream, src), lane, into.numel())
+        return Event(self, (stream, src), lane, into.numel())
 
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Ticket:
         number, driver, edge = self._next(stream, dst, False), self.driver, (stream, dst)
@@ -195,38 +170,15 @@ class PeerTransport(Transport):
         driver.wait(lane, credit, number)
         driver.copy(lane, self._bases[dst] + into_at, source.data_ptr(), source.numel())
         driver.write(lane, arrival, number)
-        return _Event(self, edge, lane, -1)
-
-    # ---- the owner's stream ---------------------------------------------------------------------------------------------
-    def mark(self) -> _Event:
-        mark = _Event(self, ("", self.rank), self.current(), -1)
-        self._watch.look(mark)
-        return mark
-
-    def after(self, mark: _Event | None) -> None:
-        if mark is not None:
-            mark.enqueue(self.current())
-
-    def owner_stream(self) -> AbstractContextManager:
-        return torch.cuda.stream(self._owner)
-
-    def join_owner(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._owner)
+        return Event(self, edge, lane, -1)
 
     # ---- collectives, none in a training step ---------------------------------------------------------------------------
-    def gather(self, value: Any, where: Where) -> list[Any]:
-        self.collectives += 1
-        return self._meeting.exchange(value, where)
-
-    def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
-        self.collectives += 1
-        self._meeting.exchange(None, where)  # with a timeout, unlike what follows
-        dist.broadcast(tensor, src)
-
     def reset(self, where: Where) -> None:
         self.collectives += 1
+        self.check()
         self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
-        self._synchronize([s for lane, s in self._streams.items() if lane not in PULLED] + [torch.cuda.current_stream()], where)
+        self._synchronize([s.query for lane, s in self._streams.items() if lane not in PULLED]
+                          + [torch.cuda.current_stream().query], where)
         self._meeting.exchange(None, where)  # all steps are done: only pulls of what nobody will publish are left
         self._poison(PULLED)
         torch.cuda.synchronize(self.device)
@@ -237,17 +189,9 @@ class PeerTransport(Transport):
         self._waits.clear()
         self._meeting.exchange(None, where)
 
-    def _synchronize(self, streams: Sequence[torch.cuda.Stream], where: Where) -> None:
-        deadline = time.monotonic() + self.timeout_seconds
-        for stream in streams:
-            while not stream.query():
-                if self._failure or time.monotonic() > deadline:
-                    raise HandoffError(self._failure or f"{where}: {self.diagnose()}")
-                time.sleep(0.0005)
-
     def _poison(self, streams: Sequence[str]) -> None:
         """Let this rank's waits for arrivals on these streams pass, whatever comes."""
-        side = torch.cuda.Stream(self.device)
+        side = self._side
         for stream in streams:
             for peer in range(self.size):
                 number = self._counts.get((stream, peer, True), 0)
@@ -257,20 +201,32 @@ class PeerTransport(Transport):
     # ---- when something is wrong ----------------------------------------------------------------------------------------
     def diagnose(self) -> str:
         """Which of the latest waits holds this rank up."""
-        side = torch.cuda.Stream(self.device)
-        with torch.cuda.stream(side):
+        with torch.cuda.stream(self._side):
             words = self._words.view(torch.int32).to("cpu", non_blocking=False)
         for word, where in list(self._waits):
             have = int(words[(word.address - self._word_bases[self.rank]) // 4])
             if have < word.value:
                 stream, peer = word.edge
                 return f"{where}: no message on stream {stream} from rank {peer} within {self.timeout_seconds} s"
+        latest = self._waits[-1][1] if self._waits else f"rank {self.rank}, before the first wait"
+        for (stream, peer, incoming), number in list(self._counts.items()):
+            address = self._word(self.rank, stream, peer, False)
+            if not incoming and int(words[(address - self._word_bases[self.rank]) // 4]) < number:
+                return f"{latest}: nobody took the message on stream {stream} for rank {peer} within {self.timeout_seconds} s"
         return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
 
-    def give_up(self, reason: str) -> None:
-        """Called by the watch: unblock the device, and let the next call raise."""
-        self._failure = reason
-        side = torch.cuda.Stream(self.device)
+    def give_up(self, reason: str, spoil: bool = True) -> None:
+        """Called by the watch: unblock the device, and let the next call raise.
+
+        A peer that lives may yet overwrite a word, so the watch does this again and again until the device is idle.
+
+        Args:
+            spoil: let the streams find nan: what they compute now and pass on to peers that live must not look right.
+        """
+        side, memory = self._side, self._memory
+        if spoil and not self._failure and memory is not None:
+            self.driver.fill(side.cuda_stream, memory.data_ptr(), 0xFF, memory.numel())
+        self._failure = self._failure or reason
         for stream in STREAMS:
             for peer in range(self.size):
                 for incoming in (True, False):
@@ -283,47 +239,18 @@ class PeerTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        self._watch.stop()
-        where = f"rank {self.rank}, closing"
+        where, done = f"rank {self.rank}, closing", False
         try:
             if linger and not self._failure:
                 self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
-                self._synchronize([s for lane, s in self._streams.items() if lane not in PULLED], where)
+                self._synchronize([s.query for lane, s in self._streams.items() if lane not in PULLED], where)
                 self._meeting.exchange(None, where)  # and done them
+                done = True
         except HandoffError:
             pass  # a peer has failed; it tells itself
         self._meeting.close(None)
-        self.give_up(f"{where}: the transport is closed")
-        torch.cuda.synchronize(self.device)
+        self.give_up(f"{where}: the transport is closed", not done)
+        torch.cuda.synchronize(self.device)  # the watch goes on giving up meanwhile
+        self._watch.stop()
+        self._memory = None
         self._bases, self._lanes, self._streams = [], {}, {}
-
-
-class _Watch:
-    """A thread that sees when the device has waited too long."""
-
-    def __init__(self, transport: PeerTransport):
-        self._transport = transport
-        self._marks: deque[tuple[float, _Event]] = deque()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp watch")
-        self._thread.start()
-
-    def look(self, mark: _Event) -> None:
-        """This mark should be reached within the timeout."""
-        now = time.monotonic()
-        if not self._marks or now - self._marks[-1][0] > 0.2:
-            self._marks.append((now, mark))
-
-    def _run(self) -> None:
-        transport, patience = self._transport, self._transport.timeout_seconds
-        torch.cuda.set_device(transport.device)
-        while not self._over.wait(min(1.0, patience / 4)):
-            while self._marks and self._marks[0][1].done():
-                self._marks.popleft()
-            if self._marks and time.monotonic() - self._marks[0][0] > patience:
-                transport.give_up(transport.diagnose())
-                return
-
-    def stop(self) -> None:
-        self._over.set()
-        self._thread.join(5)

@@ -95,6 +95,7 @@ def steady(rank: int, world: int, job: Job) -> dict[str, Any]:
     return result
 
 
+KEEP = {"keep_after_forward": True}
 CASES = [("mlp", "cdp-v2", 1), ("llama-tied", "cdp-v1", 2), ("llama-tied", "cdp-v2", 2), ("llama", "dp", 1), ("routed", 3, 1)]
 
 
@@ -160,14 +161,23 @@ def memory(rank: int, world: int, job: Job) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("kind", ["mlp", "llama"])
-@pytest.mark.parametrize("world", [2, 4])
-def test_memory_is_the_plans_and_about_one_nth(pool, world, kind):
+def test_with_keep_after_forward_fewer_bytes_come_and_they_equal_the_closed_form(pool):
+    jobs = [Job("mlp", "cdp-v2", 2, cyclic=cyclic) for cyclic in ({}, KEEP)]
+    results = pool.run(4, several, jobs, timeout=240)
+    for rank, (usual, keeping) in enumerate(results):
+        assert usual["bytes"] == usual["form"] and keeping["bytes"] == keeping["form"], rank
+        assert keeping["seen"] == [] and keeping["bytes"]["F + B"] < usual["bytes"]["F + B"]
+        assert {k: v for k, v in keeping["bytes"].items() if k != "F + B"} == {k: v for k, v in usual["bytes"].items() if k != "F + B"}
+
+
+@pytest.mark.parametrize(("world", "kind", "cyclic"), [(2, "mlp", {}), (2, "llama", {}), (4, "mlp", {}), (4, "llama", {}),
+                                                       (4, "mlp", KEEP)])
+def test_memory_is_the_plans_and_about_one_nth(pool, world, kind, cyclic):
     """Replicated AdamW keeps 5 Psi: parameters, sums, masters, two states. Here a rank keeps those of its stage, and about two
-    stages each of parameters and sums in flight (and a unit or two): 10 to 11 stages, so with even stages 2.2 * 5 Psi / N,
+    stages each of parameters and sums in flight (up to three, with gaps): 10 to 11 stages, so with even stages 2.2 * 5 Psi / N,
     Psi and stages counted with each parameter's alignment to 64 bytes.
     """
-    results = pool.run(world, memory, Job(kind, "cdp-v2", steps=3), timeout=180)
+    results = pool.run(world, memory, Job(kind, "cdp-v2", steps=3, cyclic=cyclic), timeout=180)
     psi, largest = sum(r["owned"] for r in results), max(r["owned"] for r in results)
     rounding = 4 * results[0]["count"] + results[0]["plan"]["scalars"]  # Adam's step counts, and the few numbers that ride along
     for rank, r in enumerate(results):

@@ -29,7 +29,9 @@ COVER: dict[int, list[Job]] = {
         Job("conv", "dp", 1, optimizer="callable", schedule="lambda"),
         Job("routed", "cdp-v2", 1, optimizer="sgd", clip=0.3, barriers=True),
         Job("llama", "cdp-v1", 2, clip=0.3, barriers=True),
-        Job("llama-tied", "cdp-v2", 1, clip=0.3, optimizer="sgd", eval_after=(2,), flush_after=(4,))],
+        Job("llama-tied", "cdp-v2", 1, clip=0.3, optimizer="sgd", eval_after=(2,), flush_after=(4,)),
+        Job("rooted", "cdp-v2", 2, clip=0.3, optimizer="groups", barriers=True, cyclic={"keep_after_forward": True}),
+        Job("llama", "cdp-v1", 1, clip=0.3, eval_after=(2,), cyclic={"keep_after_forward": True})],
 }
 
 

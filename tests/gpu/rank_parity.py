@@ -1,8 +1,9 @@
 """One rank of the GPU parity check: CyclicEngine through deepspeed.initialize against the oracle on the same GPU.
 
-Started by tests/gpu/test_gpu.py, or by hand: torchrun --nproc-per-node N tests/gpu/rank_parity.py [SECONDS]
+Started by tests/gpu/test_gpu.py, or by hand: torchrun --nproc-per-node N tests/gpu/rank_parity.py [SECONDS] [--transport T]
 """
 
+import argparse
 import faulthandler
 import itertools
 import json
@@ -14,7 +15,11 @@ from pathlib import Path
 import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-faulthandler.dump_traceback_later(float(sys.argv[1]) if len(sys.argv) > 1 else 240, exit=True)
+parser = argparse.ArgumentParser()
+parser.add_argument("seconds", nargs="?", type=float, default=240)
+parser.add_argument("--transport", choices=("auto", "peer", "nccl"), default="auto")
+ARGS = parser.parse_args()
+faulthandler.dump_traceback_later(ARGS.seconds, exit=True)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import deepspeed  # noqa: E402
@@ -37,7 +42,8 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
     module = models.build(kind).to(device, dtype)
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": rounds, "gradient_clipping": 0.5,
               "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True,
-              "steps_per_print": 10 ** 9, "cyclic": {"enabled": True, "rule": rule, "timeout_seconds": 30}}
+              "steps_per_print": 10 ** 9,
+              "cyclic": {"enabled": True, "rule": rule, "transport": ARGS.transport, "timeout_seconds": 30}}
     engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(list(module.named_parameters())), config=config)
     losses = {}
     for step in range(STEPS):
@@ -53,7 +59,8 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
         if step == 3:
             engine.flush()
     state = engine.module_state_dict()
-    stages, traffic = engine.cyclic_plan.stages, engine._runtime.traffic()
+    stages, traffic, transport = engine.cyclic_plan.stages, engine._runtime.traffic(), engine._transport
+    assert ARGS.transport in ("auto", transport.name), transport.name
     engine.destroy()
     template = models.build(kind).to(device, dtype)
     want = reference.train(template, stages, threshold(rule, size),
@@ -65,7 +72,7 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
     mine = max(abs(float(v) - want.losses[k]) / abs(want.losses[k]) for k, v in losses.items())
     bytes_right = all(row["counted"] == row["closed form"] for row in traffic.values())
     return {"model": kind, "rule": rule, "rounds": rounds, "bf16": bf16, "ranks": size, "weights": worst / scale, "losses": mine,
-            "bytes": bytes_right, "sync": synchronize}
+            "bytes": bytes_right, "sync": synchronize, "transport": transport.name}
 
 
 def main() -> None:

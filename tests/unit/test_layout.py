@@ -3,10 +3,13 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from deepspeed_cdp import layout
 from deepspeed_cdp.layout import ALIGN, Lifetime, aligned, allocate, gates, overlap_in_time
+from deepspeed_cdp.plan import Plan, Unit
+from deepspeed_cdp.schedule import Schedule
 
 PERIODS = st.integers(2, 24)
 
@@ -99,6 +102,41 @@ def test_the_best_order_is_taken() -> None:
     assert allocate(ring, period)[1] == 22 * 64
 
 
+@st.composite
+def rounds(draw: st.DrawFn) -> tuple[list[Lifetime], list[int], int]:
+    """Units read up and down again, some kept in between: lifetimes in the order of reads, the visits that end them, ticks."""
+    sizes = draw(st.lists(st.integers(0, 500), min_size=2, max_size=9))
+    n, ahead = len(sizes), draw(st.integers(0, 3))
+    kept = {i for i in range(n) if draw(st.booleans()) and 2 * (2 * (n - i) - 1 + ahead) < 4 * n}
+    reads = [(i, i) for i in range(n)] + [(i, 2 * n - 1 - i) for i in reversed(range(n)) if i not in kept]
+    ends = [2 * n - 1 - i if i in kept else at for i, at in reads]
+    return [Lifetime(2 * (at - ahead) + 1, 2 * end + 2, sizes[i]) for (i, at), end in zip(reads, ends)], ends, 4 * n
+
+
+@settings(max_examples=150, derandomize=True, deadline=None)
+@given(rounds())
+def test_rounds_with_kept_units_cost_at_most_twice_the_bound(case) -> None:
+    lives, _, period = case
+    assume(all(x.end - x.start < period for x in lives))
+    assert lowest_bound(lives, period) <= allocate(lives, period)[1] <= 2 * lowest_bound(lives, period)
+
+
+@pytest.mark.parametrize("count", [1, 4, 16])
+def test_nested_lifetimes_cost_what_is_live(count: int) -> None:
+    """Units that are all kept, freed in the reverse order."""
+    lives = [Lifetime(2 * i, 4 * count - 2 * i, 100 + i) for i in range(count)]
+    assert allocate(lives, 6 * count)[1] == lowest_bound(lives, 6 * count)
+
+
+def test_placing_the_highest_first_improves_first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two nested stages between sliding ones, on six ranks: found only after some tries."""
+    def stages(tries: int) -> float:
+        monkeypatch.setattr(layout, "TRIES", tries)
+        units = tuple(Unit(f"u{i}", i // 8, (), (), 64, 64) for i in range(48))
+        return Plan(Schedule(6, 5), units).regions["P"] / (8 * 64)
+    assert stages(40) == 2.625 < stages(0)
+
+
 def test_a_lifetime_as_long_as_the_period_is_refused() -> None:
     with pytest.raises(AssertionError):
         allocate([Lifetime(0, 4, 1)], 4)
@@ -154,6 +192,51 @@ def test_gates_are_no_later_than_needed(case) -> None:
         assert needs, (i, gate[i])
 
 
+@st.composite
+def released(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int]:
+    """Items that are released in any order, among releases of which some are of nothing here."""
+    offsets, sizes = draw(laid_out())
+    period = len(offsets) + draw(st.integers(0, 4))
+    return offsets, sizes, draw(st.permutations(range(period)))[:len(offsets)], period
+
+
+@settings(max_examples=250, derandomize=True, deadline=None)
+@given(released())
+def test_gates_with_releases_by_their_definition(case) -> None:
+    """Over five repetitions: no message lands before every earlier one that shares its bytes is released, the item's own last one
+    too, nor before those ahead of it on the stream; and at the earliest such release."""
+    offsets, sizes, releases, period = case
+    n, gate = len(offsets), gates(*case)
+    number = [releases[x % n] + x // n * period for x in range(5 * n)]
+    needs = [max((number[y] for y in range(x) if y == x - n or share(x, y, offsets, sizes)), default=-1) for x in range(5 * n)]
+    running = [max(needs[:x + 1]) for x in range(5 * n)]
+    for x in range(3 * n, 5 * n):
+        assert gate[x % n] + x // n * period == running[x], x
+    assert list(gate) == sorted(gate) and gate[-1] <= gate[0] + period
+    assert gates(offsets, sizes) == gates(offsets, sizes, range(n), n)
+
+
+@settings(max_examples=250, derandomize=True, deadline=None)
+@given(rounds())
+def test_gates_in_a_walk_over_rounds_with_kept_units(case) -> None:
+    """Laid out by ``allocate``: what is posted at its gate meets only free bytes, and is posted before its lifetime begins."""
+    lives, ends, period = case
+    assume(all(x.end - x.start < period for x in lives))
+    offsets, sizes = allocate(lives, period)[0], [x.nbytes for x in lives]
+    n, visits = len(lives), period // 2
+    gate = gates(offsets, sizes, ends, visits)
+    in_use: set[int] = set()
+    posted = -1
+    for release in range(-visits, 4 * visits):
+        in_use = {x for x in in_use if ends[x % n] + x // n * visits != release}
+        while gate[(posted + 1) % n] + (posted + 1) // n * visits <= release:
+            posted += 1
+            assert not any(share(posted, other, offsets, sizes) for other in in_use), (posted, release)
+            assert 2 * release + 2 <= lives[posted % n].start + posted // n * period or not any(sizes), "a credit comes too late"
+            in_use.add(posted)
+    assert posted >= 3 * n
+
+
 def test_gates_of_small_cases() -> None:
     assert gates([], []) == ()
     assert gates([0], [64]) == (-1,)  # its own release
@@ -162,3 +245,6 @@ def test_gates_of_small_cases() -> None:
     assert gates([0, 64, 0], [64, 64, 64]) == (-1, -1, 0)  # 0 waits for 2, and 1 keeps its place behind it
     assert gates([0, 0, 0], [64, 0, 64]) == (-1, -1, 0)  # an empty item waits for nobody but those before it
     assert gates([0, 0, 0], [0, 0, 0]) == (-3, -2, -1)
+    # two units up and down, the second kept: reads 0, 1, (1), 0 and their ends 0, 2, 3
+    assert gates([0, 64, 0], [64, 64, 64], [0, 2, 3], 4) == (-1, -1, 0)
+    assert gates([0, 64, 64], [64, 64, 64], [0, 2, 3], 4) == (-2, -1, 2)  # the last waits for the kept one's end

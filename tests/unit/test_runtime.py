@@ -42,9 +42,9 @@ def oracle(kind: str, stages, rule, size: int, make, steps: int, dtype=None, tra
 
 
 def check(kind: str, rule, size: int, make=sgd, steps: int = 6, rounds: int = 1, clip: float = 0.0, flush_after=(), on_step=None,
-          dtype=None, sum_dtype=None, exact: bool = True, **extra):
+          dtype=None, sum_dtype=None, exact: bool = True, keep: bool = False, **extra):
     """Train on a ring of threads and with the oracle: every loss and every final weight is equal."""
-    settings = Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype)
+    settings = Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, keep_after_forward=keep)
     got = train(kind, size, settings, make, steps, flush_after, on_step, dtype, **extra)
     plan = got["runtimes"][0].plan
     want = oracle(kind, plan.stages, rule, size, make, steps, dtype, rounds=rounds, clip=clip, flush_after=flush_after,
@@ -110,6 +110,32 @@ def test_bf16(rule, sum_dtype):
     check("llama-tied", rule, 2, adamw, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5)
 
 
+@pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("kind", ["rooted", "llama-tied"])
+def test_keep_after_forward(kind, size, rule):
+    """Held parameters, accumulation, clipping, a flush; fewer bytes, and the same weights as without."""
+    got, _ = check(kind, rule, size, adamw, steps=4, rounds=2, clip=0.3, flush_after={1}, keep=True)
+    without = train(kind, size, Settings(rule, rounds=2, clip=0.3), adamw, 4, {1})
+    assert all(torch.equal(got["state"][n], x) for n, x in without["state"].items())
+    received = []
+    for run in (got, without):
+        rows = [r.traffic()["F + B"] for r in run["runtimes"]]
+        assert all(row["counted"] == row["closed form"] for row in rows)
+        received.append(sum(row["counted"] for row in rows))
+    assert got["runtimes"][0].plan.keep_after_forward and (received[0] < received[1] if size > 3 else received[0] == received[1])
+
+
+@pytest.mark.parametrize("sum_dtype", [None, torch.float32])
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+def test_keep_after_forward_in_bf16(rule, sum_dtype):
+    check("llama-tied", rule, 4, adamw, steps=4, rounds=2, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5, keep=True)
+
+
+def test_keep_after_forward_where_ranks_skip_units():
+    check("routed", "cdp-v2", 4, sgd, steps=6, keep=True, delay=0.001)
+
+
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("rule", RULES)
 def test_random_delays_change_nothing(rule, seed):
@@ -145,7 +171,8 @@ def test_bytes_equal_the_closed_form_and_no_collectives():
     for size in (2, 3, 4):
         for rule in RULES:
             for rounds in (1, 2):
-                got = train("llama-tied", size, Settings(named_rule(rule, size), rounds=rounds), sgd, 4)
+                keep = rounds == 2
+                got = train("llama-tied", size, Settings(named_rule(rule, size), rounds=rounds, keep_after_forward=keep), sgd, 4)
                 for runtime in got["runtimes"]:
                     for kind, row in runtime.traffic().items():
                         assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.handoff.rank, kind, row)

@@ -1,0 +1,167 @@
+"""Slower links: hand-offs held to so many GB/s, to see what a network would do.
+
+Every message takes size / rate longer than it does. Streams of hand-offs (parameters, sums, ...) that have a lane of their own in
+the transport each get the full rate, so the limit is per lane, not per link: a link shared by all lanes would be slower.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from deepspeed_cdp import engine
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.transport.base import Ticket, Transport, Where
+
+
+@contextmanager
+def limited(gigabytes_per_second: float) -> Iterator[None]:
+    """Engines initialized inside get a limited transport: what ``deepspeed_cdp.engine`` calls ``connect`` is replaced."""
+    plain = engine.connect
+
+    def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: torch.device) -> Transport:
+        transport = plain(kind, rank, size, timeout_seconds, device)
+        if device.type == "cuda":
+            transport.driver = _SlowCopies(transport.driver, gigabytes_per_second, device)
+            return transport
+        return Limited(transport, gigabytes_per_second)
+
+    with mock.patch.object(engine, "connect", connect):
+        yield
+
+
+def cycles_per_second(device: torch.device) -> float:
+    """How fast ``torch.cuda._sleep`` counts, measured for some 30 ms."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(10 ** 7)  # wakes the clock up
+    start.record()
+    torch.cuda._sleep(5 * 10 ** 7)
+    end.record()
+    torch.cuda.synchronize(device)
+    return 5e7 / (start.elapsed_time(end) / 1000)
+
+
+class _SlowCopies:
+    """The driver, but before each copy its stream waits as long as the bytes would take: one thread of one SM spins."""
+
+    def __init__(self, driver: Any, gigabytes_per_second: float, device: torch.device):
+        self._driver, self._device = driver, device
+        self._cycles_per_byte = cycles_per_second(device) / (gigabytes_per_second * 1e9)
+        self._streams: dict[int, torch.cuda.ExternalStream] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._driver, name)
+
+    def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
+        lane = self._streams.get(stream)
+        if lane is None:
+            lane = self._streams[stream] = torch.cuda.ExternalStream(stream, self._device)
+        with torch.cuda.stream(lane):
+            torch.cuda._sleep(int(nbytes * self._cycles_per_byte))
+        self._driver.copy(stream, to, source, nbytes)
+
+
+class _Later:
+    """The ticket of a push that has not begun yet."""
+
+    def __init__(self, patience: float) -> None:
+        self.begun, self._patience = threading.Event(), patience
+        self.ticket: Ticket | None = None
+        self.error: BaseException | None = None
+
+    def wait(self, where: Where) -> None:
+        if not self.begun.wait(self._patience):
+            raise HandoffError(f"{where}: the limited link has not come to this message within {self._patience} s")
+        if self.error is not None:
+            raise self.error
+        self.ticket.wait(where)
+
+    def done(self) -> bool:
+        return self.ticket is not None and self.ticket.done()
+
+
+class _Link(threading.Thread):
+    """Starts pushes one after the other, each when its bytes have had the time they need."""
+
+    def __init__(self, rate: float, patience: float):
+        super().__init__(daemon=True, name="limited link")
+        self._jobs: queue.Queue = queue.Queue()
+        self._rate, self._patience, self._free = rate, patience, 0.0
+        self.start()
+
+    def put(self, nbytes: int, push: Callable[[], Ticket]) -> _Later:
+        later = _Later(self._patience)
+        self._jobs.put((time.monotonic(), nbytes, push, later))
+        return later
+
+    def end(self, drain: bool) -> None:
+        """Take no more; ``drain``: return once everything has begun."""
+        self._jobs.put(None)
+        if drain:
+            self.join()
+
+    def run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            since, nbytes, push, later = job
+            self._free = max(self._free, since) + nbytes / self._rate
+            time.sleep(max(0.0, self._free - time.monotonic()))
+            try:
+                later.ticket = push()
+            except BaseException as error:  # told by the ticket's wait
+                later.error = error
+            later.begun.set()
+
+
+class Limited(Transport):
+    """``transport`` (gloo), but a pushed message starts late by size / rate; one thread per stream of messages.
+
+    Args:
+        gigabytes_per_second: the rate of each stream.
+    """
+
+    def __init__(self, transport: Transport, gigabytes_per_second: float):
+        # Transport.__init__ is not called: the counters are those of the wrapped transport.
+        self.inner, self.name, self._rate = transport, f"limited-{transport.name}", gigabytes_per_second * 1e9
+        self.rank, self.size, self.timeout_seconds = transport.rank, transport.size, transport.timeout_seconds
+        self.sent, self.bytes_sent = transport.sent, transport.bytes_sent
+        self.received, self.bytes_received = transport.received, transport.bytes_received
+        self.waited = transport.waited
+        self._links: dict[str, _Link] = {}
+
+    @property
+    def collectives(self) -> int:
+        return self.inner.collectives
+
+    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
+             from_at: int = -1) -> Ticket:
+        return self.inner.post(stream, src, into, after, where, from_at)
+
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Later:
+        link = self._links.get(stream)
+        if link is None:
+            link = self._links[stream] = _Link(self._rate, self.timeout_seconds)
+        return link.put(source.numel(), lambda: self.inner.push(stream, dst, source, after, into_at))
+
+    def gather(self, value: Any, where: Where) -> list[Any]:
+        return self.inner.gather(value, where)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
+        self.inner.broadcast(tensor, src, where)
+
+    def reset(self, where: Where) -> None:
+        self._end(drain=True)
+        self.inner.reset(where)
+
+    def close(self, linger: bool) -> None:
+        self._end(drain=linger)
+        self.inner.close(linger)
+
+    def _end(self, drain: bool) -> None:
+        for link in self._links.values():
+            link.end(drain)
+        self._links.clear()  # the next push starts new ones

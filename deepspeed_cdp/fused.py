@@ -1,0 +1,219 @@
+"""Adam in one pass over memory, for owners on GPUs: reads the finished sums as they came, writes the published copy (design §14).
+
+torch's fused AdamW wants gradients of the masters' dtype, so bf16 sums would be copied to fp32, divided and measured first, and
+the masters copied to bf16 after: 52 bytes of memory traffic per parameter where 28 do. It is the same arithmetic, in fp32.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # torch for CPUs comes without it
+    triton = None
+
+BLOCK = 4096  # elements that one program updates at a time
+NARROW = 32  # programs of a launch that runs beside the passes: as many multiprocessors, which is enough for half the bandwidth
+
+
+class Hyper(NamedTuple):
+    """What one call needs of a parameter group."""
+
+    lr: float
+    beta1: float
+    beta2: float
+    eps: float
+    decay: float
+    decoupled: bool  # AdamW; else the decay is added to the gradient
+
+
+if triton is not None:
+    @triton.jit
+    def _pointer(table, tensor, column, kind):
+        return tl.multiple_of(tl.load(table + 6 * tensor + column).to(tl.pointer_type(kind)), 16)
+
+    @triton.jit
+    def _adam(table, chunks, count, squares, clip, scale, step, keep1, gain1, keep2, gain2, root, eps, decay,
+              DECOUPLED: tl.constexpr, CLIPPED: tl.constexpr, PUBLISH: tl.constexpr, SUM: tl.constexpr, PARAMETER: tl.constexpr,
+              SIZE: tl.constexpr):
+        for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
+            tensor = tl.load(chunks + 2 * chunk)
+            at = tl.load(chunks + 2 * chunk + 1) + tl.arange(0, SIZE)
+            inside = at < tl.load(table + 6 * tensor + 5)
+            master_at, m_at = _pointer(table, tensor, 1, tl.float32) + at, _pointer(table, tensor, 2, tl.float32) + at
+            v_at = _pointer(table, tensor, 3, tl.float32) + at
+            gradient = tl.load(_pointer(table, tensor, 0, SUM) + at, mask=inside, other=0.0).to(tl.float32) * scale
+            master = tl.load(master_at, mask=inside)
+            m = tl.load(m_at, mask=inside)
+            v = tl.load(v_at, mask=inside)
+            tl.store(squares + chunk, tl.sum(gradient * gradient))
+            if CLIPPED:
+                gradient = gradient * tl.load(clip)
+            if DECOUPLED:
+                master = master * decay
+            else:
+                gradient = gradient + decay * master
+            m = keep1 * m + gain1 * gradient
+            v = keep2 * v + gain2 * gradient * gradient
+            master = master - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+            tl.store(master_at, master, mask=inside)
+            tl.store(m_at, m, mask=inside)
+            tl.store(v_at, v, mask=inside)
+            if PUBLISH:
+                tl.store(_pointer(table, tensor, 4, PARAMETER) + at, master.to(PARAMETER), mask=inside)
+
+    @triton.jit
+    def _square(table, chunks, count, squares, scale, SUM: tl.constexpr, SIZE: tl.constexpr):
+        for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
+            tensor = tl.load(chunks + 2 * chunk)
+            at = tl.load(chunks + 2 * chunk + 1) + tl.arange(0, SIZE)
+            inside = at < tl.load(table + 6 * tensor + 5)
+            gradient = tl.load(_pointer(table, tensor, 0, SUM) + at, mask=inside, other=0.0).to(tl.float32) * scale
+            tl.store(squares + chunk, tl.sum(gradient * gradient))
+
+    KINDS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+class Batch:
+    """Some parameters of one group and unit, updated by one launch.
+
+    Args:
+        group: index of the optimizer's group.
+        sums: finished gradient sums; masters, m, v: fp32; published: by copy, what the masters are written to in the parameters'
+            dtype. All contiguous and aligned to 16 bytes; the lists are parallel.
+    """
+
+    def __init__(self, group: int, sums: Sequence[torch.Tensor], masters: Sequence[torch.Tensor], m: Sequence[torch.Tensor],
+                 v: Sequence[torch.Tensor], published: Sequence[Sequence[torch.Tensor]]):
+        columns = (sums, masters, m, v)
+        assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for column in (*columns, *published) for x in column)
+        assert all(x.dtype == torch.float32 for column in columns[1:] for x in column)
+        device, self.group, self.count = masters[0].device, group, 0
+        self._sum, self._parameter = KINDS[sums[0].dtype], KINDS[published[0][0].dtype]
+        sizes = [x.numel() for x in masters]
+        self._tables = [torch.tensor([[*(column[i].data_ptr() for column in columns), copy[i].data_ptr(), sizes[i]]
+                                      for i in range(len(sizes))], dtype=torch.int64, device=device) for copy in published]
+        chunks = [(i, start) for i, size in enumerate(sizes) for start in range(0, size, BLOCK)]
+        self._chunks = torch.tensor(chunks, dtype=torch.int64, device=device)
+        self._squares = torch.empty(len(chunks), dtype=torch.float32, device=device)
+        self._grids = {False: (min(len(chunks), NARROW),), True: (len(chunks),)}
+
+    def square(self, scale: float) -> torch.Tensor:
+        """Squared norm of the sums times ``scale`` (float64 scalar)."""
+        _square[self._grids[False]](self._tables[0], self._chunks, len(self._squares), self._squares, scale, SUM=self._sum,
+                                    SIZE=BLOCK, num_warps=16)
+        return self._squares.sum(dtype=torch.float64)
+
+    def update(self, hyper: Hyper, scale: float, clip: torch.Tensor | None, copy: int | None, urgent: bool) -> torch.Tensor:
+        """Apply the next step of Adam (number ``count`` + 1) to the masters, and publish them.
+
+        Args:
+            scale: the gradient is the sum times this.
+            clip: float32 scalar on the device to multiply the gradient with, or None.
+            copy: the published copy to write, or None.
+            urgent: take the whole GPU; else a part, so that the passes go on beside it.
+        Returns:
+            the squared norm of the gradient before clipping (float64 scalar).
+        """
+        self.count += 1
+        keep1, keep2 = hyper.beta1, hyper.beta2  # what the kernel gets as fp32 is worked out in double precision
+        correction, root = 1 - keep1 ** self.count, (1 - keep2 ** self.count) ** 0.5
+        decay = 1 - hyper.lr * hyper.decay if hyper.decoupled else hyper.decay
+        _adam[self._grids[urgent]](
+            self._tables[copy or 0], self._chunks, len(self._squares), self._squares, self._squares if clip is None else clip,
+            scale, hyper.lr / correction, keep1, 1 - keep1, keep2, 1 - keep2, root, hyper.eps, decay,
+            DECOUPLED=hyper.decoupled, CLIPPED=clip is not None, PUBLISH=copy is not None, SUM=self._sum,
+            PARAMETER=self._parameter, SIZE=BLOCK, num_warps=16)
+        return self._squares.sum(dtype=torch.float64)
+
+
+class Adam:
+    """Updates an owner's units in the place of its torch.optim.Adam or AdamW, whose state it keeps.
+
+    Args:
+        optimizer: what ``suits`` has said yes to.
+        masters: by name; fp32. sums: by unit and name; published: by copy and name.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Parameter],
+                 sums: dict[int, dict[str, torch.Tensor]], published: Sequence[dict[str, torch.Tensor]]):
+        self.optimizer, self.masters, self._sums, self._published = optimizer, masters, sums, published
+        self._batches: dict[int, tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]] = {}  # with the state they are over
+        self._zero = torch.zeros((), dtype=torch.float64, device=next(iter(masters.values())).device) if masters else None
+
+    @staticmethod
+    def suits(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+        """Whether this optimizer's arithmetic is the one here, on a device that Triton compiles for."""
+        return triton is not None and device.type == "cuda" and all(_hyper(optimizer, g) for g in optimizer.param_groups)
+
+    def square(self, unit: int, scale: float) -> torch.Tensor:
+        """Squared norm of the unit's sums times ``scale`` (float64 scalar)."""
+        return self._total([batch.square(scale) for batch, _ in self._of(unit)])
+
+    def update(self, unit: int, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None,
+               copy: int | None, urgent: bool = False) -> torch.Tensor:
+        """One step for a unit; see ``Batch.update``.
+
+        Args:
+            options: of each group, recorded at the step.
+        """
+        squares = []
+        for batch, _ in self._of(unit):
+            hyper = _hyper(self.optimizer, options[batch.group])
+            assert hyper is not None, "suits() has looked"
+            squares.append(batch.update(hyper, scale, clip, copy, urgent))
+        return self._total(squares)
+
+    def settle(self) -> None:
+        """Write the numbers of steps into the optimizer's state, where they are not kept up to date while training."""
+        for _, batches in self._batches.values():
+            for batch, names in batches:
+                for name in names:
+                    self.optimizer.state[self.masters[name]]["step"].fill_(batch.count)
+
+    def _total(self, squares: list[torch.Tensor]) -> torch.Tensor:
+        return squares[0] if len(squares) == 1 else torch.stack(squares).sum() if squares else self._zero
+
+    def _of(self, unit: int) -> list[tuple[Batch, list[str]]]:
+        """The unit's batches, made anew when the optimizer's state is not what they were made for (a checkpoint was loaded)."""
+        state, names = self.optimizer.state, list(self._sums[unit])
+        seen = [state[self.masters[n]].get("exp_avg") for n in names]
+        known = self._batches.get(unit)
+        if known is None or any(a is not b for a, b in zip(seen, known[0])):
+            known = self._batches[unit] = self._make(unit)
+        return known[1]
+
+    def _make(self, unit: int) -> tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]:
+        groups = {p: k for k, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
+        alike: dict[tuple, list[str]] = {}
+        for name, total in self._sums[unit].items():
+            master = self.masters[name]
+            state = self.optimizer.state[master]
+            if "exp_avg" not in state:
+                state |= {"step": torch.zeros((), dtype=torch.float32), "exp_avg": torch.zeros_like(master),
+                          "exp_avg_sq": torch.zeros_like(master)}
+            key = groups[master], total.dtype, self._published[0][name].dtype, int(state["step"])
+            alike.setdefault(key, []).append(name)
+        batches = []
+        for (group, *_, count), names in alike.items():
+            states = [self.optimizer.state[self.masters[n]] for n in names]
+            batch = Batch(group, [self._sums[unit][n] for n in names], [self.masters[n].detach() for n in names],
+                          [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
+                          [[copy[n] for n in names] for copy in self._published])
+            batch.count = count
+            batches.append((batch, names))
+        return [self.optimizer.state[self.masters[n]]["exp_avg"] for n in self._sums[unit]], batches
+
+
+def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper | None:
+    """A group's hyperparameters, or None if this file does not know how to apply them."""
+    kind, lr = type(optimizer), group["lr"]
+    if kind not in (torch.optim.Adam, torch.optim.AdamW) or isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
+        return None
+    if group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"]:
+        return None
+    decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+    return Hyper(float(lr), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]), decoupled)

@@ -1,0 +1,133 @@
+"""Which transport: every rank says what it sees, and one pure function decides, the same on all ranks."""
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+ALLOWED = "allowed are 'gloo' on CPUs, 'peer' on GPUs that reach each other's memory, 'nccl' on GPUs, and 'auto'"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What one rank sees.
+
+    Attributes:
+        host: names the machine.
+        kind: type of its device, "cpu" or "cuda".
+        device: names its GPU, "" on CPUs.
+        sees: the GPUs that its process sees; reaches: those whose memory its own GPU reaches.
+        peer_trouble: why it cannot have symmetric memory at all, or "".
+        nccl_trouble: why it cannot use NCCL, or "".
+    """
+
+    host: str
+    kind: str
+    device: str = ""
+    sees: Sequence[str] = field(default=())
+    reaches: Sequence[str] = field(default=())
+    peer_trouble: str = ""
+    nccl_trouble: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def choose(kind: str, facts: Sequence[Facts], tried: str = "") -> tuple[str, str]:
+    """The transport and why, for the log. Pure.
+
+    Args:
+        kind: ``cyclic.transport``.
+        facts: of all ranks, in rank order.
+        tried: why a transport that this function chose before did not work after all.
+    Raises:
+        ValueError: what ``kind`` asks for cannot work.
+    """
+    kinds = sorted({f.kind for f in facts})
+    if kinds == ["cpu"]:
+        if kind in ("auto", "gloo"):
+            return "gloo", "the ranks compute on CPUs"
+        raise _refusal(kind, "the ranks compute on CPUs", "auto")
+    if kinds != ["cuda"]:
+        raise _refusal(kind, f"the ranks' devices are of the types {kinds}, and hand-offs travel between CPUs or between GPUs",
+                       None)
+    shared = next(((a, b) for b in range(len(facts)) for a in range(b)
+                   if (facts[a].host, facts[a].device) == (facts[b].host, facts[b].device)), None)
+    if shared:
+        raise _refusal(kind, f"ranks {shared[0]} and {shared[1]} compute on the same GPU", None)
+    if kind == "gloo":
+        raise _refusal(kind, "the ranks compute on GPUs", "auto")
+    no_peer, no_nccl = tried or _no_peer(facts, kind == "peer"), _first(facts, "nccl_trouble")
+    if kind in ("auto", "peer") and not no_peer:
+        return "peer", _praise(facts)
+    if kind == "peer":
+        raise _refusal(kind, no_peer, "auto")
+    if not no_nccl:
+        return "nccl", no_peer if kind == "auto" else "cyclic.transport asks for it"
+    raise _refusal(kind, no_nccl if kind == "nccl" else f"{no_peer}, and {no_nccl}", "peer" if kind == "nccl" else None)
+
+
+def _praise(facts: Sequence[Facts]) -> str:
+    return "one GPU" if len(facts) == 1 else f"the {len(facts)} GPUs of one host reach each other's memory"
+
+
+def _first(facts: Sequence[Facts], trouble: str) -> str:
+    return next((f"rank {r}: {getattr(f, trouble)}" for r, f in enumerate(facts) if getattr(f, trouble)), "")
+
+
+def _no_peer(facts: Sequence[Facts], asked: bool) -> str:
+    """Why GPUs do not reach each other's memory, or ""; a GPU that a process does not see is only tried if asked for."""
+    other = next((r for r, f in enumerate(facts) if f.host != facts[0].host), None)
+    if other is not None:
+        return f"ranks 0 and {other} are on different hosts"
+    for a, mine in enumerate(facts):
+        for b, theirs in enumerate(facts):
+            if a == b or theirs.device in mine.reaches or (asked and theirs.device not in mine.sees):
+                continue
+            if theirs.device in mine.sees:
+                return f"the GPU of rank {a} does not reach the memory of rank {b}'s"
+            return f"rank {a} does not see the GPU of rank {b} (CUDA_VISIBLE_DEVICES), so nothing says that they reach each other"
+    return _first(facts, "peer_trouble")
+
+
+def _refusal(kind: str, reason: str, fix: str | None) -> ValueError:
+    advice = f"; use {fix!r}" if fix else ""
+    return ValueError(f"cyclic.transport is {kind!r}, which cannot work here: {reason}; {ALLOWED}{advice}.")
+
+
+def observe(device: torch.device) -> Facts:
+    """What this rank sees; allocates a little symmetric memory to find out whether it can."""
+    host = socket.gethostname()
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:  # containers of different machines may share a name
+            host += "/" + boot.read().strip()
+    except OSError:
+        pass
+    if device.type != "cuda":
+        return Facts(host, device.type)
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    names = [str(getattr(torch.cuda.get_device_properties(i), "uuid", f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{i}"))
+             for i in range(torch.cuda.device_count())]
+    reached = [n for i, n in enumerate(names) if i != index and torch.cuda.can_device_access_peer(index, i)]
+    return Facts(host, "cuda", names[index], names, reached, _peer_trouble(device), _nccl_trouble())
+
+
+def _peer_trouble(device: torch.device) -> str:
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+        symmetric.empty(1024, dtype=torch.uint8, device=device)
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return f"no symmetric memory ({str(error).splitlines()[0]})"
+    return ""
+
+
+def _nccl_trouble() -> str:
+    from .nccl_library import Nccl
+    try:
+        Nccl()
+    except (OSError, AttributeError, RuntimeError) as error:
+        return f"no NCCL ({str(error).splitlines()[0]})"
+    return ""

@@ -1,0 +1,213 @@
+"""Hand-offs over NCCL: GPUs that do not reach each other's memory, on one host or several.
+
+Every edge (stream, sender, receiver) has a communicator of two ranks and a CUDA stream of its own, on both sides, so that edges
+never hold each other up. The plan says which edges there are (program.edges); they are connected once, in one order on all ranks,
+and tried with a message: each rank waits at the first of its edges that is not there yet, so the first one missing anywhere has
+both ranks at it. NCCL's memory for each (estimated at 10 to 30 MiB; not measured) is mostly buffers of its channels, which
+``_CTAS`` bounds.
+
+A send kernel and its receive kernel hold their multiprocessors until the other has come, so both begin at one place of the order
+that all ranks share (rendezvous.py): the side that is early waits with at most ``_CTAS`` multiprocessors per edge, and nobody
+waits for what lies ahead. The host only enqueues.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.transport.base import Edge, Where
+from deepspeed_cdp.transport.cuda import CudaTransport, Event, Watch
+from deepspeed_cdp.transport.meeting import Meeting
+from deepspeed_cdp.transport.nccl_library import Nccl
+from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
+
+_CTAS = 4  # multiprocessors that one message may use at most
+
+
+class NcclTransport(RendezvousTransport, CudaTransport):
+    """See the module's text. All ranks must make their transports in the same order.
+
+    torch.distributed knows nothing of it: several may live in one process, and ``destroy_process_group`` does not touch them
+    (but ``broadcast`` uses the default group).
+
+    Args:
+        rank, size: this rank and the number of ranks.
+        timeout_seconds: how long the device may wait for a peer before this rank ends with an error.
+        device: this rank's GPU, another one on every rank.
+        store: where ranks meet; default: the store of ``torch.distributed.init_process_group``.
+        name: keeps apart the transports that share a store.
+    Raises:
+        HandoffError: not all ranks came.
+        OSError, RuntimeError: no NCCL.
+    """
+
+    name = "nccl"
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device, store: dist.Store | None = None,
+                 name: str = "deepspeed_cdp"):
+        super().__init__(rank, size, timeout_seconds, device)
+        torch.zeros((), device=device)  # the driver's calls need torch's context
+        self._nccl = Nccl()
+        self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
+        self._ends: dict[Edge, tuple[int, int]] = {}  # edge -> its communicator and its CUDA stream
+        self._lock = threading.Lock()  # one thread at a time in NCCL
+        self._order = self.driver.event()  # for one stream to follow another
+        self._begun: deque[Message] = deque(maxlen=512)  # the latest, for the watch
+        self._watch = Watch(self)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.synchronize(self.device)  # other streams write to it
+        return memory
+
+    # ---- connecting -----------------------------------------------------------------------------------------------------
+    def _connect(self, edges: Sequence[Edge], where: Where) -> None:
+        """Communicators for this rank's edges, each tried with one message."""
+        made = {i: self._nccl.new_id().hex() for i, (_, src, _) in enumerate(edges) if src == self.rank}
+        ids = {int(i): text for there in self._meeting.exchange(made, where) for i, text in there.items()}
+        for i, edge in enumerate(edges):
+            stream, src, dst = edge
+            if self.rank in (src, dst):
+                peer = src if self.rank == dst else dst
+                doing = f"{where}: stream {stream} with rank {peer}"
+                comm = self._in_time(lambda i=i, dst=dst: self._nccl.connect(bytes.fromhex(ids[i]), int(self.rank == dst), _CTAS),
+                                     doing)
+                lane = self.driver.stream()
+                self._ends[edge] = comm, lane
+                self._in_time(lambda edge=edge: self._try(edge), doing)
+        self._meeting.exchange(None, where)
+
+    def _try(self, edge: Edge) -> None:
+        """NCCL connects at the first message, which blocks the host: let that be here."""
+        comm, lane = self._ends[edge]
+        incoming = edge[2] == self.rank
+        word = torch.full((256,), 1 if incoming else 2, dtype=torch.uint8, device=self.device)
+        torch.cuda.current_stream(self.device).synchronize()
+        call = self._nccl.receive if incoming else self._nccl.send
+        call(comm, int(not incoming), word.data_ptr(), word.numel(), lane)
+        while not self.driver.idle(lane):
+            time.sleep(0.0005)
+        if not bool((word == 2).all()):
+            raise RuntimeError("the first message did not arrive whole")
+
+    def _in_time(self, call: Callable[[], int | None], doing: str) -> int:
+        """What ``call`` returns, which NCCL may block for as long as it likes; not longer than the timeout."""
+        result: list[int | None] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            torch.cuda.set_device(self.device)
+            try:
+                result.append(call())
+            except BaseException as error:  # told below
+                errors.append(error)
+
+        thread = threading.Thread(target=run, daemon=True, name="deepspeed_cdp connect")
+        thread.start()
+        thread.join(self.timeout_seconds)
+        if errors:
+            raise HandoffError(f"{doing}: NCCL did not connect: {errors[0]}") from errors[0]
+        if not result:
+            raise HandoffError(f"{doing}: no connection within {self.timeout_seconds} s")
+        return result[0] or 0
+
+    # ---- messages -------------------------------------------------------------------------------------------------------
+    def _point(self) -> Event:
+        return Event(self, ("", self.rank), self.current(), -1)
+
+    def _begin(self, message: Message) -> Event:
+        if self._failure:
+            raise HandoffError(self._failure)
+        line, driver = message.line, self.driver
+        comm, lane = self._ends[line.edge(self.rank)]
+        if message.point is not None:
+            message.point.enqueue(lane)
+        for ticket in message.after:
+            self.begin_until(ticket)  # (it has begun, unless the plan is wrong)
+            if ticket.handle is not None:
+                ticket.handle.enqueue(lane)
+        if not line.initiates:  # begin no sooner on the device either: until the peer comes, it holds multiprocessors
+            driver.record(self._order, self.current())
+            driver.follow(lane, self._order)
+        call = self._nccl.receive if line.incoming else self._nccl.send
+        with self._lock:
+            if self._failure:
+                raise HandoffError(self._failure)
+            call(comm, int(not line.incoming), message.tensor.data_ptr(), message.tensor.numel(), lane)
+        message.point, message.after = None, ()
+        self._begun.append(message)
+        return Event(self, (line.stream, line.peer), lane, -1)
+
+    def _await(self, message: Message, where: Where) -> None:
+        if self._failure:
+            raise HandoffError(self._failure)
+        message.where = where
+        message.handle.enqueue(self.current())
+
+    def _reached(self, message: Message) -> bool:
+        return message.handle is not None and message.handle.done()
+
+    def _scratch(self, nbytes: int) -> torch.Tensor:
+        scratch = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        torch.cuda.current_stream(self.device).synchronize()
+        return scratch
+
+    def _drain(self, where: Where) -> None:
+        lanes = [lane for _, lane in self._ends.values()]
+        self._synchronize([*(lambda lane=lane: self.driver.idle(lane) for lane in lanes), self._owner.query,
+                           torch.cuda.current_stream().query], where)
+        self._begun.clear()
+
+    # ---- when something is wrong ----------------------------------------------------------------------------------------
+    def diagnose(self) -> str:
+        """Which of the latest messages holds this rank up: the first one waited for that has not come, else the first of all."""
+        late = [m for m in list(self._begun) if m.handle is not None and not m.handle.done()]
+        late.sort(key=lambda m: not m.counted)  # stable
+        for message in late:
+            line = message.line
+            broken = self._nccl.error(self._ends[line.edge(self.rank)][0])
+            what = (f"no message on stream {line.stream} from rank {line.peer}" if line.incoming
+                    else f"nobody took the message on stream {line.stream} for rank {line.peer}")
+            return (f"{message.where or f'rank {self.rank}'}: {what} within {self.timeout_seconds} s"
+                    + (f" (NCCL: {broken})" if broken else ""))
+        return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
+
+    def give_up(self, reason: str) -> None:
+        """Called by the watch: end all messages, so that the device goes on, and let the next call raise."""
+        if self._failure:
+            return
+        self._failure = reason
+        held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
+        try:
+            for comm, _ in self._ends.values():
+                self._nccl.abort(comm)
+        finally:
+            if held:
+                self._lock.release()
+
+    # ---- the end --------------------------------------------------------------------------------------------------------
+    def close(self, linger: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._watch.stop()
+        where = f"rank {self.rank}, closing"
+        try:
+            if linger and not self._failure:
+                self.reset(where)  # finish what both sides have named
+        except HandoffError:
+            pass  # a peer has failed; it tells itself
+        self._meeting.close(None)
+        reason = f"rank {self.rank} has closed its transport"
+        self._fail_all(reason)
+        if not self._failure:
+            self.give_up(f"{where}: the transport is closed")
+        torch.cuda.synchronize(self.device)
+        for _, lane in self._ends.values():
+            self.driver.destroy(lane)
+        self._ends.clear()

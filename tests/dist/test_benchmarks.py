@@ -1,0 +1,105 @@
+"""The benchmark suite from end to end on two CPU processes: that everything works, not how fast anything is."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import engines, models, rows
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """``python -m benchmarks.run`` with the smallest model, two ranks, short sequences."""
+    command = [sys.executable, "-m", "benchmarks.run", "--cpu", "--models", "llama-tiny", "--micro-batch", "1", "--sequence", "16",
+               "--steps", "2", "--windows", "2", "--warmup", "1", "--out", str(out), *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    return subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True, timeout=170)
+
+
+@pytest.fixture(scope="module")
+def done(pool, tmp_path_factory):
+    """One run of six engines; the pool has built DeepSpeed's operator before."""
+    out = tmp_path_factory.mktemp("bench") / "out"
+    return out, bench(out, "--engines", "compute,ddp,fsdp2,zero3-leaf,cdp-v2,cdp-v1", "--no-host-sync")
+
+
+def test_rows_table_and_plots(done):
+    out, process = done
+    assert process.returncode == 0, process.stdout + process.stderr
+    read = rows.read(out / "results.csv")
+    names = ["compute", "ddp", "fsdp2", "zero3-leaf", "cdp-v2", "cdp-v1"]
+    assert [(r["engine"], r["window"]) for r in read] == [(n, str(w)) for n in names for w in range(2)]
+    assert (out / "results.csv").read_text().splitlines()[0] == ",".join(rows.FIELDS)
+    assert len((out / "results.jsonl").read_text().splitlines()) == 12
+    for r in read:
+        assert (r["model"], r["ranks"], r["micro_batch"], r["sequence"], r["host_sync"]) == ("llama-tiny", "2", "1", "16", "False")
+        assert float(r["step_ms"]) > 0 and float(r["tokens_per_s_per_gpu"]) > 0
+        assert 0 < float(r["p20_ms"]) <= float(r["p80_ms"]) <= float(r["p99_ms"])
+        assert all(r[k] for k in ("python", "torch", "deepspeed", "transformers", "commit", "device", "time"))
+    table = (out / "table.md").read_text()
+    assert table in process.stdout and all(f"\n| {n} | " in table for n in names)
+    assert (out / "time.png").read_bytes().startswith(b"\x89PNG") and "cdp-v2" in (out / "time.svg").read_text()
+
+
+def test_engines_learn_alike(done):
+    """The same weights and batches: the first loss is the same, later ones nearly (bytes are counted where they can be)."""
+    out, _ = done
+    losses = {r["engine"]: float(r["loss"]) for r in rows.read(out / "results.csv") if r["window"] == "1"}
+    assert max(losses.values()) - min(losses.values()) < 0.02 and 5 < losses["cdp-v2"] < 6
+    received = {r["engine"]: r["received_mib_per_step"] for r in rows.read(out / "results.csv")}
+    assert received["fsdp2"] == "" and float(received["cdp-v2"]) > 1
+
+
+def steps(rank: int, world: int, name: str, compiled: bool) -> tuple[list[float], int]:
+    """Losses of four steps, and how many graphs were compiled."""
+    import deepspeed
+    from torch._dynamo.utils import counters
+    deepspeed.init_distributed("gloo")
+    counters.clear()
+    plain = torch.compile
+    torch.compile = functools.partial(plain, backend="aot_eager")  # all of it but the seconds of the C++ compiler
+    try:
+        config = models.configuration("llama-tiny", host_sync=False)
+        step, engine = engines.make(engines.Job(name, config, torch.device("cpu"), torch.float32, 1, compiled))
+    finally:
+        torch.compile = plain
+    batches = torch.randint(0, 256, (4, 1, 16), generator=torch.Generator().manual_seed(rank))
+    losses = [float(step(batch).detach()) for batch in batches]
+    graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+    engines.clean(engine)
+    assert not breaks
+    return losses, graphs
+
+
+@pytest.mark.parametrize("name", ["cdp-v2", "fsdp2"])
+def test_compiled_layers_train_as_eager_ones(pool, name):
+    eager, compiled = (pool.run(2, steps, name, c) for c in (False, True))
+    assert [graphs for _, graphs in eager] == [0, 0] and [graphs for _, graphs in compiled] == [1, 1], "one graph for all layers"
+    for (a, _), (b, _) in zip(eager, compiled):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+def sharded(rank: int, world: int, name: str) -> tuple[list[float], bool, bool]:
+    """Losses of three steps on one batch, and whether torch's own linear is in place before and after cleaning."""
+    import deepspeed
+    deepspeed.init_distributed("gloo")
+    config = models.configuration("llama-tiny", host_sync=False)
+    step, engine = engines.make(engines.Job(name, config, torch.device("cpu"), torch.float32, 1, sharded=True))
+    losses = [float(step(torch.arange(16)[None]).detach()) for _ in range(3)]
+    left = torch.nn.functional.linear is engines.LINEAR
+    engines.clean(engine)
+    return losses, left, torch.nn.functional.linear is engines.LINEAR
+
+
+def test_models_built_in_shards_train(pool):
+    for name, untouched in (("fsdp2", True), ("zero3-leaf", False)):
+        for losses, left, cleaned in pool.run(2, sharded, name):
+            assert 5 < losses[0] < 6 and losses[2] < losses[0], (name, losses)
+            assert left == untouched, "ZeRO-3 leaves torch's own linear alone now, so engines.restore() need not undo it"
+            assert cleaned

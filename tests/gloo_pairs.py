@@ -1,0 +1,95 @@
+"""The logic of the nccl transport (transport/rendezvous.py) without GPUs: two-rank gloo groups, where the host waits."""
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.transport.base import Edge, Where
+from deepspeed_cdp.transport.meeting import Meeting
+from deepspeed_cdp.transport.rendezvous import _DONE, Message, RendezvousTransport
+
+
+class GlooPairs(RendezvousTransport):
+    """One gloo group per edge.
+
+    Args:
+        strict: a message's host waits where it begins, until both sides are there: the hardest reading of the order.
+    """
+
+    name = "pairs"
+
+    def __init__(self, rank: int, size: int, timeout_seconds: float, store: dist.Store | None = None, name: str = "pairs",
+                 strict: bool = False):
+        super().__init__(rank, size, timeout_seconds)
+        self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting")
+        self._groups: dict[Edge, dist.ProcessGroupGloo] = {}
+        self._patience, self._strict = timedelta(seconds=timeout_seconds), strict
+
+    def _connect(self, edges: Sequence[Edge], where: Where) -> None:
+        for edge in edges:
+            if self.rank in edge[1:]:
+                store = dist.PrefixStore("/".join(map(str, edge)), self._meeting.store)
+                self._groups[edge] = dist.ProcessGroupGloo(store, int(self.rank == edge[2]), 2, self._patience)
+
+    def _point(self) -> None:
+        return None
+
+    def _begin(self, message: Message) -> dist.Work:
+        line = message.line
+        for ticket in message.after:
+            ticket.wait("before a message")
+        if line.incoming:
+            work = self._groups[line.stream, line.peer, self.rank].recv([message.tensor], 0, 0)
+        else:
+            work = self._groups[line.stream, self.rank, line.peer].send([message.tensor], 1, 0)
+        if self._strict and self._deferred:
+            self._finish(message, work, f"rank {self.rank}, strictly")
+        return work
+
+    def _finish(self, message: Message, work: dist.Work, where: Where) -> None:
+        line, started = message.line, time.perf_counter()
+        try:
+            work.wait(self._patience)
+        except RuntimeError as error:
+            what = "no message" if line.incoming else "nobody took the message"
+            message.fail(f"{what} on stream {line.stream} with rank {line.peer} within {self.timeout_seconds} s: {error}")
+            raise HandoffError(f"{where}: {message.reason}") from error
+        if line.incoming:
+            self.waited[line.stream, line.peer] += time.perf_counter() - started
+
+    def _await(self, message: Message, where: Where) -> None:
+        if not (self._strict and self._deferred):
+            self._finish(message, message.handle, where)
+        message.state, message.handle = _DONE, None
+
+    def _reached(self, message: Message) -> bool:
+        return False  # gloo cannot tell before wait
+
+    def _drain(self, where: Where) -> None:
+        for line in self._lines.values():
+            for message in line.open:
+                if not message.done():
+                    self._await(message, where)
+
+    def _scratch(self, nbytes: int) -> torch.Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8)
+
+    def gather(self, value: Any, where: Where) -> list[Any]:
+        self.collectives += 1
+        return self._meeting.exchange(value, where)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
+        self.collectives += 1
+        values = self._meeting.exchange(tensor.tolist() if self.rank == src else None, where)
+        tensor.copy_(torch.tensor(values[src], dtype=torch.uint8))
+
+    def close(self, linger: bool) -> None:
+        self._fail_all(f"rank {self.rank} has closed its transport")
+        if linger:
+            self._meeting.exchange(None, "closing")
+        self._groups.clear()

@@ -1,0 +1,187 @@
+"""What the scripts under torchrun share: a device that is a GPU or, to prove a script without one, the CPU; time limits; figures.
+
+On a hang every rank shows the Python stacks of its threads and what its transports wait for, and ends.
+"""
+
+import argparse
+import faulthandler
+import gc
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+import models  # noqa: E402
+
+HUNG = 3  # exit code of a rank that ran into a time limit
+
+
+class Tools:
+    """One rank's surroundings.
+
+    Attributes:
+        cuda: whether on a GPU; device, rank, size: this rank's.
+        transport: of the ``cyclic`` block.
+    """
+
+    def __init__(self, arguments: argparse.Namespace):
+        self.cuda = not arguments.cpu
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.transport, self.timeout = arguments.transport, arguments.timeout
+        self.ends = time.monotonic() + arguments.budget
+        self.engines: list[Any] = []  # those made and not destroyed, for diagnose
+        if not self.cuda:
+            os.environ["DS_ACCELERATOR"] = "cpu"
+        import deepspeed
+
+        import deepspeed_cdp
+        deepspeed_cdp.register()
+        if self.cuda:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            torch.backends.cuda.enable_flash_sdp(False)  # their backwards add in any order
+            torch.backends.cuda.enable_mem_efficient_sdp(False)
+        else:
+            torch.set_num_threads(1)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel per allocation, for nothing here
+        deepspeed.init_distributed("nccl" if self.cuda else "gloo")
+        self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
+
+    def say(self, text: str) -> None:
+        """Print on rank 0, at once."""
+        if self.rank == 0:
+            print(text, flush=True)
+
+    # ---- engines --------------------------------------------------------------------------------------------------------
+    def engine(self, module: torch.nn.Module, rule: str | int = "cdp-v2", config: dict[str, Any] | None = None,
+               lr: float = 1e-3) -> Any:
+        """The engine of a module on this device, with AdamW."""
+        import deepspeed
+        module = module.to(self.device)
+        optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=lr, foreach=True)
+        whole = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "steps_per_print": 10 ** 9,
+                 "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
+                 "cyclic": {"enabled": True, "rule": rule, "transport": self.transport, "timeout_seconds": self.timeout},
+                 **(config or {})}
+        engine = deepspeed.initialize(model=module, optimizer=optimizer, config=whole)[0]
+        self.engines.append(engine)
+        return engine
+
+    def destroy(self, engine: Any) -> None:
+        """``engine.destroy()``."""
+        self.engines.remove(engine)
+        engine.destroy()
+
+    def batches(self, kind: str, steps: int, rounds: int = 1, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """[steps, rounds, ...] micro-batches of this rank, on its device: a copy inside the loop would synchronize."""
+        each = [torch.stack([models.batch(kind, t, m, self.rank) for m in range(rounds)]) for t in range(steps)]
+        data = torch.stack(each).to(self.device)
+        return data.to(dtype) if dtype is not None and data.is_floating_point() else data
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    # ---- figures --------------------------------------------------------------------------------------------------------
+    def settled_memory(self) -> dict[str, int]:
+        """``memory`` once garbage is collected and caches are empty."""
+        gc.collect()
+        if self.cuda:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        return self.memory()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes allocated and reserved by torch's allocator, bytes of the GPU and of the host in use, open files, threads."""
+        figures = {"rss": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+                   "fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+        if self.cuda:
+            free, total = torch.cuda.mem_get_info()
+            figures |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "gpu": total - free}
+        return figures
+
+    def agree(self, good: bool) -> bool:
+        """Collective: whether it is good on every rank."""
+        import torch.distributed as dist
+        verdicts: list[Any] = [None] * self.size
+        dist.all_gather_object(verdicts, bool(good))
+        return all(verdicts)
+
+    # ---- time limits ----------------------------------------------------------------------------------------------------
+    @contextmanager
+    def limit(self, name: str, seconds: float) -> Iterator[None]:
+        """End the process, showing where it is, if the block takes longer, or longer than what is left of the budget."""
+        seconds = max(min(seconds, self.ends - time.monotonic()), 0.1)
+        over = threading.Event()
+
+        def watch() -> None:
+            if over.wait(seconds):
+                return
+            print(f"rank {self.rank}: {name} did not end within {seconds:.0f} s", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(sys.stderr, all_threads=True)
+            helper = threading.Thread(target=self._diagnose, daemon=True)
+            helper.start()
+            helper.join(5)
+            over.wait(3)  # let the other ranks say theirs
+            print(f"failed: {name} hung (rank {self.rank})", flush=True)
+            os._exit(HUNG)
+
+        faulthandler.dump_traceback_later(seconds + 12, exit=True)  # needs no GIL
+        thread = threading.Thread(target=watch, daemon=True, name="time limit")
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+            faulthandler.cancel_dump_traceback_later()
+
+    def _diagnose(self) -> None:
+        for engine in self.engines:
+            transport, handoff = engine._transport, engine._runtime.handoff if engine._runtime else None
+            where = f"step {handoff.global_step}, action {handoff._cursor}" if handoff else "setting up"
+            told = transport.diagnose() if hasattr(transport, "diagnose") else "(this transport cannot tell)"
+            print(f"rank {self.rank}, host at {where}: {told}", file=sys.stderr, flush=True)
+
+
+def parser(text: str, budget: float) -> argparse.ArgumentParser:
+    """With the arguments that all scripts know."""
+    new = argparse.ArgumentParser(description=text)
+    new.add_argument("--cpu", action="store_true", help="prove the script without GPUs")
+    new.add_argument("--budget", type=float, default=budget, help="seconds for everything")
+    new.add_argument("--transport", default="auto")
+    new.add_argument("--timeout", type=float, default=30, help="cyclic.timeout_seconds")
+    return new
+
+
+def run_cases(tools: Tools, cases: dict[str, Callable[[Tools], tuple[bool, dict[str, Any]]]], seconds: float) -> bool:
+    """Each case on all ranks; a line for each. A case that raises ends the process: its peers are in another place."""
+    good = True
+    for name, case in cases.items():
+        begun = time.monotonic()
+        with tools.limit(name, seconds):
+            fine, figures = case(tools)
+            fine = tools.agree(fine)
+        tools.say(f"{'ok  ' if fine else 'BAD '} {name} {json.dumps(figures)} {time.monotonic() - begun:.1f} s")
+        if not fine and tools.rank != 0:
+            print(f"rank {tools.rank}: {name} {json.dumps(figures)}", file=sys.stderr, flush=True)
+        good &= fine
+    return good
+
+
+def finish(tools: Tools, good: bool) -> None:
+    """Say how it went, last, and end."""
+    import torch.distributed as dist
+    tools.say("passed" if good else "failed")
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(not good)

@@ -1,0 +1,301 @@
+"""Hooks in stages whose parameters are kept from forward to backward and in those whose parameters come anew, side by side.
+
+On four ranks stages 0 and 1 come anew and 2 and 3 are kept, with keep_after_forward 1 as well. Each stage has two units here.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from local_ring import run_ranks
+from test_breaks import Box, Boxed, Chain, InPlaceBias, batch, line, loss, train
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from deepspeed_cdp import reference
+from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.schedule import threshold
+
+SIZE = 4
+innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+needs_innermost = pytest.mark.skipif(innermost is None, reason="this torch does not tell which saved-tensor hooks are innermost")
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
+
+
+class Deep(nn.Module):
+    """A unit with an activation of its own; ``inner``: it checkpoints its own second half."""
+
+    def __init__(self, inner: bool = False):
+        super().__init__()
+        self.first, self.second, self.inner = line(), line(), inner
+        self.hidden: list[StorageWeakRef] = []  # of the forwards so far
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        self.hidden.append(StorageWeakRef(h.untyped_storage()))
+        return checkpoint(self._rest, h, use_reentrant=False) if self.inner else self._rest(h)
+
+    def _rest(self, h):
+        return torch.tanh(self.second(h)) * self.second.weight.t().sum()
+
+
+class Checkpointed(Chain):
+    """Each unit in a checkpoint of its own."""
+
+    def __init__(self, *blocks: nn.Module, reentrant: bool):
+        super().__init__(*blocks)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()  # without it a reentrant checkpoint gives its first unit no gradients
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class ChangedOutputs(Chain):
+    """The outputs of units are changed in place."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            x *= 1.5
+        return x
+
+
+class Unboxing(nn.Module):
+    """Takes an input that is no pytree, and gives a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = line()
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x.value if isinstance(x, Box) else x))
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def as_they_are() -> Any:
+    """Saved-tensor hooks that keep tensors as they are (as save_on_cpu does on a CPU)."""
+    return saved_tensors_hooks(same, same)
+
+
+def halved() -> Any:
+    """Hooks whose two halves must both be called, once each."""
+    return saved_tensors_hooks(lambda x: (x.detach() * 2,), lambda packed: packed[0] / 2)
+
+
+class Watched(Chain):
+    """The user has saved-tensor hooks of their own inside the model."""
+
+    def __init__(self, *blocks: nn.Module, watch: Callable[[], Any]):
+        super().__init__(*blocks)
+        self.watch = watch
+
+    def forward(self, x):
+        with self.watch():
+            return super().forward(x)
+
+
+def deep(count: int = 8) -> list[nn.Module]:
+    return [Deep() for _ in range(count)]
+
+
+MODELS = {
+    "plain": lambda: Chain(*deep()),
+    "checkpoint": lambda: Checkpointed(*deep(), reentrant=False),
+    "reentrant checkpoint": lambda: Checkpointed(*deep(), reentrant=True),
+    "checkpoint inside": lambda: Chain(*(Deep(inner=True) for _ in range(8))),
+    "boxed": lambda: Chain(*(Boxed() if i % 2 == 0 else Unboxing() for i in range(8))),
+    "all boxed": lambda: Chain(*(Boxed() for _ in range(8)), unwrap=True),
+    "in place": lambda: Chain(*(line() if i % 2 == 0 else InPlaceBias() for i in range(8))),
+    "changed outputs": lambda: ChangedOutputs(*deep()),
+    "hooks that keep": lambda: Watched(*deep(), watch=as_they_are),
+    "hooks that change": lambda: Watched(*deep(), watch=halved),
+}
+# for the oracle, whose functional_call is over when a checkpoint computes anew
+WITHOUT = {"checkpoint": "plain", "reentrant checkpoint": "plain", "checkpoint inside": "plain"}
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(7)
+    return MODELS[kind]().to(dtype)
+
+
+def settings(rule: str = "cdp-v2", keep: bool = False, rounds: int = 1, sums: torch.dtype | None = None) -> Settings:
+    return Settings(rule, partition_method="uniform", rounds=rounds, sum_dtype=sums, keep_after_forward=keep)
+
+
+def assert_same_as_oracle(kind: str, chosen: Settings, around: Callable[[], Any] = contextlib.nullcontext) -> None:
+    dtype = torch.bfloat16 if chosen.sum_dtype else torch.float32
+    modules = [build(kind, dtype) for _ in range(SIZE)]
+
+    def work(rank: int, transport: Any) -> tuple:
+        with around():
+            return train(modules[rank], rank, transport, chosen, sgd)
+    results = run_ranks(SIZE, work)
+    plan = results[0][0].plan
+    first = 2 if chosen.keep_after_forward else 4
+    assert [u.stage for u in plan.units] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [plan.kept(i) for i in range(8)] == [i >= first for i in range(8)]
+    want = reference.train(build(WITHOUT.get(kind, kind), dtype), plan.stages, threshold(chosen.rule, SIZE),
+                           lambda t, m, r: batch(t, m, r).to(dtype), loss, sgd, 3, rounds=chosen.rounds,
+                           grad_dtype=chosen.sum_dtype)
+    assert {k: v for result in results for k, v in result[1].items()} == want.losses
+    for name, value in want.masters.items():
+        assert torch.equal(results[0][2][name], value.to(dtype)), name
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_gradients_equal_the_oracle(kind: str, rule: str, keep: bool) -> None:
+    assert_same_as_oracle(kind, settings(rule, keep))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "boxed", "in place"])
+def test_gradients_equal_the_oracle_in_bf16_with_fp32_sums(kind: str) -> None:
+    assert_same_as_oracle(kind, settings(rounds=2, sums=torch.float32))
+
+
+@pytest.mark.parametrize("around", [as_they_are, halved])
+def test_saved_tensor_hooks_around_the_whole_loop(around: Callable[[], Any]) -> None:
+    """Tensors that the user's hooks keep as they are must not change either when a unit's buffer is used again."""
+    assert_same_as_oracle("plain", settings(), around)
+
+
+# ---- what is saved ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "checkpoint", "reentrant checkpoint"])
+def test_a_checkpoint_saves_no_activation_of_its_unit(kind: str, keep: bool) -> None:
+    """After the forward the units' own activations are gone, with a checkpoint, in kept stages and others."""
+    modules = [build(kind) for _ in range(SIZE)]
+
+    def work(rank: int, transport: Any) -> list[bool]:
+        module = modules[rank]
+        runtime = Runtime(module, sgd(list(module.named_parameters())), settings(keep=keep), transport, torch.device("cpu"))
+        with runtime.forward():
+            value = loss(module, batch(0, 0, rank))
+        gone = [block.hidden[0].expired() for block in module.blocks]
+        value.backward()
+        runtime.end_backward()
+        runtime.step()
+        runtime.close(True)
+        return gone
+    for gone in run_ranks(SIZE, work):
+        assert gone == [kind != "plain"] * 8
+
+
+# ---- hooks are pushed where they are needed, and taken off --------------------------------------------------------------
+class Fails(nn.Module):
+    """Notes whether saved-tensor hooks are on while it runs; raises in its turn."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.seen, self.fails = line(), [], False
+
+    def forward(self, x):
+        self.seen.append(innermost(True) is not None)
+        if self.fails:
+            raise RuntimeError("on purpose")
+        return self.linear(x)
+
+
+@needs_innermost
+@pytest.mark.parametrize("keep", [False, True])
+def test_only_units_that_come_anew_have_their_saved_tensors_looked_after(keep: bool) -> None:
+    modules = [Chain(*(Fails() for _ in range(8))) for _ in range(SIZE)]
+
+    def work(rank: int, transport: Any) -> Any:
+        runtime = train(modules[rank], rank, transport, settings(keep=keep), sgd, steps=2)[0]
+        assert innermost(True) is None
+        return runtime.plan
+    for module, plan in zip(modules, run_ranks(SIZE, work)):
+        assert [block.seen for block in module.blocks] == [[not plan.kept(i)] * 2 for i in range(8)]
+
+
+@needs_innermost
+@pytest.mark.parametrize("at", [0, 3])
+def test_a_forward_that_raises_leaves_no_saved_tensor_hooks(at: int) -> None:
+    """In a unit that is not kept (0) and in one that is (3 of 4, on two ranks)."""
+    modules = [Chain(*(Fails() for _ in range(4))) for _ in range(2)]
+    ready = threading.Barrier(2, timeout=30)
+
+    def work(rank: int, transport: Any) -> list[bool]:
+        module = modules[rank]
+        runtime = Runtime(module, sgd(list(module.named_parameters())), settings(), transport, torch.device("cpu"))
+        assert not runtime.plan.kept(0) and runtime.plan.kept(3)
+        module.blocks[at].fails = True
+        with pytest.raises(RuntimeError, match="on purpose"):
+            with runtime.forward():
+                module(batch(0, 0, rank))
+        assert innermost(True) is None
+        with pytest.raises(ValueError, match="ended in an exception"):
+            with runtime.forward():
+                pass
+        assert innermost(True) is None
+        ready.wait()
+        runtime.close(False)
+        return module.blocks[at].seen
+    assert run_ranks(2, work) == [[at == 0]] * 2
+
+
+# ---- a second backward --------------------------------------------------------------------------------------------------
+class Remembers(Chain):
+    """Keeps the outputs of its units."""
+
+    def forward(self, x):
+        self.outputs = []
+        for block in self.blocks:
+            x = block(x)
+            self.outputs.append(x)
+        return x
+
+
+@contextlib.contextmanager
+def one_step(module: nn.Module, rank: int, transport: Any) -> Iterator[torch.Tensor]:
+    """The loss of a micro-batch whose graph is retained, after its backward."""
+    runtime = Runtime(module, sgd(list(module.named_parameters())), settings(), transport, torch.device("cpu"))
+    with runtime.forward():
+        value = loss(module, batch(0, 0, rank))
+    value.backward(retain_graph=True)
+    runtime.end_backward()
+    yield value
+    runtime.step()
+    runtime.close(True)
+
+
+def test_a_second_backward_is_refused_in_every_stage() -> None:
+    """Over the whole graph, and over each unit's part of it, kept (stages 2 and 3) or not."""
+    torch.manual_seed(7)
+    modules = [Remembers(*deep()) for _ in range(SIZE)]
+
+    def work(rank: int, transport: Any) -> None:
+        with one_step(modules[rank], rank, transport) as value:
+            for again in (value, *(x.sum() for x in modules[rank].outputs)):
+                with pytest.raises(ValueError, match="without a training forward"):
+                    again.backward(retain_graph=True)
+            assert all(p.grad is None for p in modules[rank].parameters())
+    run_ranks(SIZE, work)
+
+
+def test_a_second_backward_is_refused_where_outputs_have_no_hook() -> None:
+    """Boxed outputs: it gets as far as the units that are not kept."""
+    modules = [build("all boxed") for _ in range(SIZE)]
+
+    def work(rank: int, transport: Any) -> None:
+        with one_step(modules[rank], rank, transport) as value:
+            with pytest.raises(ValueError, match="without a training forward"):
+                value.backward()
+    run_ranks(SIZE, work)

@@ -1,0 +1,142 @@
+"""Programs with meetings (program.with_meetings): ranks that block at every message until the other side is there finish."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import HELD_UNIT, make, plans
+
+from deepspeed_cdp.plan import Plan
+from deepspeed_cdp.program import _initiated, build, edges, initial_posts, with_meetings
+
+STEPS = 4
+
+
+def messages(plan: Plan, rank: int, a) -> list[tuple]:
+    """The edges on which this action of ``rank`` begins a message, in order: (edge, whether rank initiates)."""
+    if a.kind in ("RECEIVE", "SEND"):
+        return [((a.stream, a.peer, rank) if a.kind == "RECEIVE" else (a.stream, rank, a.peer), False)]
+    return [((stream, peer, rank) if a.kind == "TAKE" else (stream, rank, peer), True)
+            for stream, peer in _initiated(plan, rank, a)]
+
+
+def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
+    """Walk all ranks; every message holds its host up until both sides are at it. None, or what is stuck."""
+    n = plan.schedule.ranks
+    programs = [[programs_of(plan, r, first) for first in (True, False)] for r in range(n)]
+    at, step, pending = [0] * n, [0] * n, [[] for _ in range(n)]
+    named: list[Counter] = [Counter() for _ in range(n)]  # by edge: regions this rank has let in, offers it has made
+    met: list[Counter] = [Counter() for _ in range(n)]
+    arrived: list[Counter] = [Counter() for _ in range(n)]
+    used: list[Counter] = [Counter() for _ in range(n)]
+    for r in range(n):
+        named[r].update((p.stream, p.src, r) for p in initial_posts(plan, r))
+        named[r]["S", (r - 1) % n, r] += 1
+        named[r]["T", n - 1, r] += 1
+    met[0]["S", n - 1, 0] += 1  # begun by Scalars.begin on both sides
+    arrived[0]["S", n - 1, 0] += 1
+
+    def use(r: int, edge: tuple, count: int = 1) -> None:
+        used[r][edge] += count
+        assert used[r][edge] <= arrived[r][edge], f"rank {r} waits for {edge} before it is met"
+
+    def wait(r: int, a) -> None:
+        """What this action waits for has been begun before."""
+        if a.kind in ("READ", "SUM", "SUM_HELD", "UPDATE") and a.peer is not None:
+            use(r, (a.stream, a.peer, r))
+        if a.kind == "NORM" and a.peer is not None:
+            use(r, ("S", a.peer, r))
+            if r < n - 1:
+                use(r, ("O", n - 1, r), sum(plan.unit(i).g_bytes > 0 for i in plan.members(plan.schedule.owned(r))))
+
+    def name(r: int, a) -> None:
+        for p in a.posts:
+            named[r][p.stream, p.src, r] += 1
+        if a.kind == "OFFER":
+            named[r][a.stream, r, a.peer] += 1
+        if a.kind == "NORM" and n > 1:
+            named[r]["S", (r - 1) % n, r] += 1
+        if a.kind == "UPDATE" and a.stream == "T":
+            named[r]["T", n - 1, r] += 1
+
+    moved = True
+    while moved:
+        moved = False
+        for r in range(n):
+            while True:
+                while pending[r]:
+                    edge, mine = pending[r][0]
+                    other = edge[1] if edge[2] == r else edge[2]
+                    if not (pending[other] and pending[other][0][0] == edge):
+                        break
+                    assert mine != pending[other][0][1], "one side initiates"
+                    for rank in (r, other):
+                        if not pending[rank][0][1]:  # the side that was told has named its part
+                            met[rank][edge] += 1
+                            assert met[rank][edge] <= named[rank][edge], f"rank {rank} meets {edge} before it is named"
+                        pending[rank].pop(0)
+                    arrived[edge[2]][edge] += 1
+                    moved = True
+                if pending[r]:
+                    break
+                program = programs[r][step[r] > 0]
+                if at[r] == len(program):
+                    if step[r] + 1 == STEPS or barrier and min(step) < step[r]:
+                        break
+                    at[r], step[r] = 0, step[r] + 1
+                    moved = True
+                    continue
+                a = program[at[r]]
+                at[r] += 1
+                moved = True
+                wait(r, a)
+                name(r, a)
+                pending[r] = messages(plan, r, a)
+    stuck = [f"rank {r} step {step[r]}: {pending[r] or 'waits at the barrier'}" for r in range(n)
+             if pending[r] or at[r] < len(programs[r][step[r] > 0]) or step[r] + 1 < STEPS]
+    return "; ".join(stuck) or None
+
+
+
+
+@pytest.mark.parametrize("barrier", [False, True])
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize(("ranks", "k"), [(n, k) for n in range(1, 5) for k in range(2 * n)] + [(5, 3)])
+def test_ranks_that_block_at_every_message_finish(ranks, k, rounds, barrier):
+    assert run(make(ranks, k, rounds, 1), barrier) is None
+    assert run(make(ranks, k, rounds, 2, held=HELD_UNIT), barrier) is None
+
+
+@settings(max_examples=8, derandomize=True, deadline=None)
+@given(plans(st.integers(2, 6)), st.booleans())
+def test_random_plans_finish_too(plan, barrier):
+    assert run(plan, barrier) is None
+
+
+def test_the_place_of_a_meeting_matters():
+    """Ranks that receive at the beginning of the step, and block, get stuck; at its end, they wait before they have begun."""
+    def changed(early: bool):
+        return lambda *args: tuple(sorted(with_meetings(*args), key=lambda a: (a.kind == "RECEIVE") != early))
+    stuck = run(make(3, 2), False, changed(True))
+    assert stuck and "rank 0" in stuck and "rank 1" in stuck
+    with pytest.raises(AssertionError, match="waits for .* before it is met"):
+        run(make(3, 2), False, changed(False))
+
+
+def test_edges_are_those_of_the_plan():
+    assert edges(make(1, 0)) == []
+    got = edges(make(3, 2))
+    assert {(s, a, b) for s, a, b in got if s in "PG"} <= {(s, r, (r + 1) % 3) for s in "PG" for r in range(3)}
+    assert {e for e in got if e[0] == "S"} == {("S", r, (r + 1) % 3) for r in range(3)}
+    assert {e for e in got if e[0] == "O"} == {("O", 2, 0), ("O", 2, 1)}
+    assert not any(s in ("H", "H0", "GH", "T") for s, _, _ in got)
+    assert {e for e in edges(make(3, 5)) if e[0] == "T"} == {("T", 2, 0), ("T", 2, 1)}
+    assert {"H", "H0", "GH"} <= {s for s, _, _ in edges(make(3, 2, held=HELD_UNIT))}
+
+
+def test_without_meetings_a_program_is_as_it_was():
+    plan = make(4, 3, 2, 2, held=HELD_UNIT)
+    for r in range(4):
+        for first in (True, False):
+            assert [a for a in with_meetings(plan, r, first) if a.kind not in ("RECEIVE", "SEND")] == list(build(plan, r, first))

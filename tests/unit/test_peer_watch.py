@@ -1,0 +1,111 @@
+"""The peer transport's watch, with events that come when the test says so (the rest of that transport needs GPUs)."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepspeed_cdp.transport import cuda
+
+PATIENCE = 0.4
+
+
+class Events:
+    """The driver's events: reached once told."""
+
+    def __init__(self) -> None:
+        self.made, self.come, self.recorded = 0, set(), []
+
+    def event(self) -> int:
+        self.made += 1
+        return self.made
+
+    def record(self, event: int, stream: int) -> None:
+        self.recorded.append((event, stream))
+        self.come.discard(event)
+
+    def reached(self, event: int) -> bool:
+        return event in self.come
+
+
+class Mark:
+    def __init__(self, done: bool):
+        self.is_done = done
+
+    def done(self) -> bool:
+        return self.is_done
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
+    transport = SimpleNamespace(timeout_seconds=PATIENCE, driver=Events(), device=None, _failure=None, reasons=[],
+                                diagnose=lambda: "why")
+
+    def give_up(reason: str) -> None:
+        transport._failure = reason
+        transport.reasons.append(reason)
+    transport.give_up = give_up
+    watch = cuda.Watch(transport)
+    yield transport, watch
+    watch.stop()
+    assert not watch._thread.is_alive()
+
+
+def until(condition, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and not condition():
+        time.sleep(0.01)
+    return condition()
+
+
+def test_a_host_that_blocks_right_behind_a_wait(watched):
+    transport, watch = watched
+    watch.look(Mark(True))  # all that was marked is done; only the wait since is not
+    watch.look_behind(0)
+    assert not until(lambda: transport.reasons, PATIENCE * 0.8), "before its time"
+    assert until(lambda: len(transport.reasons) >= 3, 10), "a peer may overwrite a word: once is not enough"
+    assert set(transport.reasons) == {"why"}
+
+
+def test_one_stream_does_not_hide_another(watched):
+    transport, watch = watched
+    watch.look_behind(1)
+    over = threading.Event()
+
+    def busy() -> None:
+        while not over.wait(0.02):
+            watch.look_behind(0)
+            transport.driver.come.add(watch._behind[0][1])
+    thread = threading.Thread(target=busy)
+    thread.start()
+    told = until(lambda: transport.reasons, 10)
+    over.set()
+    thread.join()
+    assert told
+    assert {stream for _, stream in transport.driver.recorded} == {0, 1} and transport.driver.made == 2
+
+
+def test_a_host_that_runs_ahead_of_a_device_that_stands(watched):
+    transport, watch = watched
+    begun = time.monotonic()
+    while not transport.reasons and time.monotonic() - begun < 10:
+        watch.look(Mark(False))
+        watch.look_behind(0)
+        time.sleep(0.02)
+    assert transport.reasons and time.monotonic() - begun > PATIENCE
+
+
+def test_nothing_is_late_while_events_come(watched):
+    transport, watch = watched
+    begun = time.monotonic()
+    while time.monotonic() - begun < 4 * PATIENCE:
+        watch.look(Mark(True))
+        watch.look_behind(0)
+        transport.driver.come.add(watch._behind[0][1])
+        time.sleep(0.02)
+    time.sleep(3 * PATIENCE)  # nor after the last one has come, however long the pause
+    assert not transport.reasons
