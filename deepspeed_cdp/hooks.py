@@ -263,7 +263,7 @@ class Binder:
         if len(units) > 1:
             names = " and ".join(repr(self.handoff.plan.unit(i).name) for i in units[:2])
             raise ValueError(f"GatheredParameters inside the forward of step {self.handoff.global_step} has parameters of "
-                             f"{names} at once; gather one module's at a time, or list modules in cyclic.units and leave these out")
+                             f"{names} at once; gather one module's at a time, or list the other modules in cyclic.units")
         for i in set(units) - self._lent_units:
             self._enter_forward(i, True)  # kept or not: no output of its module begins its backward, saved tensors do
             self._lent_units.add(i)
