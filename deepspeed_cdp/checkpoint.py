@@ -233,6 +233,8 @@ def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bo
     homes = {n: stored.name_of(n) for n in every}
     missing = {n for n in every if homes[n] is None and not (stored.frozen_left_out and n not in trained)}
     unexpected = ({*stored.trained, *stored.frozen} - set(homes.values())) if strict else set()
+    tied = {n: homes[known] for n, known in _shared(runtime.module).items() if n in unexpected and homes.get(known)}
+    unexpected -= tied.keys()
     fix = "load it into the model it was saved from, or pass load_module_strict=False"
     if strict and missing:
         raise CheckpointError(f"{folder} has no parameter {min(missing)!r} ({len(missing)} missing); {fix}")
@@ -253,7 +255,11 @@ def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bo
     if optimizer_states and (stored.groups is None or len(stored.groups) != len(groups)):
         raise CheckpointError(f"{folder} has {len(stored.groups or ())} parameter groups and the optimizer {len(groups)}; build "
                               "the optimizer as it was, or pass load_optimizer_states=False")
-    stored.verify(rank, runtime.transport.size, [homes[n] for n in own])
+    mine = {homes[n] for n in own}
+    stored.verify(rank, runtime.transport.size, [*mine, *(n for n, home in tied.items() if home in mine)])
+    for name, home in tied.items():
+        if home in mine and not torch.equal(stored.value(name), stored.value(home)):
+            raise CheckpointError(f"{folder} has two values for {name!r} and {home!r}, which are one parameter in the model; {fix}")
     found = {"values": {n: stored.value(homes[n]) for n in own}, "buffers": {n: stored.buffer(n, rank) for n in common},
              "state": {n: stored.state(homes[n]) for n in owner.masters if optimizer_states and homes[n] in stored.trained},
              "groups": stored.groups, "scalars": stored.scalars(runtime.plan.stages), "counters": stored.counters,

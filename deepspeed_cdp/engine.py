@@ -175,11 +175,13 @@ class CyclicEngine(DeepSpeedEngine):
         """Nothing: gradients travel on, none stays."""
 
     def get_global_grad_norm(self) -> float | None:
-        """Gradient norm, before clipping, of the last step that this rank knows to be finished everywhere; None before one is.
+        """Gradient norm, before clipping, of the last step that this rank knows to be finished everywhere.
 
-        That is one step ago on the last rank and two on the others, without a collective.
+        That is one step ago on the last rank and two on the others (under dp each knows one more), without a collective. Until
+        the first is known it is nan, a number that scripts can format, and before the first step None as under ZeRO-3.
         """
-        return self.cyclic_metrics["grad_norm"]
+        norm = self.cyclic_metrics["grad_norm"]
+        return float("nan") if norm is None and self.global_steps > 0 else norm
 
     @property
     def cyclic_metrics(self) -> dict[str, Any]:
