@@ -259,7 +259,7 @@ def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bo
     stored.verify(rank, runtime.transport.size, [*mine, *(n for n, home in tied.items() if home in mine)])
     for name, home in tied.items():
         if home in mine and not torch.equal(stored.value(name), stored.value(home)):
-            raise CheckpointError(f"{folder} has two values for {name!r} and {home!r}, which are one parameter in the model; {fix}")
+            raise CheckpointError(f"{folder} has two values for {name!r} and {home!r}, one parameter in the model; {fix}")
     found = {"values": {n: stored.value(homes[n]) for n in own}, "buffers": {n: stored.buffer(n, rank) for n in common},
              "state": {n: stored.state(homes[n]) for n in owner.masters if optimizer_states and homes[n] in stored.trained},
              "groups": stored.groups, "scalars": stored.scalars(runtime.plan.stages), "counters": stored.counters,
