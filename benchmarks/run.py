@@ -54,8 +54,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for name in names:
         if name not in ENGINES and not re.fullmatch(r"cdp-(v1|v2|\d+)(-keep)?", name):
             parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES)}, cdp-K with an integer K, and cdp-...-keep")
-    if min(args.warmup, args.windows, args.steps) < 1:
-        parser.error("--warmup, --windows and --steps must be at least 1")
     for model in args.models.split(","):
         if model not in SIZES:
             parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")
