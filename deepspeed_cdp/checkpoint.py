@@ -300,3 +300,4 @@ def _apply(engine: "CyclicEngine", runtime: "Runtime", found: dict[str, Any], op
         for counter, value in found["manifest"]["counters"].items():
             setattr(engine, counter, value)
         runtime.handoff.global_step = engine.global_steps
+    runtime.handoff.scalars.resume(runtime.handoff.global_step, optimizer_states and found["scalars"] is not None)

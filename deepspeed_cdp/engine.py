@@ -179,14 +179,21 @@ class CyclicEngine(DeepSpeedEngine):
 
     @property
     def cyclic_metrics(self) -> dict[str, Any]:
-        """What this rank knows without a collective: ``loss`` (mean over all ranks) and ``grad_norm`` of the last step finished
-        everywhere, None before one is; ``waited``, seconds by (stream, peer) that the host was blocked.
+        """What this rank knows without a collective (docs/observability.md).
+
+        ``step``: number of the last step finished everywhere, as far as this rank knows, from 0; ``loss`` (mean over all ranks'
+        micro-batches) and ``grad_norm`` (before clipping) are that step's. All three are None before there is one. ``lag``: steps
+        from that one to the one just made. ``waited``: seconds by (stream, peer) that the host was held up in the step just made
+        until messages had come, ``waited_sent`` until its own had been taken, ``waited_total`` all of them; None on GPUs, where
+        it is the device that waits. Reading waits for what the device has been given, as ``loss.item()`` does.
         """
+        handoff, (waited, sent) = self._runtime.handoff, self._runtime.waited()
         self._transport.join_owner()
-        scalars = self._runtime.handoff.scalars
-        known = scalars.known
-        return {"loss": float(scalars.loss) if known else None, "grad_norm": float(scalars.norm) if known else None,
-                "waited": dict(self._transport.waited)}
+        loss, grad_norm = handoff.scalars.read()
+        step = handoff.scalars.step
+        return {"step": step, "lag": None if step is None else max(handoff.global_step - 1 - step, 0), "loss": loss,
+                "grad_norm": grad_norm, "waited": waited, "waited_sent": sent,
+                "waited_total": None if waited is None else sum(waited.values()) + sum(sent.values())}
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
