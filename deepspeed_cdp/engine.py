@@ -24,6 +24,7 @@ from .errors import HandoffError
 from .initial import Initial
 from .plan import Plan
 from .runtime import Runtime, Settings
+from .throughput import on_stream
 from .transport import connect
 from .transport.base import Transport
 
@@ -45,7 +46,7 @@ class CyclicEngine(DeepSpeedEngine):
     # ---- setting up -----------------------------------------------------------------------------------------------------
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         config = self._config.cyclic_config
-        self._config.timers_config.synchronized = False  # a device synchronize per step would hold up the ring's hand-offs
+        self._config.timers_config.synchronized = False  # no device synchronize per step: it holds up hand-offs
         if any(isinstance(getattr(p, "_z3_optimizer", None), Access) for p in model.parameters()):
             raise ValueError("model belongs to another cyclic engine; call that engine's destroy() first, or build another model")
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
@@ -107,6 +108,15 @@ class CyclicEngine(DeepSpeedEngine):
     def zero_optimization_partition_weights(self) -> bool:
         """False: parameters are handed off whole, ZeRO-3's hooks, gathers and shard files do not apply."""
         return False
+
+    @property
+    def tput_timer(self) -> Any:
+        """As DeepSpeed's, but on a GPU it does not wait for the device (throughput.py)."""
+        return self._tput_timer
+
+    @tput_timer.setter
+    def tput_timer(self, timer: Any) -> None:
+        self._tput_timer = on_stream(timer, self.device)
 
     @property
     def cyclic_plan(self) -> Plan:
