@@ -158,7 +158,7 @@ class Handoff:
         self.global_step += 1
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Enter a micro-batch's loss for ``scalars.loss``."""
+        """Enter a micro-batch's loss, for the step's mean."""
         self.losses += loss.detach().to(torch.float64)
         self.loss_count += 1
 
