@@ -130,7 +130,7 @@ class Limited(Transport):
         self.rank, self.size, self.timeout_seconds = transport.rank, transport.size, transport.timeout_seconds
         self.sent, self.bytes_sent = transport.sent, transport.bytes_sent
         self.received, self.bytes_received = transport.received, transport.bytes_received
-        self.waited = transport.waited
+        self.waited, self.waited_sent, self.host_waits = transport.waited, transport.waited_sent, transport.host_waits
         self._links: dict[str, _Link] = {}
 
     @property

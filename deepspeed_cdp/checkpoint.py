@@ -322,6 +322,7 @@ def _apply(engine: "CyclicEngine", runtime: "Runtime", found: dict[str, Any], op
         micro = engine.gradient_accumulation_steps()  # a step begins anew, whatever number of micro-batches it had
         engine.micro_steps = found["counters"].get("micro_steps", engine.global_steps * micro) // micro * micro
         runtime.handoff.global_step = engine.global_steps
+    runtime.handoff.scalars.resume(runtime.handoff.global_step, optimizer_states and found["scalars"] is not None)
 
 
 def _moved(value: Any, device: torch.device, scalars_too: bool) -> Any:

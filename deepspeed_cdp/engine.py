@@ -25,6 +25,7 @@ from .files import CheckpointError
 from .initial import Initial
 from .plan import Plan
 from .runtime import Runtime, Settings
+from .throughput import on_stream
 from .transport import connect
 from .transport.base import Transport
 
@@ -47,7 +48,7 @@ class CyclicEngine(DeepSpeedEngine):
     # ---- setting up -----------------------------------------------------------------------------------------------------
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         config = self._config.cyclic_config
-        self._config.timers_config.synchronized = False  # a device synchronize per step would hold up the ring's hand-offs
+        self._config.timers_config.synchronized = False  # no device synchronize per step: it holds up hand-offs
         if any(isinstance(getattr(p, "_z3_optimizer", None), Access) for p in model.parameters()):
             raise ValueError("model belongs to another cyclic engine; call that engine's destroy() first, or build another model")
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
@@ -115,6 +116,15 @@ class CyclicEngine(DeepSpeedEngine):
     def zero_optimization_partition_weights(self) -> bool:
         """False: parameters are handed off whole, ZeRO-3's hooks, gathers and shard files do not apply."""
         return False
+
+    @property
+    def tput_timer(self) -> Any:
+        """As DeepSpeed's, but on a GPU it does not wait for the device (throughput.py)."""
+        return self._tput_timer
+
+    @tput_timer.setter
+    def tput_timer(self, timer: Any) -> None:
+        self._tput_timer = on_stream(timer, self.device)
 
     @property
     def cyclic_plan(self) -> Plan:
@@ -189,14 +199,21 @@ class CyclicEngine(DeepSpeedEngine):
 
     @property
     def cyclic_metrics(self) -> dict[str, Any]:
-        """What this rank knows without a collective: ``loss`` (mean over all ranks) and ``grad_norm`` of the last step finished
-        everywhere, None before one is; ``waited``, seconds by (stream, peer) that the host was blocked.
+        """What this rank knows without a collective (docs/observability.md).
+
+        ``step``: number of the last step finished everywhere, as far as this rank knows, from 0; ``loss`` (mean over all ranks'
+        micro-batches) and ``grad_norm`` (before clipping) are that step's. All three are None before there is one. ``lag``: steps
+        from that one to the one just made. ``waited``: seconds by (stream, peer) that the host was held up in the step just made
+        until messages had come, ``waited_sent`` until its own had been taken, ``waited_total`` all of them; None on GPUs, where
+        it is the device that waits. Reading waits for what the device has been given, as ``loss.item()`` does.
         """
+        handoff, (waited, sent) = self._runtime.handoff, self._runtime.waited()
         self._transport.join_owner()
-        scalars = self._runtime.handoff.scalars
-        known = scalars.known
-        return {"loss": float(scalars.loss) if known else None, "grad_norm": float(scalars.norm) if known else None,
-                "waited": dict(self._transport.waited)}
+        loss, grad_norm = handoff.scalars.read()
+        step = handoff.scalars.step
+        return {"step": step, "lag": None if step is None else max(handoff.global_step - 1 - step, 0), "loss": loss,
+                "grad_norm": grad_norm, "waited": waited, "waited_sent": sent,
+                "waited_total": None if waited is None else sum(waited.values()) + sum(sent.values())}
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:

@@ -158,7 +158,7 @@ class Handoff:
         self.global_step += 1
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Enter a micro-batch's loss for ``scalars.loss``."""
+        """Enter a micro-batch's loss, for the step's mean."""
         self.losses += loss.detach().to(torch.float64)
         self.loss_count += 1
 
@@ -300,7 +300,8 @@ class Handoff:
         self.transport.after(self._step_end)
         loss, count = self._lost.pop(self.global_step + a.version, (self.losses, self.loss_count))
         norms = [self._norms[i] for i in reversed(self._members()) if i in self._norms]
-        self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count)
+        self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count,
+                         self.global_step + a.version)
         self._norms = {}
 
     def _members(self) -> list[int]:

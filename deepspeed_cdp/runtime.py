@@ -54,6 +54,7 @@ class _Seen(NamedTuple):
     nbytes: dict[tuple[str, int], int]
     messages: dict[tuple[str, int], int]
     collectives: int
+    waited: tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]  # for messages to come, and to be taken
 
 
 class Runtime:
@@ -133,7 +134,8 @@ class Runtime:
         self.handoff.end_step()
         self.optimizer.overflow = self.handoff.skipped > skipped  # known by now under dp; later, under cdp-v1
         self._steps_seen.append(_Seen(dict(self.transport.bytes_received), dict(self.transport.received),
-                                      self.transport.collectives))
+                                      self.transport.collectives,
+                                      (dict(self.transport.waited), dict(self.transport.waited_sent))))
         del self._steps_seen[:-2]
 
     def check_first_loss(self, loss: torch.Tensor) -> None:
@@ -265,6 +267,19 @@ class Runtime:
         forms = {"F + B": form["F"] + form["B"], "G": form["G"], "O": form["O"]}
         return {k: {"counted": sum(n for (stream, _), n in seen.items() if stream in streams), "closed form": forms[k]}
                 for k, streams in kinds.items()}
+
+    def waited(self) -> tuple[dict[tuple[str, int], float] | None, dict[tuple[str, int], float] | None]:
+        """Seconds that the host was held up by (stream, peer), until messages had come, and until its own had been taken.
+
+        Between the ends of the last two steps (a flush between them counts); None where the device waits instead, which nobody
+        times, and before the first step's end.
+        """
+        if not self.transport.host_waits or not self._steps_seen:
+            return None, None
+        before = self._steps_seen[-2].waited if len(self._steps_seen) > 1 else ({}, {})
+        come, taken = ({edge: t - old.get(edge, 0.0) for edge, t in now.items()}
+                       for now, old in zip(self._steps_seen[-1].waited, before))
+        return come, taken
 
     def messages(self) -> int:
         """Messages received in the last step, scalars included."""

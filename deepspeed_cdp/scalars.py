@@ -6,6 +6,8 @@ step's for the stages before: the norm that clips under ``cdp-v2``. Under ``dp``
 finished total straight to all others, and every update waits for it.
 """
 
+import math
+
 import torch
 
 from .buffers import Buffers
@@ -19,6 +21,7 @@ class Scalars:
         vector: float64, [N + 5]: squared norms of the averaged gradients by stage; loss sum and count, growing; the same of the
             last finished step; squared norm of the last finished step.
         total: float64, [1]: the squared norm that this rank's next update clips with.
+        step: number of the last finished step that the vector tells of; None before one is. Counted on the host.
     """
 
     def __init__(self, transport: Transport, buffers: Buffers):
@@ -30,6 +33,8 @@ class Scalars:
         self.vector, self.total = torch.zeros_like(self._incoming), torch.zeros_like(self._incoming_total)
         self._posted: dict[str, Ticket] = {}
         self._sent: list[Ticket] = []
+        self.step: int | None = None
+        self._since = 0
 
     def begin(self) -> None:
         """After a reset of the transport: let the first messages in; the last owner sends rank 0 what it knows."""
@@ -61,13 +66,16 @@ class Scalars:
             ticket.wait(where)
         self._sent.clear()
 
-    def add(self, stage: int, norm2: torch.Tensor, loss: torch.Tensor, count: int) -> None:
+    def add(self, stage: int, norm2: torch.Tensor, loss: torch.Tensor, count: int, step: int) -> None:
         """Enter this owner's squared norm and this rank's losses of the step, and pass the vector on.
 
         Args:
-            norm2: float64 scalar; loss: float64 scalar, the sum over this rank's micro-batches; count: their number.
+            norm2: float64 scalar; loss: float64 scalar, the sum over this rank's micro-batches; count: their number;
+                step: the step's.
         """
         n, v = self.size, self.vector
+        finished = step if self.rank == n - 1 else step - 1  # the last owner closes a step, the others hear of it with the next
+        self.step = finished if finished >= self._since else None
         if self.rank == 0:
             v[n:n + 2] = 0
         v[stage] = norm2
@@ -91,17 +99,17 @@ class Scalars:
         self.total.copy_(self._incoming_total)
         self._post("T", self.size - 1, self._incoming_total)
 
-    @property
-    def known(self) -> bool:
-        """Whether this rank has heard of a step that is finished everywhere (asks the device)."""
-        return bool(self.vector[self.size + 4] > 0)
+    def resume(self, step: int, known: bool) -> None:
+        """Training goes on with ``step``, after a checkpoint; ``known``: the vector is loaded, and tells of the step before."""
+        self._since = max(step - known, 0)
+        self.step = step - 1 if known and step else None
 
-    @property
-    def loss(self) -> torch.Tensor:
-        """Mean loss over all micro-batches of the last step that is finished everywhere (float64 scalar; nan before one is)."""
-        return self.vector[self.size + 2] / self.vector[self.size + 3]
+    def read(self) -> tuple[float | None, float | None]:
+        """Mean loss over all micro-batches, and gradient norm before clipping, of ``step``; asks the device once.
 
-    @property
-    def norm(self) -> torch.Tensor:
-        """Gradient norm of the last step that is finished everywhere (float64 scalar)."""
-        return self.vector[self.size + 4].sqrt()
+        Both are None before a step is known. The loss is None where none was given to ``add``; a norm may be inf or nan.
+        """
+        if self.step is None:
+            return None, None
+        loss, count, norm2 = self.vector[self.size + 2:].tolist()
+        return loss / count if count else None, math.sqrt(norm2)

@@ -157,7 +157,8 @@ TABLE: tuple[Row, ...] = (
     Row(("activation_checkpointing",), "supported", "a unit's parameters stay through its recomputation"),
     Row((ZERO + "stage3_gather_16bit_weights_on_model_save", ZERO + "stage3_gather_fp16_weights_on_model_save"), "supported",
         "as in ZeRO-3"),
-    Row(("wall_clock_breakdown", "steps_per_print", "tensorboard", "wandb", "csv_monitor"), "supported", "as in ZeRO-3"),
+    Row(("wall_clock_breakdown", "steps_per_print", "tensorboard", "wandb", "csv_monitor", "flops_profiler", "comms_logger"),
+        "supported", "as in ZeRO-3; docs/observability.md has what they cost"),
     Row((ZERO + "overlap_comm", ZERO + "reduce_scatter", ZERO + "reduce_bucket_size", ZERO + "use_multi_rank_bucket_allreduce",
          ZERO + "allgather_partitions", ZERO + "allgather_bucket_size", ZERO + "stage3_allgather_sequential",
          ZERO + "stage3_use_all_reduce_for_fetch_params", ZERO + "stage3_prefetch_bucket_size", "disable_allgather"),
@@ -180,6 +181,7 @@ TABLE: tuple[Row, ...] = (
          ZERO + "enable_sanity_checks"),
         "ignored", "it tunes code of ZeRO's that does not run"),
     Row(("bf16.immediate_grad_update",), "ignored", "as in ZeRO-3"),
+    Row(("timers.throughput.synchronized",), "ignored", "the throughput timer reads the device's events and does not wait"),
     Row(("bf16.check_grad_overflow",), "ignored",
         "dp and cdp-v1 skip a step whose norm is not finite, cdp-v2 cannot know in time"),
 )

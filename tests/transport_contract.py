@@ -171,7 +171,7 @@ def counters(make: Make) -> None:
         for stream, size in (("P", 10), ("G", 5), ("P", 7)):
             t.push(stream, 1, full(0, size)).wait(W)
         assert dict(t.sent) == {("P", 1): 2, ("G", 1): 1} and dict(t.bytes_sent) == {("P", 1): 17, ("G", 1): 5}
-        assert not t.received and not t.waited
+        assert not t.received and not t.waited and all(seconds < 5 for seconds in t.waited_sent.values())
     else:
         a, b, c = t.post("P", 0, empty(10)), t.post("G", 0, empty(5)), t.post("P", 0, empty(7))
         assert not t.received
@@ -181,7 +181,7 @@ def counters(make: Make) -> None:
         c.wait(W)
         b.wait(W)
         assert dict(t.received) == {("P", 0): 2, ("G", 0): 1} and dict(t.bytes_received) == {("P", 0): 17, ("G", 0): 5}
-        assert not t.sent and all(seconds < 5 for seconds in t.waited.values())
+        assert not t.sent and not t.waited_sent and all(seconds < 5 for seconds in t.waited.values())
     assert t.collectives == 0
     agree(t)
     t.reset(W)

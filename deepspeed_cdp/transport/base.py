@@ -60,11 +60,13 @@ class Transport(ABC):
         sent: messages pushed, by (stream, peer).
         received: messages waited for and landed, by (stream, peer).
         bytes_sent, bytes_received: the same in bytes.
-        waited: seconds this rank spent blocked in receiving ``Ticket.wait``, by (stream, peer).
+        waited: seconds this rank spent blocked in receiving ``Ticket.wait``, by (stream, peer); empty unless ``host_waits``.
+        waited_sent: the same in sending ones: until the peer has taken a message, whose memory is needed again.
         collectives: calls of ``gather``, ``broadcast`` and ``reset``; none happens in a training step.
     """
 
     name: str
+    host_waits = True  # whether it is the host that waits for messages; else a stream of the device does, untimed
     rendezvous = False  # whether both sides of a message must begin it at the same place of the ranks' common order
 
     def __init__(self, rank: int, size: int, timeout_seconds: float):
@@ -74,6 +76,7 @@ class Transport(ABC):
         self.bytes_sent: Counter[tuple[str, int]] = Counter()
         self.bytes_received: Counter[tuple[str, int]] = Counter()
         self.waited: Counter[tuple[str, int]] = Counter()
+        self.waited_sent: Counter[tuple[str, int]] = Counter()
         self.collectives = 0
 
     def count(self, edge: tuple[str, int], nbytes: int) -> None:

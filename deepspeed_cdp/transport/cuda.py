@@ -71,6 +71,7 @@ class CudaTransport(Transport):
         device: this rank's GPU; driver: calls that torch does not offer; events: free ones.
     """
 
+    host_waits = False
     _meeting: Meeting
     _watch: "Watch"
 

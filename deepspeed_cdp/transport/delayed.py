@@ -42,6 +42,7 @@ class Delayed(Transport):
         self.sent, self.bytes_sent = transport.sent, transport.bytes_sent
         self.received, self.bytes_received = transport.received, transport.bytes_received
         self.waited, self.rendezvous = transport.waited, transport.rendezvous
+        self.waited_sent, self.host_waits = transport.waited_sent, transport.host_waits
         self._random, self._max_seconds = random.Random(1000003 * seed + transport.rank), max_seconds
 
     @property

@@ -70,8 +70,7 @@ class _Ticket:
             self.fail(transport.explain(error, edge))
             raise HandoffError(f"{where}: {self.reason}") from error
         finally:
-            if edge.receiving:
-                transport.waited[edge.key] += time.perf_counter() - started
+            (transport.waited if edge.receiving else transport.waited_sent)[edge.key] += time.perf_counter() - started
         if edge.receiving:
             transport.received[edge.key] += 1
             transport.bytes_received[edge.key] += self.tensor.numel()

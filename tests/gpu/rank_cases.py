@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -241,6 +242,36 @@ def pressure(tools: Tools) -> Verdict:
     return same(run(tools), run(tools, after=meddle)), {}
 
 
+def watched(tools: Tools) -> Verdict:
+    """With every instrument on, each of which synchronizes in its way, the run is the same; steps are timed on the device."""
+    import deepspeed
+    seen: dict[str, Any] = {}
+
+    def look(engine: Any, step: int) -> None:
+        if step == 1:  # DeepSpeed times from the third step on
+            tools.synchronize()
+            seen["started"] = time.perf_counter()
+        if step == STEPS - 1:
+            tools.synchronize()
+            if tools.cuda:
+                engine.tput_timer._collect()
+            seen.update(engine.cyclic_metrics, wall=time.perf_counter() - seen["started"],
+                        timed=engine.tput_timer.total_elapsed_time, timer=type(engine.tput_timer).__name__)
+
+    with tempfile.TemporaryDirectory() as folder:
+        instruments = {"wall_clock_breakdown": True, "steps_per_print": 2,
+                       "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"},
+                       "flops_profiler": {"enabled": True, "profile_step": 3, "output_file": f"{folder}/flops.txt"},
+                       "comms_logger": {"enabled": True, "prof_all": True}}
+        watching = run(tools, config=instruments, after=look)
+    deepspeed.comm.configure(enabled=False)
+    good = {"same": same(watching, run(tools)), "timed": 0 < seen["timed"] <= 1.01 * seen["wall"],
+            "timer": seen["timer"] == ("StreamThroughputTimer" if tools.cuda else "ThroughputTimer"),
+            "waited": (seen["waited_total"] is None) == tools.cuda,
+            "step": seen["step"] == STEPS - 1 - seen["lag"] == (STEPS - 2 if tools.rank == tools.size - 1 else STEPS - 3)}
+    return all(good.values()), {**good, "ms timed": round(1e3 * seen["timed"]), "ms by the clock": round(1e3 * seen["wall"])}
+
+
 def three_steps(tools: Tools) -> Verdict:
     """For slow tools: three steps of a small model, then the whole state."""
     engine = tools.engine(models.build("mlp"), "cdp-v2", {"gradient_clipping": 0.5}, LR)
@@ -284,6 +315,7 @@ CASES: dict[str, Callable[[Tools], Verdict]] = {
     "accumulate": lambda tools: against_oracle(tools, rounds=3, flush_after=(2,)),
     "bf16": lambda tools: against_oracle(tools, bf16=True),
     "fp32_sums": lambda tools: against_oracle(tools, bf16=True, fp32_sums=True, rounds=2),
+    "watched": watched,
     "after_error": after_error,
     "compile": compiled,
 }

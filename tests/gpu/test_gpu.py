@@ -81,7 +81,7 @@ def test_synchronize_read_and_empty_cache_in_every_step(ranks):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("case", ["first_use", "pressure", "two_engines", "after_destroy", "after_error", "compile",
                                   "checkpoint_reentrant", "checkpoint_nonreentrant", "eval_between", "save_load", "clip",
-                                  "clip_v1", "accumulate", "bf16", "fp32_sums"])
+                                  "clip_v1", "accumulate", "bf16", "fp32_sums", "watched"])
 def test_case(case, ranks):
     needs(ranks)
     ranks_run(ranks, "rank_cases.py", case)
