@@ -67,7 +67,7 @@ def save(engine: "CyclicEngine", runtime: "Runtime", save_dir: str, tag: str | N
     if rank == 0:
         manifest = {"deepspeed_cdp": __version__, "ranks": runtime.plan.schedule.ranks, "rule": runtime.settings.rule,
                     "stages": runtime.plan.stages, "aliases": aliases(runtime.module),
-                    "counters": {c: getattr(engine, c) for c in COUNTERS},
+                    "counters": {c: getattr(engine, c) for c in COUNTERS}, "loss_scale": runtime.scale.state_dict(),
                     "files": {name: entry for x in everyone for name, entry in x["files"].items()}}
         _write_text(os.path.join(working, MANIFEST), json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1))
         _replace(working, final)
@@ -300,3 +300,4 @@ def _apply(engine: "CyclicEngine", runtime: "Runtime", found: dict[str, Any], op
         for counter, value in found["manifest"]["counters"].items():
             setattr(engine, counter, value)
         runtime.handoff.global_step = engine.global_steps
+    runtime.scale.restart(runtime.handoff.global_step, found["manifest"].get("loss_scale") if optimizer_states else None)

@@ -66,7 +66,9 @@ class CyclicEngine(DeepSpeedEngine):
             "deepspeed_cdp version": __version__, "torch version": torch.__version__,
             **{f"cyclic.{key}": value for key, value in config.items()},
             "gradient_accumulation_steps": self.gradient_accumulation_steps(), "gradient_clipping": self.gradient_clipping(),
-            "dtypes": list(map(str, self.get_data_types())), "number of parameters": len(shapes),
+            "dtypes": list(map(str, self.get_data_types())), "loss scale (fp16)": self._loss_scale(),
+            "torch_autocast.dtype": str(self.torch_autocast_dtype()) if self.torch_autocast_enabled() else None,
+            "number of parameters": len(shapes),
             "parameter names, shapes and dtypes (digest)": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         }
         everyone = self._transport.gather(mine, f"rank {self._transport.rank}, comparing settings between ranks")
@@ -87,7 +89,7 @@ class CyclicEngine(DeepSpeedEngine):
         _, sum_dtype = self.get_data_types()
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
-                            config.keep_after_forward)
+                            config.keep_after_forward, self._loss_scale())
         try:
             self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device,
                                     self._initial if self._initial.elsewhere else None)
@@ -104,6 +106,12 @@ class CyclicEngine(DeepSpeedEngine):
         _close_at_exit(self)
         return self._runtime.optimizer
 
+    def _loss_scale(self) -> float | dict[str, Any] | None:
+        """``Settings.loss_scale``: of the ``fp16`` block, also for autocast to float16."""
+        if not (self.fp16_enabled() or self.torch_autocast_enabled() and self.torch_autocast_dtype() == torch.float16):
+            return None
+        return self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else self.loss_scale()
+
     def zero_optimization_partition_weights(self) -> bool:
         """False: parameters are handed off whole, ZeRO-3's hooks, gathers and shard files do not apply."""
         return False
@@ -119,6 +127,8 @@ class CyclicEngine(DeepSpeedEngine):
             if not (self.module.training and torch.is_grad_enabled()):
                 self._runtime.gather()
                 return super().forward(*inputs, **kwargs)
+            if self.torch_autocast_enabled():
+                torch.clear_autocast_cache()  # of casts of other versions, where the script has an autocast around its loop
             with self._runtime.forward():
                 return super().forward(*inputs, **kwargs)
 

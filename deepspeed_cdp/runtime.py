@@ -4,7 +4,7 @@ The engine (engine.py) is a thin shell over this class; tests run it on threads 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from . import discover
 from .handoff import Handoff
 from .hooks import BACKWARD, IDLE, Binder
+from .loss_scale import LossScale
 from .optimizer import CyclicOptimizer, StageOwner
 from .plan import HELD, Plan
 from .schedule import Schedule, threshold
@@ -31,6 +32,7 @@ class Settings:
     Attributes:
         rule, partition_method, units, keep_after_forward: of the ``cyclic`` block.
         rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
+        loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None not to scale.
     """
 
     rule: str | int = "cdp-v2"
@@ -40,6 +42,7 @@ class Settings:
     clip: float = 0.0
     sum_dtype: torch.dtype | None = None
     keep_after_forward: bool = False
+    loss_scale: float | Mapping[str, Any] | None = None
 
 
 class _Seen(NamedTuple):
@@ -55,7 +58,7 @@ class Runtime:
 
     Attributes:
         plan: the same on all ranks.
-        handoff, owner, binder, optimizer: the parts.
+        handoff, owner, scale, binder, optimizer: the parts.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, transport: Transport,
@@ -81,8 +84,9 @@ class Runtime:
         self.handoff = Handoff(self.plan, transport.rank, transport, device)
         with torch.no_grad():
             values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
-            self.owner = StageOwner(self.handoff, layouts, values, optimizer, names, settings.clip)
-        self.handoff.owner = self.owner
+            self.scale = LossScale(self.plan.schedule, settings.loss_scale)
+            self.owner = StageOwner(self.handoff, layouts, values, optimizer, names, settings.clip, self.scale)
+        self.handoff.owner, self.handoff.on_end = self.owner, self.scale.end
         self.binder = Binder(module, self.handoff, layouts, self.lent)
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
@@ -121,10 +125,10 @@ class Runtime:
         if self.binder.mode != IDLE:
             raise ValueError(f"engine.step() of step {self.handoff.global_step} came before the backward of the last forward; "
                              "call engine.backward(loss) first")
-        self.owner.record(self.handoff.global_step)
-        skipped = self.handoff.skipped
+        step = self.handoff.global_step
+        self.owner.record(step)
         self.handoff.end_step()
-        self.optimizer.overflow = self.handoff.skipped > skipped  # known by now under dp; later, under cdp-v1
+        self.optimizer.overflow = self.scale.end_step(step)  # of this step under dp, of the one before under cdp-v1
         self._steps_seen.append(_Seen(dict(self.transport.bytes_received), dict(self.transport.received),
                                       self.transport.collectives))
         del self._steps_seen[:-2]
@@ -152,6 +156,7 @@ class Runtime:
             raise ValueError(f"engine.flush() (also done by saving, loading and evaluating) of step {self.handoff.global_step} "
                              "came between a forward and its backward; call engine.backward(loss) first")
         self.handoff.flush()
+        self.scale.flush()
         self.owner.settle()
         self.restart()
 
