@@ -124,11 +124,10 @@ class CyclicEngine(DeepSpeedEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; the first forward in ``eval()`` mode or under ``no_grad`` is collective: it flushes and gathers."""
         with self._noting_failure():
+            torch.clear_autocast_cache()  # of casts of other versions, where the script has an autocast around its loop
             if not (self.module.training and torch.is_grad_enabled()):
                 self._runtime.gather()
                 return super().forward(*inputs, **kwargs)
-            if self.torch_autocast_enabled():
-                torch.clear_autocast_cache()  # of casts of other versions, where the script has an autocast around its loop
             with self._runtime.forward():
                 return super().forward(*inputs, **kwargs)
 

@@ -1,12 +1,12 @@
 """Loss scaling for fp16 gradients: which scale a step has, and when its overflow counts.
 
-DeepSpeed's own scaler holds the numbers (``fp16.loss_scale`` and kin). What is decided here is *when* it hears of a step's overflow,
-so that every rank multiplies a step's losses by the same scale, known before its first backward::
+DeepSpeed's own scaler holds the numbers (``fp16.loss_scale`` and kin). What is decided here is *when* it hears of a step's
+overflow, so that every rank multiplies a step's losses by the same scale, known before its first backward::
 
     scale of step t = what the scaler has made of the overflows of the steps <= t - delay
 
-The delay is 1 under ``dp``, as in ZeRO-3. Under ``cdp-v1`` it is 2: the update of step t, which waits for the step's norm, comes on some
-ranks after the backwards of step t + 1 have begun. A flush ends all steps, so the step after it has a delay of 1 under both.
+The delay is 1 under ``dp``, as in ZeRO-3. Under ``cdp-v1`` it is 2: the update of step t, which waits for the step's norm, comes
+on some ranks after the backwards of step t + 1 have begun. A flush ends all steps: the step after it has a delay of 1 under both.
 """
 
 from collections.abc import Mapping
@@ -35,8 +35,8 @@ class LossScale:
             ValueError: there is one, and the schedule updates stages before the step's overflow is known.
         """
         if loss_scale is not None and not schedule.exact_norm:
-            raise ValueError(f"losses are scaled for fp16, but with the threshold K = {schedule.threshold} a stage is updated before "
-                             'the step\'s last overflow is known; use bf16, or cyclic.rule "cdp-v1" or "dp"')
+            raise ValueError(f"losses are scaled for fp16, but with the threshold K = {schedule.threshold} a stage is updated "
+                             'before the step\'s last overflow is known; use bf16, or cyclic.rule "cdp-v1" or "dp"')
         dynamic = isinstance(loss_scale, Mapping)
         self.scaler: LossScalerBase = CreateLossScaler(torch.half, 1.0 if dynamic or loss_scale is None else float(loss_scale),
                                                        dynamic, dict(loss_scale) if dynamic else None)

@@ -263,6 +263,10 @@ class CyclicOptimizer(ZeROOptimizer):
 
     cur_scale = loss_scale
 
+    def needs_scaler(self) -> bool:
+        """Whether a ``loss.backward()`` of a loss that did not pass through ``engine.scale`` is an error."""
+        return self.owner.scale.scaling and (self.dynamic_loss_scale or self.loss_scale != 1)
+
     def scale_if_loss(self, value: Any) -> Any:
         """A loss, times the scale of the step under way."""
         scaled = self.owner.scale.scaling and maybe_loss_for_backward(value)

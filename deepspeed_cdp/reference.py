@@ -99,9 +99,9 @@ def train(
         flush_after: the steps at whose end the engine flushes (§10); the next step reads one version everywhere.
         grad_dtype: the dtype in which micro-batch gradients are summed; default: each parameter's own.
         on_step: called with (step, optimizer) before each update, to set the learning rate.
-        scaler: for fp16, DeepSpeed's loss scaler (``loss_scale``, ``update_scale(overflow)``); K = 0 or 2N-1 only. The scale of step t
-            follows from the overflows of the steps <= t - 1 with K = 0, of those <= t - 2 with K = 2N-1, except that a flush lets the
-            step after it see all before.
+        scaler: for fp16, DeepSpeed's loss scaler (``loss_scale``, ``update_scale(overflow)``); K = 0 or 2N-1 only. The scale of
+            step t follows from the overflows of the steps <= t - 1 with K = 0, of those <= t - 2 with K = 2N-1, except that a flush
+            lets the step after it see all before.
 
     Sums are made in the order in which the running sum travels: round by round, rank 0 first. The sum is then cast to fp32 and
     divided by N. A parameter that got no gradient at all gets zeros.
@@ -147,7 +147,8 @@ def train(
                     if gradient is not None:
                         gradient = gradient.to(grad_dtype or dtypes[name])
                         sums[name] = sums[name] + gradient if name in sums else gradient
-        averaged = {name: sums[name].float() / (ranks * scale) if name in sums else torch.zeros_like(masters[name]) for name in masters}
+        averaged = {name: sums[name].float() / (ranks * scale) if name in sums else torch.zeros_like(master)
+                    for name, master in masters.items()}
         squares = [math.fsum(float(averaged[name].double().square().sum()) for name in stage if name in averaged)
                    for stage in stages]
         clip_norms = _clip_norms(threshold, squares, last_squares)

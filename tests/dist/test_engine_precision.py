@@ -1,6 +1,7 @@
 """fp16 with loss scaling, and autocast: the engine against the oracle (bitwise), and under ``dp`` against stock ZeRO-3."""
 
 import types
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -35,6 +36,7 @@ FP16 = {
 AUTOCAST = {
     2: [Job("llama-tied", "cdp-v2", 2, clip=0.3, config=autocast()), Job("mlp", "cdp-v1", 1, config=autocast(), eval_after=(2,)),
         Job("conv", "dp", 1, optimizer="sgd", config=autocast()),
+        Job("mlp", "cdp-v2", 2, style="outer", config=autocast()),
         Job("mlp", "cdp-v1", 1, steps=9, clip=0.3, config=autocast("float16", fp16={"initial_scale_power": 20, "hysteresis": 1}))],
     3: [Job("llama", "cdp-v2", 1, clip=0.3, style="accelerate", config=autocast()),
         Job("routed", "cdp-v2", 2, optimizer="sgd", config=autocast(), cyclic={"keep_after_forward": True})],
@@ -89,9 +91,15 @@ def oracle(job: Job, stages: Any, world: int) -> reference.Trained:
                 return call(*args, **kwargs)
         return models.loss(inside, job.kind, x)
 
-    return reference.train(module, stages, threshold(job.rule, world), lambda t, m, r: models.batch(job.kind, t, m, r), loss, make,
-                           job.steps, rounds=job.rounds, clip=job.clip, flush_after={*job.flush_after, *job.eval_after},
-                           on_step=on_step, scaler=scaler, grad_dtype=torch.float32 if job.sum_fp32 else None)
+    with _outer(job):
+        return reference.train(module, stages, threshold(job.rule, world), lambda t, m, r: models.batch(job.kind, t, m, r), loss,
+                               make, job.steps, rounds=job.rounds, clip=job.clip, flush_after={*job.flush_after, *job.eval_after},
+                               on_step=on_step, scaler=scaler, grad_dtype=torch.float32 if job.sum_fp32 else None)
+
+
+def _outer(job: Job) -> Any:
+    """For style "outer": the script has an autocast of its own around its whole loop, whose cache outlives forwards."""
+    return torch.autocast("cpu", dtype=torch.bfloat16) if job.style == "outer" else nullcontext()
 
 
 def fp16_on_cpus() -> Any:
@@ -123,7 +131,8 @@ def run_jobs(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
     with fp16_on_cpus():
         for job in jobs:
             engine = start(job, world)
-            seen = steps_of(engine, job, rank)
+            with _outer(job):
+                seen = steps_of(engine, job, rank)
             state = whole(engine)
             results.append({**seen, "state": pack(state), "class": type(engine).__name__,
                             "stages": engine.cyclic_plan.stages if job.rule is not None else None})
@@ -160,7 +169,8 @@ def test_fp16_equals_the_oracle(pool, world):
             if job.rule == "dp" and world == 1:  # known in the next forward
                 shown, want.scales = shown[2:], want.scales[1:-1]
             assert shown == want.scales, job
-            assert 0 < result["mean"] < 100, "the losses that are reported are not scaled"
+            if job.style != "scaled":  # where the engine does not see the loss
+                assert 0 < result["mean"] < 100, "the losses that are reported are not scaled"
 
 
 @pytest.mark.parametrize("world", AUTOCAST)
@@ -177,7 +187,8 @@ def models_stages(job: Job, world: int) -> list[list[str]]:
     return [names, *([] for _ in range(world - 1))]
 
 
-STOCK = [Job("mlp", None, 1, steps=8, optimizer="sgd", clip=0.3, schedule="lambda", config=fp16(17, window=50)),
+# one micro-batch is nan; sums overflow sooner here, where they are divided last, so the scales stay away from that
+STOCK = [Job("mlp-nan", None, 1, steps=6, optimizer="sgd", clip=0.3, schedule="lambda", config=fp16(8)),
          Job("mlp", None, 2, steps=6, optimizer="sgd", config=fp16(loss_scale=256.0)),
          Job("mlp", None, 1, steps=6, optimizer="sgd", clip=0.3, config=autocast()),
          Job("llama-tied", None, 1, steps=4, optimizer="sgd", config=autocast())]
@@ -192,19 +203,20 @@ def test_dp_equals_stock_zero3(pool):
         print(f"{job.kind} {list(job.config)}: largest difference {farthest(unpack(ours['state']), unpack(stock['state'])):.2e}, "
               f"scales {stock['scales']} {ours['scales']}")
         same(unpack(ours["state"]), unpack(stock["state"]), 2e-2, 2e-3)
+        assert ours["skipped"] == (job.kind == "mlp-nan")
         for key in ("rates", "skipped", "overflows", "scales"):
             assert ours[key] == stock[key], (job, key)
 
 
-RESUME = [Job("mlp", "cdp-v1", 2, steps=10, schedule="lambda", clip=0.3, config=fp16(19, hysteresis=2)),
-          Job("mlp", "dp", 1, steps=10, schedule="lambda", optimizer="sgd", config=fp16())]
+RESUME = [Job("mlp", "cdp-v1", 2, steps=7, schedule="lambda", clip=0.3, config=fp16(hysteresis=2)),
+          Job("mlp", "dp", 1, steps=6, schedule="lambda", optimizer="sgd", config=fp16())]
 
 
 def resumes(rank: int, world: int, jobs: list[Job], folder: str) -> None:
     """From every early step: saving and loading is bitwise going on, the scale and skipped steps included."""
     with fp16_on_cpus():
         for at, job in enumerate(jobs):
-            for cut in (1, 2, 4):
+            for cut in (1, 3):
                 path = f"{folder}/{at}-{cut}"
                 one = start(job, world)
                 steps_of(one, job, rank, 0, cut)
@@ -224,8 +236,8 @@ def test_fp16_resumes_bitwise(pool, tmp_path):
     pool.run(2, resumes, RESUME, str(tmp_path), timeout=240)
 
 
-def unscaled(rank: int, world: int) -> str:
-    job = Job("mlp", "cdp-v1", config=fp16())
+def unscaled(rank: int, world: int, more: dict[str, Any]) -> str:
+    job = Job("mlp", "cdp-v1", config=fp16(**more))
     with fp16_on_cpus():
         engine = start(job, world)
         loss = models.loss(engine, job.kind, models.batch(job.kind, 0, 0, rank))
@@ -238,5 +250,6 @@ def unscaled(rank: int, world: int) -> str:
             engine.destroy()
 
 
-def test_a_loss_that_is_not_scaled_is_an_error(pool):
-    assert "Loss scaling is required" in pool.run(1, unscaled)[0]
+@pytest.mark.parametrize("more", [{}, {"loss_scale": 384.0}])
+def test_a_loss_that_is_not_scaled_is_an_error(pool, more):
+    assert "Loss scaling is required" in pool.run(1, unscaled, more)[0]
