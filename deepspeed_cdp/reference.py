@@ -100,8 +100,8 @@ def train(
         grad_dtype: the dtype in which micro-batch gradients are summed; default: each parameter's own.
         on_step: called with (step, optimizer) before each update, to set the learning rate.
         scaler: for fp16, DeepSpeed's loss scaler (``loss_scale``, ``update_scale(overflow)``); K = 0 or 2N-1 only. The scale of
-            step t follows from the overflows of the steps <= t - 1 with K = 0, of those <= t - 2 with K = 2N-1, except that a flush
-            lets the step after it see all before.
+            step t follows from the overflows of the steps <= t - 1 with K = 0, of those <= t - 2 with K = 2N-1; but the step
+            after a flush sees all before.
 
     Sums are made in the order in which the running sum travels: round by round, rank 0 first. The sum is then cast to fp32 and
     divided by N. A parameter that got no gradient at all gets zeros.

@@ -51,7 +51,8 @@ def check(size, rule, loss_scale, monkeypatch, steps=9, **options):
     scaler = ds.CreateLossScaler(torch.half, loss_scale, isinstance(loss_scale, dict), loss_scale)
     want = reference.train(module, got["runtimes"][0].plan.stages, threshold(rule, size),
                            lambda t, m, r: models.batch(kind, t, m, r), lambda call, x: models.loss(call, kind, x), adamw, steps,
-                           rounds=settings.rounds, clip=settings.clip, grad_dtype=settings.sum_dtype, flush_after=flush_after, scaler=scaler)
+                           rounds=settings.rounds, clip=settings.clip, grad_dtype=settings.sum_dtype,
+                           flush_after=flush_after, scaler=scaler)
     for rows in seen.values():
         assert [scale for _, scale, _ in rows] == want.scales
     assert set(seen) == set(range(size))
