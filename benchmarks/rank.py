@@ -8,6 +8,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +76,36 @@ class Measurement:
     def run(self) -> list[dict]:
         """A row per window, the same on every rank but for the loss."""
         args, name = self.args, self.name
-        self.progress.tell(f"{args.model} micro-batch {args.micro_batch}, {name}: warm-up")
+        what = f"{args.model} micro-batch {args.micro_batch}, {name}"
+        self.progress.tell(f"{what}: warm-up")
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         self.step, self.engine = engines.make(self.job)
-        self._steps(args.warmup)
-        first_peak = self._peak()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats()
-        measured = []
+        first_peak, received = 0.0, [0] * (args.windows + 1)
+
+        def between(step: int) -> None:
+            """On the host, before a step: the device is not asked, and nobody waits."""
+            nonlocal first_peak
+            window, inside = divmod(step - args.warmup, args.steps)
+            if window < 0 or inside:
+                return
+            received[window] = self._received()
+            if window == 0:
+                first_peak = self._peak()
+                if self.cuda:
+                    torch.cuda.reset_peak_memory_stats()
+            if window < args.windows:
+                self.progress.advance(f"{what}: window {window + 1} of {args.windows}")
+
+        times, losses = self._steps(args.warmup + args.windows * args.steps, between)
+        between(args.warmup + args.windows * args.steps)
+        steady, measured = self._peak(), []
         for window in range(args.windows):
-            self.progress.advance(f"{args.model} micro-batch {args.micro_batch}, {name}: window {window + 1} of {args.windows}")
-            measured.append(self._window(window, first_peak))
+            first = args.warmup + window * args.steps  # times[i] is from the end of step i to that of step i + 1
+            measured.append(self._row(window, {
+                "times": times[first - 1:first - 1 + args.steps], "steady": steady, "peak": max(first_peak, steady),
+                "received": (received[window + 1] - received[window]) / args.steps / 2 ** 20,
+                "loss": float(losses[first + args.steps - 1])}))
         self.progress.advance("")
         if args.trace and name.startswith(args.trace):
             self._trace(Path(args.out).parent)
@@ -101,15 +120,10 @@ class Measurement:
         engines.clean(engine)
         return measured
 
-    def _window(self, window: int, first_peak: float) -> dict[str, Any]:
-        args, received = self.args, self._received()
-        begun = time.perf_counter()
-        times, loss = self._steps(args.steps)
-        took = (time.perf_counter() - begun) * 1000 / args.steps
-        steady = self._peak()
-        mine = {"step_ms": took if len(times) < 2 else statistics.mean(times), "times": times, "steady": steady,
-                "peak": max(first_peak, steady), "received": (self._received() - received) / args.steps / 2 ** 20,
-                "loss": float(loss.detach())}
+    def _row(self, window: int, mine: dict[str, Any]) -> dict[str, Any]:
+        """A window's row: all ranks' figures put together."""
+        args = self.args
+        mine["step_ms"] = statistics.mean(mine["times"])
         everyone: list[dict] = [None] * self.size  # type: ignore[list-item]
         dist.all_gather_object(everyone, mine)
         slowest = max(everyone, key=lambda x: x["step_ms"])
@@ -133,27 +147,31 @@ class Measurement:
             "build": "sharded" if self.job.sharded else "full", "python": platform.python_version(),
             "transformers": transformers.__version__}
 
-    def _steps(self, count: int) -> tuple[list[float], torch.Tensor]:
-        """Milliseconds from the end of each step to the end of the next, and the last loss."""
+    def _steps(self, count: int, before: Callable[[int], None] = lambda step: None) -> tuple[list[float], list[torch.Tensor]]:
+        """Milliseconds from the end of each step to the end of the next, and every loss.
+
+        Nothing is synchronized in between: a ring that has to fill anew would look slower than it is.
+        """
         marks: list[Any] = []
+        losses = []
         for i in range(count):
+            before(i)
             if self.args.jitter_ms:
                 delay = self.late.uniform(0, self.args.jitter_ms)
                 if self.cuda:
                     torch.cuda._sleep(int(delay * self.cycles_per_ms))  # on the device, where a late rank is late
                 else:
                     time.sleep(delay / 1000)
-            loss = self.step(self.batches[i % len(self.batches)])
+            losses.append(self.step(self.batches[i % len(self.batches)]).detach().clone())
             if self.cuda:
-                event = torch.cuda.Event(enable_timing=True)
-                event.record()
-                marks.append(event)
+                marks.append(torch.cuda.Event(enable_timing=True))
+                marks[-1].record()
             else:
                 marks.append(time.perf_counter())
         if self.cuda:
             torch.cuda.synchronize()
-            return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])], loss
-        return [1000 * (b - a) for a, b in zip(marks, marks[1:])], loss
+            return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])], losses
+        return [1000 * (b - a) for a, b in zip(marks, marks[1:])], losses
 
     def _peak(self) -> float:
         """GiB, with the hand-offs' buffers, which the caching allocator does not count."""

@@ -5,7 +5,8 @@
 these attributes on the parameters of a cyclic engine, so nothing of DeepSpeed is replaced, whenever it was imported, and tools
 that look for ``ds_id`` take the path that is right for parameters kept elsewhere.
 
-Everything here is a collective, between steps, and flushes first.
+Everything here is a collective, between steps, and flushes first; except for ``GatheredParameters`` inside a training forward
+(TRL's fused head and loss), which takes part in the hand-off as the parameters' own module would.
 """
 
 import types
@@ -44,6 +45,9 @@ class Access:
             p.ds_process_group, p.ds_active_sub_modules, p.ds_enable_sanity_checks = self._group, set(), False
             p.ds_summary = lambda number=number, name=name, p=p: {"id": number, "name": name, "shape": tuple(p.shape)}
             p.all_gather, p.partition, p._z3_optimizer = partial(self._all_gather, p), partial(self._partition, p), self
+        # Autograd gives an autograd.Function whose tensors were saved through hooks new tensor objects instead of the parameters,
+        # and TRL's fused head asks them whether they are there: as all ordinary tensors are.
+        torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
         self._status(self.runtime.is_whole)
         self.runtime.on_whole = self._status
         _init_external_params(self.runtime.module)
@@ -71,13 +75,13 @@ class Access:
         torch's linear function is DeepSpeed's, which asks in every backward.
 
         Raises:
-            ValueError: in the middle of a step.
+            ValueError: in the middle of a step, except inside a training forward, where they are their module's pass of the plan.
         """
         mine, others = self._split(param, param_list)
         if others:
             others[0].all_gather(param_list=others)
         runtime = self.runtime
-        if not runtime.between_steps and not any(map(runtime.binder.released, mine)):
+        if runtime.binder.lend(mine) or not runtime.between_steps and not any(map(runtime.binder.released, mine)):
             return
         self._settle("GatheredParameters")
         for owner in range(runtime.plan.schedule.ranks):  # one message per owner
@@ -106,6 +110,7 @@ class Access:
         mine, others = self._split(param, param_list)
         if others:
             others[0].partition(param_list=others, has_been_updated=has_been_updated)
+        self.runtime.binder.take_back(mine)
         lent = [p for p in mine if p in self.runtime.lent]
         for p in lent:
             before, value = self.runtime.lent.pop(p), p.data

@@ -1,41 +1,56 @@
-"""Checkpoints: one safetensors file per owner, keyed by parameter name, and a manifest. Written atomically.
+"""Checkpoints of the engine: one safetensors file per owner, keyed by parameter name, and a manifest. Written atomically.
 
 ::
 
     DIR/latest                              the newest tag
-    DIR/TAG/cyclic.json                     manifest: files with their SHA-256, stages, other names of tied parameters,
-                                            counters; there only if all is there
+    DIR/zero_to_fp32.py                     exports the weights, for people and tools that look for it
+    DIR/TAG/cyclic.json                     manifest: files (size, SHA-256, tensors), groups, stages, counters; written last
     DIR/TAG/stage_000.safetensors ...       param/NAME (fp32 masters), frozen/NAME, state/NAME/KEY (optimizer), scalars
     DIR/TAG/buffers_000.safetensors ...     each rank's buffers
     DIR/TAG/client.pt                       client_state, lr scheduler; read with weights_only
 
 Saving flushes, so what is written is an ordinary synchronous state, and resuming is bitwise equal to continuing. Because files
-are keyed by name, any number of ranks, partition or rule can read them.
+are keyed by name, any number of ranks, partition or rule can read them. Loading takes DeepSpeed's own formats too (foreign.py).
 """
 
-import hashlib
+import copy
 import json
 import os
 import shutil
-from contextlib import ExitStack
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from deepspeed.utils import logger
 
 from . import __version__
+from .files import (
+    CheckpointError,
+    beside,
+    check_tag,
+    read_latest,
+    replace_folder,
+    save_plain,
+    save_tensors,
+    there,
+    write_text,
+)
+from .foreign import open_stored
+from .stored import COUNTERS, MANIFEST, Stored, manifest_text, pack_state, plain_options
 
 if TYPE_CHECKING:
     from .engine import CyclicEngine
     from .runtime import Runtime
 
-MANIFEST = "cyclic.json"
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
+SCRIPT = '''"""Writes a checkpoint's weights in fp32: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] (--help)."""
 
+import sys
 
-class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be read; the message names the file. Nothing was loaded."""
+from deepspeed_cdp.convert import main
+
+if __name__ == "__main__":
+    sys.exit(main(["to-fp32", *sys.argv[1:]]))
+'''
 
 
 # ---- saving -----------------------------------------------------------------------------------------------------------------
@@ -44,229 +59,238 @@ def save(engine: "CyclicEngine", runtime: "Runtime", save_dir: str, tag: str | N
     """Collective; see ``CyclicEngine.save_checkpoint``."""
     if not save_dir:
         raise ValueError(f"save_dir is {save_dir!r}; it must name a folder; give one to save_checkpoint()")
+    save_dir = os.fspath(save_dir)
+    tag = check_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
     runtime.flush()
-    tag = str(tag if tag is not None else f"global_step{engine.global_steps}")
-    rank, gather = runtime.handoff.rank, runtime.transport.gather
+    rank = runtime.handoff.rank
     where = f"rank {rank}, saving checkpoint {tag!r}"
-    final, working = os.path.join(save_dir, tag), os.path.join(save_dir, f".{tag}.saving")
-    if rank == 0:
-        shutil.rmtree(working, ignore_errors=True)
-        os.makedirs(working)
-    tags = gather(tag, where)
+    tags = runtime.transport.gather(tag, where)
     if len(set(tags)) > 1:
-        raise ValueError(f"tag is {tag!r} on rank {rank} but the ranks have {sorted(set(tags))}; give the same tag on every rank")
-    files, problem = {}, None
-    try:
-        files = _write(engine, runtime, working, client_state, exclude_frozen)
-    except Exception as error:  # all ranks must learn of it
-        problem = f"{type(error).__name__}: {error}"
-    everyone = gather({"files": files, "problem": problem}, where)
-    failed = [f"rank {r}: {x['problem']}" for r, x in enumerate(everyone) if x["problem"]]
-    if failed:
-        raise CheckpointError(f"checkpoint {final!r} was not saved ({'; '.join(failed)}); the one before is untouched")
-    if rank == 0:
-        manifest = {"deepspeed_cdp": __version__, "ranks": runtime.plan.schedule.ranks, "rule": runtime.settings.rule,
-                    "stages": runtime.plan.stages, "aliases": aliases(runtime.module),
-                    "counters": {c: getattr(engine, c) for c in COUNTERS}, "loss_scale": runtime.scale.state_dict(),
-                    "files": {name: entry for x in everyone for name, entry in x["files"].items()}}
-        _write_text(os.path.join(working, MANIFEST), json.dumps({**manifest, "sha256": _manifest_digest(manifest)}, indent=1))
-        _replace(working, final)
-        if save_latest:
-            _write_text(os.path.join(save_dir, "latest"), tag)
-    gather(None, where)  # no rank goes on before the checkpoint is there
+        raise CheckpointError(f"tag is {tag!r} on rank {rank} but the ranks have {sorted(set(tags))}; give the same tag on every "
+                              "rank (nothing was saved)")
+    final = os.path.join(save_dir, tag)
+    working = beside(final, "saving")
+
+    def together(action: Callable[[], Any]) -> list[Any]:
+        """Do it on every rank; all of them go on, or all of them raise what went wrong on one."""
+        result, problem = None, None
+        try:
+            result = action()
+        except Exception as error:
+            problem = _words(error)
+        everyone = runtime.transport.gather([result, problem], where)
+        problems = [f"rank {r}: {x[1]}" for r, x in enumerate(everyone) if x[1]]
+        if problems:
+            if rank == 0:
+                shutil.rmtree(working, ignore_errors=True)
+            raise CheckpointError(f"checkpoint {final!r} was not saved ({'; '.join(problems)}); the one before is untouched")
+        return [x[0] for x in everyone]
+
+    def prepare() -> None:
+        if rank == 0:
+            shutil.rmtree(working, ignore_errors=True)
+            os.makedirs(working)
+
+    def finish() -> None:
+        if rank == 0:
+            write_text(os.path.join(working, MANIFEST), manifest_text(_manifest(engine, runtime, everyone, exclude_frozen)))
+            write_text(os.path.join(save_dir, "zero_to_fp32.py"), SCRIPT)
+            replace_folder(working, final)
+            if save_latest:
+                write_text(os.path.join(save_dir, "latest"), tag)
+
+    together(prepare)
+    everyone = together(lambda: _write(engine, runtime, working, client_state, exclude_frozen))
+    together(finish)  # no rank goes on before the checkpoint is there
     return True
 
 
-def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state: dict, exclude_frozen: bool) -> dict[str, dict]:
+def _words(error: Exception) -> str:
+    return str(error) if isinstance(error, (CheckpointError, ValueError)) else f"{type(error).__name__}: {error}"
+
+
+def _manifest(engine: "CyclicEngine", runtime: "Runtime", everyone: list[dict], exclude_frozen: bool) -> dict[str, Any]:
+    groups = range(len(everyone[0]["options"]))
+    # An optimizer may keep a count in its groups, and leave those alone in which this rank owns nothing.
+    options = [next((x for x in everyone if x["owns"][g]), everyone[0])["options"][g] for g in groups]
+    return {"deepspeed_cdp": __version__, "ranks": runtime.plan.schedule.ranks, "rule": runtime.settings.rule,
+            "stages": runtime.plan.stages, "dtype": str(next(runtime.module.parameters()).dtype).removeprefix("torch."),
+            "groups": engine.optimizer_group_names, "options": options, "shared": _shared(runtime.module),
+            "frozen_left_out": exclude_frozen, "counters": {c: getattr(engine, c) for c in COUNTERS},
+            "loss_scale": runtime.scale.state_dict(),
+            "files": {name: entry for x in everyone for name, entry in x["files"].items()}}
+
+
+def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
+    """This rank's files; their entries in the manifest, and the options of its groups."""
     owner, rank = runtime.owner, runtime.handoff.rank
-    stage = runtime.plan.schedule.owned(rank)
+    stage = f"stage_{runtime.plan.schedule.owned(rank):03d}.safetensors"
     tensors: dict[str, torch.Tensor] = {f"param/{n}": p.detach() for n, p in owner.masters.items()}
     if not exclude_frozen:
         tensors |= {f"frozen/{n}": t for n, t in owner.frozen.items()}
-    plain: dict[str, dict[str, Any]] = {}
     names = {p: n for n, p in owner.masters.items()}
-    for p, state in owner.optimizer.state.items():
-        for key, value in state.items():
-            if isinstance(value, torch.Tensor):
-                tensors[f"state/{names[p]}/{key}"] = value.detach()
-            else:
-                plain.setdefault(names[p], {})[key] = value
+    _spread_counts(owner.optimizer)
+    trees = {names[p]: {k: pack_state(v, f"state/{names[p]}/{k}", tensors) for k, v in state.items()}
+             for p, state in owner.optimizer.state.items()}
     tensors["scalars"] = runtime.handoff.scalars.vector
-    groups = [{**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"]]}
-              for g in owner.optimizer.param_groups]
-    metadata = {"plain": json.dumps(plain), "groups": json.dumps(groups, default=_plain)}
-    files = {f"stage_{stage:03d}.safetensors": _save_tensors(folder, f"stage_{stage:03d}.safetensors", tensors, metadata)}
-    buffers = {n: b for n, b in runtime.module.named_buffers() if n not in _not_saved(runtime.module)}
-    files[f"buffers_{rank:03d}.safetensors"] = _save_tensors(folder, f"buffers_{rank:03d}.safetensors", buffers, {})
+    if stage != "stage_000.safetensors":
+        del tensors["scalars"]
+    files = {stage: save_tensors(folder, stage, tensors, {"state": json.dumps(trees)})}
+    buffers = f"buffers_{rank:03d}.safetensors"
+    files[buffers] = save_tensors(folder, buffers, saved_buffers(runtime.module), {})
     if rank == 0:
         scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
-        path = os.path.join(folder, "client.pt")
-        with open(path, "wb") as file:
-            torch.save({"client_state": client_state, "lr_scheduler": scheduler}, file)
-            _sync(file)
-        files["client.pt"] = {"sha256": _digest(path), "names": []}
-    return files
+        files["client.pt"] = save_plain(folder, "client.pt", {"client_state": client_state, "lr_scheduler": scheduler},
+                                        "client_state or the lr scheduler's state")
+    return {"files": files, "options": [plain_options({k: v for k, v in g.items() if k != "params"})
+                                        for g in owner.optimizer.param_groups],
+            "owns": [bool(g["params"]) for g in owner.optimizer.param_groups]}
 
 
-def _not_saved(module: torch.nn.Module) -> set[str]:
-    """Names of the buffers that a state dict leaves out."""
-    return {f"{path}.{name}".lstrip(".") for path, m in module.named_modules() for name in m._non_persistent_buffers_set}
+def _spread_counts(optimizer: torch.optim.Optimizer) -> None:
+    """DeepSpeed's FusedAdam counts steps in the state of a group's last parameter only; on another ring another one is last."""
+    for group in optimizer.param_groups if type(optimizer).__name__ == "FusedAdam" else ():
+        states = [optimizer.state[p] for p in group["params"] if "step" in optimizer.state.get(p, ())]
+        for state in states:
+            state["step"] = max(s["step"] for s in states)
 
 
-def aliases(module: torch.nn.Module) -> dict[str, str]:
-    """Other names of tied parameters -> the name under which they are saved."""
-    first = {id(p): n for n, p in module.named_parameters()}
-    return {n: first[id(p)] for n, p in module.named_parameters(remove_duplicate=False) if n != first[id(p)]}
+def _fit_counts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """torch's Adam counts in a tensor, DeepSpeed's FusedAdam and CPUAdam in an int: a checkpoint of one is taken by the other."""
+    step = state.get("step")
+    if type(optimizer).__module__.startswith("torch.optim") and "exp_avg" in state and isinstance(step, int):
+        state["step"] = torch.tensor(float(step))
+    elif type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and isinstance(step, torch.Tensor):
+        state["step"] = int(step)
 
 
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else str(value)
+def saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a state dict holds."""
+    left_out = {f"{path}.{name}".lstrip(".") for path, m in module.named_modules() for name in m._non_persistent_buffers_set}
+    return {n: b for n, b in module.named_buffers() if n not in left_out}
 
 
-def _save_tensors(folder: str, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict:
-    path = os.path.join(folder, name)
-    save_file({k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}, path,
-              metadata or None)  # safetensors cannot read what it writes for empty metadata and no tensors
-    with open(path, "rb+") as file:
-        _sync(file)
-    return {"sha256": _digest(path), "names": sorted(tensors)}
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest_by_parts(file)
-
-
-def _digest_by_parts(file: Any) -> str:  # Python 3.10
-    digest = hashlib.sha256()
-    while part := file.read(1 << 22):
-        digest.update(part)
-    return digest.hexdigest()
-
-
-def _manifest_digest(manifest: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def _write_text(path: str, text: str) -> None:
-    with open(path + ".new", "w") as file:
-        file.write(text)
-        _sync(file)
-    os.replace(path + ".new", path)
-
-
-def _replace(working: str, final: str) -> None:
-    """The finished folder takes the place of an older one of its name."""
-    old = working[:-len(".saving")] + ".old"
-    shutil.rmtree(old, ignore_errors=True)
-    if os.path.exists(final):
-        os.rename(final, old)
-    os.rename(working, final)
-    shutil.rmtree(old, ignore_errors=True)
+def _shared(module: torch.nn.Module) -> dict[str, str]:
+    """Other names of tied parameters, to the first."""
+    first: dict[torch.nn.Parameter, str] = {}
+    names = [(n, first.setdefault(p, n)) for n, p in module.named_parameters(remove_duplicate=False)]
+    return {n: known for n, known in names if n != known}
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------------------
 def load(engine: "CyclicEngine", runtime: "Runtime", load_dir: str, tag: str | None, strict: bool, optimizer_states: bool,
          scheduler_states: bool, module_only: bool, custom_load_fn: Any) -> tuple[str | None, dict | None]:
-    """Collective; see ``CyclicEngine.load_checkpoint``. All files are checked on every rank before anything is loaded."""
+    """Collective; see ``CyclicEngine.load_checkpoint``. All files are checked on every rank before anything is changed."""
     if custom_load_fn is not None:
         raise ValueError("custom_load_fn is given, but the cyclic engine loads by parameter name; leave it out of "
                          "load_checkpoint()")
-    rank, gather = runtime.handoff.rank, runtime.transport.gather
+    rank, gather, load_dir = runtime.handoff.rank, runtime.transport.gather, os.fspath(load_dir)
     where = f"rank {rank}, loading a checkpoint from {load_dir!r}"
-    if tag is None:
-        latest = os.path.join(load_dir, "latest")
-        tag = open(latest).read().strip() if os.path.isfile(latest) else ""
-        if not all(gather(bool(tag), where)):
-            return None, None
-    folder = os.path.join(load_dir, str(tag))
+    optimizer_states, scheduler_states = optimizer_states and not module_only, scheduler_states and not module_only
+    latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
     found, problem = None, None
     try:
-        found = _read(runtime, folder, strict, optimizer_states and not module_only)
+        tag = check_tag(str(tag)) if tag is not None else read_latest(load_dir, latest)
     except Exception as error:
-        problem = str(error) if isinstance(error, (CheckpointError, ValueError)) else f"{type(error).__name__}: {error}"
-    problems = [f"rank {r}: {x}" for r, x in enumerate(gather(problem, where)) if x]
-    if problems:
-        raise CheckpointError(f"checkpoint {folder!r} was not loaded, and nothing was changed ({'; '.join(problems)})")
+        tag, problem = None, _words(error)
+    everyone = gather([tag, problem], where)
+    _raise_together(load_dir, [x for _, x in everyone])
+    tags = [x for x, _ in everyone]
+    if len(set(tags)) > 1:
+        raise CheckpointError(f"tag is {tag!r} on rank {rank} but the ranks have {sorted(set(map(str, tags)))} (None: no file "
+                              f"{os.path.join(load_dir, latest)}); give every rank the same tag and folder (nothing was changed)")
+    if tag is None:
+        if rank == 0:
+            logger.warning(f"nothing was loaded: there is no file {os.path.join(load_dir, latest)} that names the checkpoint to "
+                           "load; write one, or pass tag=")
+        return None, None
+    folder = os.path.join(load_dir, tag)
+    try:
+        with open_stored(there(folder)) as stored:
+            found = _read(engine, runtime, stored, strict, optimizer_states, scheduler_states)
+    except Exception as error:
+        problem = _words(error)
+    _raise_together(folder, gather(problem, where))
     runtime.scatter()
     runtime.flush()
-    _apply(engine, runtime, found, optimizer_states and not module_only, scheduler_states and not module_only, module_only)
+    _apply(engine, runtime, found, optimizer_states, scheduler_states, module_only)
     runtime.transport.reset(where)
     runtime.restart()
-    return folder, found["client"]["client_state"]
+    return folder, found["client_state"]
 
 
-def _read(runtime: "Runtime", folder: str, strict: bool, optimizer_states: bool) -> dict[str, Any]:
-    """What this rank needs, checked; nothing is changed."""
-    path = os.path.join(folder, MANIFEST)
-    if not os.path.isfile(path):
-        raise CheckpointError(f"{path} is missing: not a finished checkpoint of the cyclic engine")
+def _raise_together(folder: str, problems: list[str | None]) -> None:
+    told = [f"rank {r}: {x}" for r, x in enumerate(problems) if x]
+    if told:
+        raise CheckpointError(f"checkpoint {folder!r} was not loaded, and nothing was changed ({'; '.join(told)})")
+
+
+def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bool, optimizer_states: bool,
+          scheduler_states: bool) -> dict[str, Any]:
+    """What this rank needs, checked and in memory; nothing is changed."""
+    owner, rank, folder = runtime.owner, runtime.handoff.rank, stored.folder
+    every = {n for n, _ in runtime.module.named_parameters()}
+    trained = {n for stage in runtime.plan.stages for n in stage}
+    homes = {n: stored.name_of(n) for n in every}
+    missing = {n for n in every if homes[n] is None and not (stored.frozen_left_out and n not in trained)}
+    unexpected = ({*stored.trained, *stored.frozen} - set(homes.values())) if strict else set()
+    tied = {n: homes[known] for n, known in _shared(runtime.module).items() if n in unexpected and homes.get(known)}
+    unexpected -= tied.keys()
+    fix = "load it into the model it was saved from, or pass load_module_strict=False"
+    if strict and missing:
+        raise CheckpointError(f"{folder} has no parameter {min(missing)!r} ({len(missing)} missing); {fix}")
+    if unexpected:
+        raise CheckpointError(f"{folder} has {min(unexpected)!r}, which the model lacks ({len(unexpected)} such); {fix}")
+    own = {n: owner.masters.get(n, owner.frozen.get(n)) for n in (*owner.masters, *owner.frozen) if homes[n] is not None}
+    kinds = {**stored.trained, **stored.frozen}
+    for name, mine in own.items():
+        _fits(folder, f"parameter {name!r}", kinds[homes[name]], mine)
+    buffers = saved_buffers(runtime.module)
+    if strict and (different := buffers.keys() ^ stored.buffers.keys()):
+        where = "the model" if min(different) in buffers else folder
+        raise CheckpointError(f"buffer {min(different)!r} is only in {where}; {fix}")
+    common = buffers.keys() & stored.buffers.keys()
+    for name in common:
+        _fits(folder, f"buffer {name!r}", stored.buffers[name], buffers[name])
+    groups = owner.optimizer.param_groups
+    if optimizer_states and (stored.groups is None or len(stored.groups) != len(groups)):
+        raise CheckpointError(f"{folder} has {len(stored.groups or ())} parameter groups and the optimizer {len(groups)}; build "
+                              "the optimizer as it was, or pass load_optimizer_states=False")
+    mine = {homes[n] for n in own}
+    stored.verify(rank, runtime.transport.size, [*mine, *(n for n, home in tied.items() if home in mine)])
+    for name, home in tied.items():
+        if home in mine and not torch.equal(stored.value(name), stored.value(home)):
+            raise CheckpointError(f"{folder} has two values for {name!r} and {home!r}, one parameter in the model; {fix}")
+    found = {"values": {n: stored.value(homes[n]) for n in own}, "buffers": {n: stored.buffer(n, rank) for n in common},
+             "state": {n: stored.state(homes[n]) for n in owner.masters if optimizer_states and homes[n] in stored.trained},
+             "groups": stored.groups, "scalars": stored.scalars(runtime.plan.stages), "counters": stored.counters,
+             "client_state": stored.client_state, "lr_scheduler": stored.lr_scheduler, "loss_scale": stored.loss_scale}
+    for state in found["state"].values():
+        _fit_counts(owner.optimizer, state)
+    if scheduler_states and hasattr(engine.lr_scheduler, "load_state_dict") and found["lr_scheduler"] is not None:
+        _try_scheduler(engine.lr_scheduler, found["lr_scheduler"], folder)
+    return found
+
+
+def _fits(folder: str, what: str, kind: Any, mine: torch.Tensor) -> None:
+    """Told from the file's header, before anything is allocated."""
+    if tuple(kind.shape) != tuple(mine.shape):
+        raise CheckpointError(f"{what} is {tuple(kind.shape)} in {folder} and {tuple(mine.shape)} in the model")
+    if kind.dtype.is_floating_point != mine.is_floating_point():
+        raise CheckpointError(f"{what} is {kind.dtype} in {folder} and {mine.dtype} in the model")
+
+
+def _try_scheduler(scheduler: Any, state: Any, folder: str) -> None:
+    """A scheduler may refuse a state only while it loads it: so load it, and put the old one back."""
+    before = copy.deepcopy(scheduler.state_dict())
     try:
-        with open(path) as file:
-            manifest = json.load(file)
-        whole = manifest.pop("sha256") == _manifest_digest(manifest)
-    except (ValueError, LookupError, TypeError, AttributeError):  # not JSON, not UTF-8, not a manifest
-        whole = False
-    if not whole:
-        raise CheckpointError(f"{path} is damaged: it is not what was written")
-    for name, entry in manifest["files"].items():
-        if not os.path.isfile(os.path.join(folder, name)):
-            raise CheckpointError(f"{os.path.join(folder, name)} is missing")
-        if _digest(os.path.join(folder, name)) != entry["sha256"]:
-            raise CheckpointError(f"{os.path.join(folder, name)} is damaged: its SHA-256 differs from the manifest's")
-    owner, saved_ranks, tied = runtime.owner, manifest["ranks"], manifest.get("aliases", {})
-    wanted = {f"param/{n}": n for n in owner.masters} | {f"frozen/{n}": n for n in owner.frozen}
-    homes = {key: name for name, entry in manifest["files"].items() for key in entry["names"] if not name.startswith("buffers_")}
-    values: dict[str, torch.Tensor] = {}
-    state: dict[str, dict[str, Any]] = {n: {} for n in owner.masters}
-    groups, scalars = None, None
-    with ExitStack() as stack:
-        files = {name: stack.enter_context(safe_open(os.path.join(folder, name), "pt"))
-                 for name in manifest["files"] if name.startswith("stage_")}
-        for key, name in wanted.items():
-            there = [k for n in (name, tied.get(name)) for k in (f"param/{n}", f"frozen/{n}") if k in homes]  # as it was then
-            key = there[0] if there else key
-            if key not in homes:
-                if strict and name not in owner.frozen:  # these may have been left out
-                    raise CheckpointError(f"{folder} has no parameter {name!r}; load the model it was saved from, or pass "
-                                          "load_module_strict=False")
-                continue
-            values[name] = files[homes[key]].get_tensor(key)
-            expected = (owner.masters.get(name) if name in owner.masters else owner.frozen[name]).shape
-            if values[name].shape != expected:
-                raise CheckpointError(f"parameter {name!r} is {tuple(values[name].shape)} in {folder} and {tuple(expected)} in "
-                                      "the model")
-        for file in files.values() if optimizer_states else ():
-            metadata = file.metadata()
-            for name, plain in json.loads(metadata["plain"]).items():
-                if name in state:
-                    state[name].update(plain)
-            for key in file.keys():
-                if key.startswith("state/"):
-                    name, field = key[len("state/"):].rsplit("/", 1)
-                    if name in state:
-                        state[name][field] = file.get_tensor(key)
-            groups = groups or json.loads(metadata["groups"])
-        if f"stage_{0:03d}.safetensors" in files and saved_ranks == runtime.plan.schedule.ranks:
-            scalars = files[f"stage_{0:03d}.safetensors"].get_tensor("scalars")
-    from safetensors.torch import load_file
-    buffers = load_file(os.path.join(folder, f"buffers_{runtime.handoff.rank % saved_ranks:03d}.safetensors"))
-    try:
-        client = torch.load(os.path.join(folder, "client.pt"), weights_only=True, map_location="cpu")
+        scheduler.load_state_dict(copy.deepcopy(state))
     except Exception as error:
-        raise CheckpointError(f"{os.path.join(folder, 'client.pt')} holds more than plain data and tensors, or is damaged "
-                              f"({str(error).splitlines()[0]}); save client_state made of these only") from error
-    if groups is not None and len(groups) != len(owner.optimizer.param_groups):
-        raise CheckpointError(f"{folder} has {len(groups)} parameter groups and the optimizer "
-                              f"{len(owner.optimizer.param_groups)}; build the optimizer as it was, or pass "
-                              "load_optimizer_states=False")
-    return {"manifest": manifest, "values": values, "state": state, "groups": groups, "scalars": scalars, "buffers": buffers,
-            "client": client}
+        raise CheckpointError(f"the lr scheduler's state in {folder} does not fit a {type(scheduler).__name__} "
+                              f"({type(error).__name__}: {error}); use the scheduler it was saved with, or pass "
+                              "load_lr_scheduler_states=False") from error
+    finally:
+        scheduler.load_state_dict(before)
 
 
 def _apply(engine: "CyclicEngine", runtime: "Runtime", found: dict[str, Any], optimizer_states: bool, scheduler_states: bool,
@@ -277,27 +301,37 @@ def _apply(engine: "CyclicEngine", runtime: "Runtime", found: dict[str, Any], op
             (owner.masters if name in owner.masters else owner.frozen)[name].copy_(value)
         own = dict(runtime.module.named_buffers())
         for name, value in found["buffers"].items():
-            if name in own:
-                own[name].copy_(value)
+            own[name].copy_(value)
     if optimizer_states:
         for group, saved in zip(owner.optimizer.param_groups, found["groups"]):
             for key, value in saved.items():
-                if key != "params" and key in group:
-                    group[key] = tuple(value) if isinstance(group[key], tuple) else value
-                elif key != "params":
-                    group[key] = value
-        for name, state in found["state"].items():
-            master = owner.masters[name]
-            if state:
-                owner.optimizer.state[master] = {k: v.to(master.device) if isinstance(v, torch.Tensor) and v.dim() else v
+                if key != "params":
+                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+        steps_on_device = {p for g in owner.optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
+        for name, master in owner.masters.items():
+            owner.optimizer.state.pop(master, None)
+            if state := found["state"].get(name):
+                owner.optimizer.state[master] = {k: _moved(v, master.device, master in steps_on_device)
                                                  for k, v in state.items()}
-        if found["scalars"] is not None:
-            runtime.handoff.scalars.vector.copy_(found["scalars"])
-    scheduler = found["client"]["lr_scheduler"]
-    if scheduler_states and scheduler is not None and engine.lr_scheduler is not None:
-        engine.lr_scheduler.load_state_dict(scheduler)
+        vector = runtime.handoff.scalars.vector
+        vector.zero_() if found["scalars"] is None else vector.copy_(found["scalars"])
+    if scheduler_states and found["lr_scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
+        engine.lr_scheduler.load_state_dict(found["lr_scheduler"])
     if not module_only:
-        for counter, value in found["manifest"]["counters"].items():
+        for counter, value in found["counters"].items():
             setattr(engine, counter, value)
+        micro = engine.gradient_accumulation_steps()  # a step begins anew, whatever number of micro-batches it had
+        engine.micro_steps = found["counters"].get("micro_steps", engine.global_steps * micro) // micro * micro
         runtime.handoff.global_step = engine.global_steps
-    runtime.scale.restart(runtime.handoff.global_step, found["manifest"].get("loss_scale") if optimizer_states else None)
+    runtime.scale.restart(runtime.handoff.global_step, found["loss_scale"] if optimizer_states else None)
+
+
+def _moved(value: Any, device: torch.device, scalars_too: bool) -> Any:
+    """Tensors on the device; those of one number stay on the CPU, as torch's optimizers keep their counts."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device) if value.dim() or scalars_too else value
+    if isinstance(value, dict):
+        return {k: _moved(v, device, scalars_too) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(v, device, scalars_too) for v in value)
+    return value

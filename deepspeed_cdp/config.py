@@ -1,7 +1,7 @@
 """The `cyclic` block of ds_config.json.
 
     "cyclic": {"enabled": true, "rule": "cdp-v2", "partition_method": "auto", "units": null, "ring_size": "auto",
-               "transport": "auto", "keep_after_forward": false, "placement": "auto", "timeout_seconds": 600,
+               "transport": "auto", "keep_after_forward": false, "min_unit_mb": 0, "placement": "auto", "timeout_seconds": 600,
                "weights": null}
 
 `parse_cyclic` turns a whole ds_config dict into a `CyclicConfig`. Every error is a ValueError of one sentence that names the
@@ -31,6 +31,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "ring_size": ('"auto" or an integer of at least 1', 'use "auto" to put all ranks on one ring'),
     "transport": ('"auto", "gloo", "nccl" and "peer"', 'use "auto" to get the fastest one that works'),
     "keep_after_forward": ("true and false", "use false unless memory is plentiful"),
+    "min_unit_mb": ("a finite number of MiB, at least 0", "use 0 to hand off each module by itself"),
     "placement": ('"auto", "pyramid", "pipeline" and "single"', 'use "auto"'),
     "timeout_seconds": ("a finite number of seconds above 0", "use 600 unless steps take minutes"),
     "weights": ("null or the path of a folder of safetensors files",
@@ -80,6 +81,10 @@ class CyclicConfig(DeepSpeedConfigModel):
     keep_after_forward: StrictBool = False
     """Keep the forward's parameters of every stage but the first for the backward, not only the last two stages': less traffic,
     more memory on rings of four and more."""
+
+    min_unit_mb: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """Neighbouring modules of a stage are handed off as one unit until it holds this many MiB: fewer messages, less work for the
+    host, more memory in flight."""
 
     placement: Literal["auto", "pyramid", "pipeline", "single"] = "auto"
     """Where the stages of a PipelineModule run."""
@@ -140,11 +145,11 @@ class CyclicConfig(DeepSpeedConfigModel):
             raise ValueError("ring_size")
         return value
 
-    @field_validator("timeout_seconds", mode="before")
+    @field_validator("timeout_seconds", "min_unit_mb", mode="before")
     @classmethod
-    def _check_timeout(cls, value: Any) -> Any:
+    def _check_number(cls, value: Any) -> Any:
         if isinstance(value, (bool, str)):
-            raise ValueError("timeout_seconds")
+            raise ValueError("a number")
         return value
 
 

@@ -21,6 +21,7 @@ from deepspeed.utils import log_dist
 from . import __version__, checkpoint
 from .access import Access, offload_stub
 from .errors import HandoffError
+from .files import CheckpointError
 from .initial import Initial
 from .plan import Plan
 from .runtime import Runtime, Settings
@@ -33,6 +34,7 @@ class CyclicEngine(DeepSpeedEngine):
 
     Attributes:
         cyclic_plan: the plan; ``cyclic_plan.stages`` names every trained parameter once.
+        optimizer_group_names: names of the trained parameters of each of the optimizer's groups, in its order, on every rank.
     """
 
     _transport: Transport | None = None
@@ -89,7 +91,9 @@ class CyclicEngine(DeepSpeedEngine):
         _, sum_dtype = self.get_data_types()
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
-                            config.keep_after_forward, self._loss_scale())
+                            config.keep_after_forward, int(config.min_unit_mb * 2 ** 20), self._loss_scale())
+        names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
+        self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         try:
             self._runtime = Runtime(self.module, optimizer, settings, self._transport, self.device,
                                     self._initial if self._initial.elsewhere else None)
@@ -180,11 +184,13 @@ class CyclicEngine(DeepSpeedEngine):
         """Nothing: gradients travel on, none stays."""
 
     def get_global_grad_norm(self) -> float | None:
-        """Gradient norm, before clipping, of the last step that this rank knows to be finished everywhere; None before one is.
+        """Gradient norm, before clipping, of the last step that this rank knows to be finished everywhere.
 
-        That is one step ago on the last rank and two on the others, without a collective.
+        That is one step ago on the last rank and two on the others (under dp each knows one more), without a collective. Until
+        the first is known it is nan, a number that scripts can format, and before the first step None as under ZeRO-3.
         """
-        return self.cyclic_metrics["grad_norm"]
+        norm = self.cyclic_metrics["grad_norm"]
+        return float("nan") if norm is None and self.global_steps > 0 else norm
 
     @property
     def cyclic_metrics(self) -> dict[str, Any]:
@@ -201,7 +207,7 @@ class CyclicEngine(DeepSpeedEngine):
     def _noting_failure(self) -> Iterator[None]:
         try:
             yield
-        except checkpoint.CheckpointError:  # on all ranks, and nothing was changed: training may go on
+        except CheckpointError:  # on all ranks, and nothing was changed: training may go on
             raise
         except BaseException:
             self._failed = True  # peers must learn of it from a closed connection, not from their timeout
@@ -238,14 +244,24 @@ class CyclicEngine(DeepSpeedEngine):
     # ---- checkpoints ----------------------------------------------------------------------------------------------------
     def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: dict | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False) -> bool:
-        """Collective: flush, and write everything that continuing needs (see checkpoint.py)."""
+        """Collective: flush, and write everything that continuing needs (see checkpoint.py).
+
+        Raises:
+            CheckpointError: it could not be written; on every rank, and the last good checkpoint is untouched.
+        """
         with self._noting_failure():
             return checkpoint.save(self, self._runtime, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
     def load_checkpoint(self, load_dir: str, tag: str | None = None, load_module_strict: bool = True,
                         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
                         load_module_only: bool = False, custom_load_fn: Any = None) -> tuple[str | None, dict | None]:
-        """Collective: take up what ``save_checkpoint`` wrote; returns (path, client_state), or (None, None) if there is none."""
+        """Collective: take up what ``save_checkpoint`` wrote, or stock ZeRO-3's, or a universal checkpoint (foreign.py).
+
+        Returns:
+            (path, client_state), or (None, None) if there is no tag and no ``latest`` file.
+        Raises:
+            CheckpointError: it cannot be read; on every rank, with the file's name, and nothing was changed.
+        """
         with self._noting_failure():
             return checkpoint.load(self, self._runtime, load_dir, tag, load_module_strict, load_optimizer_states,
                                    load_lr_scheduler_states, load_module_only, custom_load_fn)

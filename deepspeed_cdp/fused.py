@@ -131,7 +131,7 @@ class Batch:
 
 
 class Adam:
-    """Updates an owner's units in the place of its torch.optim.Adam or AdamW, whose state it keeps.
+    """Updates an owner's units in the place of its torch.optim.Adam or AdamW or DeepSpeed's FusedAdam, whose state it keeps.
 
     Args:
         optimizer: what ``suits`` has said yes to.
@@ -172,7 +172,8 @@ class Adam:
         for _, batches in self._batches.values():
             for batch, names in batches:
                 for name in names:
-                    self.optimizer.state[self.masters[name]]["step"].fill_(batch.count)
+                    state = self.optimizer.state[self.masters[name]]
+                    state["step"] = state["step"].fill_(batch.count) if isinstance(state["step"], torch.Tensor) else batch.count
 
     def _total(self, squares: list[torch.Tensor]) -> torch.Tensor:
         return squares[0] if len(squares) == 1 else torch.stack(squares).sum() if squares else self._zero
@@ -188,14 +189,19 @@ class Adam:
 
     def _make(self, unit: int) -> tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]:
         groups = {p: k for k, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
+        deepspeeds = type(self.optimizer).__name__ == "FusedAdam"
+        if deepspeeds:  # it counts steps in the state of a group's last parameter only
+            counts = [max((self.optimizer.state[p].get("step", 0) for p in g["params"]), default=0)
+                      for g in self.optimizer.param_groups]
         alike: dict[tuple, list[str]] = {}
         for name, total in self._sums[unit].items():
             master = self.masters[name]
             state = self.optimizer.state[master]
             if "exp_avg" not in state:
-                state |= {"step": torch.zeros((), dtype=torch.float32), "exp_avg": torch.zeros_like(master),
-                          "exp_avg_sq": torch.zeros_like(master)}
-            key = groups[master], total.dtype, self._published[0][name].dtype, int(state["step"])
+                state |= {"step": 0 if deepspeeds else torch.zeros((), dtype=torch.float32),
+                          "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            count = counts[groups[master]] if deepspeeds else int(state["step"])
+            key = groups[master], total.dtype, self._published[0][name].dtype, count
             alike.setdefault(key, []).append(name)
         batches = []
         for (group, *_, count), names in alike.items():
@@ -211,9 +217,14 @@ class Adam:
 def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper | None:
     """A group's hyperparameters, or None if this file does not know how to apply them."""
     kind, lr = type(optimizer), group["lr"]
-    if kind not in (torch.optim.Adam, torch.optim.AdamW) or isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
+    if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
         return None
-    if group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"]:
+    if kind in (torch.optim.Adam, torch.optim.AdamW):
+        if group["amsgrad"] or group["maximize"] or group["capturable"] or group["differentiable"]:
+            return None
+        decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
+    elif f"{kind.__module__}.{kind.__name__}" == "deepspeed.ops.adam.fused_adam.FusedAdam" and group["bias_correction"]:
+        decoupled = optimizer.adam_w_mode == 1  # what DeepSpeed makes of "type": "Adam" or "AdamW" on GPUs
+    else:
         return None
-    decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
     return Hyper(float(lr), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]), decoupled)

@@ -4,7 +4,7 @@ Order of a unit's backward: autograd runs nodes in the reverse order of their cr
 arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -12,6 +12,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .handoff import Handoff
+from .lookup import holds, links
+from .placeholders import is_placeholder, placeholder, refuse_use
 from .plan import HELD
 from .units import Layout, Slot
 
@@ -42,7 +44,7 @@ class Binder:
     Attributes:
         mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED for good
             once a forward has raised.
-        visited: units used in this forward.
+        visited, called: units used in this forward, and their modules.
         on_idle_use: called when the module is used outside the engine's own calls.
     """
 
@@ -53,6 +55,10 @@ class Binder:
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
             i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()}
         self.visited: set[int] = set()
+        self.called: set[str] = set()
+        self._inside: int | None = None  # the unit whose modules are being called
+        self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
+        self._lent_units: set[int] = set()  # acquired by GatheredParameters inside this forward
         self._bound: dict[int, torch.Tensor] = {}
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
@@ -72,16 +78,17 @@ class Binder:
         if handoff.schedule.rounds > 1:
             self._handles.append(module.register_forward_hook(self._root_post))
         modules = dict(module.named_modules())
-        self._links = _links(module)
+        self._links = links(module)
         held = {id(p) for p, _ in self.slots.get(HELD, ())}
         self._handles += [m.register_forward_pre_hook(self._root_pre, prepend=True) for m in modules.values()
                           if m is not module and any(id(p) in held for p in m.parameters(recurse=False))]
         for i in layouts:
             if i != HELD:
-                unit = modules[handoff.plan.unit(i).name]
-                # first of all hooks: others, such as those of torch.nn.utils.weight_norm, read the parameters
-                self._handles += [unit.register_forward_pre_hook(self._pre(i), prepend=True),
-                                  unit.register_forward_hook(self._post(i), with_kwargs=True)]
+                paths = handoff.plan.unit(i).modules
+                for path in paths:
+                    # first of all hooks: others, such as those of torch.nn.utils.weight_norm, read the parameters
+                    self._handles += [modules[path].register_forward_pre_hook(self._pre(i, path), prepend=True),
+                                      modules[path].register_forward_hook(self._post(i, path == paths[-1]), with_kwargs=True)]
                 for p, s in self.slots[i]:
                     if s.sum_offset >= 0 and s.sum_dtype != p.dtype:
                         self._handles.append(p.register_post_accumulate_grad_hook(self._accumulate(i, s)))
@@ -96,7 +103,7 @@ class Binder:
 
     def released(self, p: torch.nn.Parameter) -> bool:
         """Whether the parameter is a placeholder now."""
-        return _is_placeholder(p, self._empty)
+        return is_placeholder(p, self._empty)
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise ValueError("the module was copied while it belongs to a cyclic engine, which keeps its parameters; copy it before "
@@ -198,6 +205,8 @@ class Binder:
             self.bind(HELD, self.handoff.params[HELD])
         self.mode, self._latest = FORWARD, None
         self.visited.clear()
+        self.called.clear()
+        self._inside = None
         try:
             with nullcontext() if _innermost else self._saving:
                 yield
@@ -216,7 +225,7 @@ class Binder:
             if p not in self._empty:
                 raise ValueError(f"parameter {name!r} was put into the model after deepspeed.initialize(), so it would not be "
                                  "trained; do that (resize_token_embeddings(), say) before")
-        self._links = _links(self._root)  # only rearranged
+        self._links = links(self._root)  # only rearranged
 
     def end_backward(self) -> None:
         """The micro-batch's gradients are complete: send them on their way.
@@ -240,6 +249,38 @@ class Binder:
                           "mode and under no_grad() there is none, and each forward has one backward); call engine.train() and "
                           "engine(...) first, and add up losses before engine.backward()")
 
+    def _enter_forward(self, i: int) -> None:
+        self.handoff.acquire(i, False)
+        self.bind(i, self.handoff.params[i])
+        self.visited.add(i)
+
+    def lend(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Inside a training forward: a function other than their module's forward is about to read these parameters (a fused head
+        and loss, say), as that module's pass in the plan. False outside a training forward.
+
+        Raises:
+            ValueError: they belong to several units.
+        """
+        if self.mode != FORWARD:
+            return False
+        units = sorted({self._unit_of[p] for p in parameters if self.released(p)} | self._lent_units)
+        if len(units) > 1:
+            names = " and ".join(repr(self.handoff.plan.unit(i).name) for i in units[:2])
+            raise ValueError(f"GatheredParameters inside the forward of step {self.handoff.global_step} has parameters of "
+                             f"{names} at once; gather one module's at a time, or list the other modules in cyclic.units")
+        for i in set(units) - self._lent_units:
+            self._enter_forward(i)
+            self._begin_saving()  # kept or not: no output of its module begins its backward, saved tensors do
+            self._lent_units.add(i)
+        return True
+
+    def take_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Undo ``lend``; the gradients are added whenever they come."""
+        for i in sorted(self._lent_units & {self._unit_of[p] for p in parameters}):
+            self._lent_units.discard(i)
+            self._end_saving()
+            self.handoff.release(i, False)
+
     def _enter_backward(self, i: int) -> None:
         if self.mode != BACKWARD or self._latest == i and i in self._bound:
             return
@@ -254,6 +295,8 @@ class Binder:
         self._enter_backward(i)
 
     def _begin_saving(self) -> None:
+        if self._is_saving or not _innermost:
+            return
         self._outer = _innermost(True)
         if not self._outer or "checkpoint" not in (getattr(self._outer[0], "__module__", "") or ""):  # which is to save nothing
             self._saving.__enter__()
@@ -281,16 +324,17 @@ class Binder:
         own = [x.view_as(x) if isinstance(x, torch.Tensor) and x.grad_fn is not None else x for x in leaves]
         return tree_unflatten(own, spec)
 
-    def _pre(self, i: int):
+    def _pre(self, i: int, path: str):
         kept = self.handoff.plan.kept(i)
 
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any) -> None:
             if self.mode == FORWARD:
-                self.handoff.acquire(i, False)
-                self.bind(i, self.handoff.params[i])
-                self.visited.add(i)
-                if not kept and not self._is_saving and _innermost:
+                if self._inside != i or path in self.called:
+                    self._enter_forward(i)
+                    self._inside = i
+                self.called.add(path)
+                if not kept:
                     self._begin_saving()
             elif self.mode == IDLE:
                 self.on_idle_use("was called")
@@ -298,7 +342,7 @@ class Binder:
                 self._enter_backward(i)  # activation checkpointing runs the forward again
         return hook
 
-    def _post(self, i: int):
+    def _post(self, i: int, last: bool):
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == IDLE:
@@ -306,7 +350,9 @@ class Binder:
             output = self._watch(i, (args, kwargs), output)
             if self.mode == FORWARD:
                 self._end_saving()
-                self.handoff.release(i, False)
+                if last:
+                    self.handoff.release(i, False)
+                    self._inside = None
             return output
         return hook
 
@@ -317,7 +363,7 @@ class Binder:
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
         copied = False
         for at, x in enumerate(leaves):
-            if isinstance(x, torch.Tensor) and not _holds(args, x):
+            if isinstance(x, torch.Tensor) and not holds(args, x):
                 if low <= x.data_ptr() < high:
                     leaves[at] = x = x.clone()
                     copied = True
@@ -348,42 +394,3 @@ class Binder:
             typed = flat[x.offset:x.offset + (flat.numel() - x.offset) // size * size].view(x.dtype)
             view = self._rebuilt[key] = torch.as_strided(typed, x.shape, x.stride)
         return view
-
-
-def _holds(tree: Any, x: torch.Tensor) -> bool:
-    """Whether ``x`` itself is in these arguments; much faster than flattening them where they are simple."""
-    if tree is x:
-        return True
-    if isinstance(tree, (tuple, list)):
-        return any(_holds(t, x) for t in tree)
-    if type(tree) is dict:
-        return any(_holds(t, x) for t in tree.values())
-    if tree is None or isinstance(tree, (torch.Tensor, bool, int, float, str)):
-        return False
-    return any(leaf is x for leaf in tree_flatten(tree)[0])
-
-
-def _links(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where every module and parameter hangs."""
-    return [(there, name, x) for m in module.modules() for there in (m._modules, m._parameters) for name, x in there.items()]
-
-
-def _is_placeholder(p: torch.nn.Parameter, empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> bool:
-    return p in empty and p.numel() > 0 and p.data_ptr() == empty[p].data_ptr()
-
-
-def refuse_use(modules: Sequence[torch.nn.Module], empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-    """Hooks for a module whose engine is gone: what would give nan in silence raises, as long as a placeholder is there."""
-    def refuse(module: torch.nn.Module, *_: Any) -> None:
-        if any(_is_placeholder(p, empty) for p in module.parameters(recurse=False)):
-            raise ValueError(f"a {type(module).__name__} was used after engine.destroy(), which leaves nothing in its "
-                             "parameters; take engine.module_state_dict() before, and load it into a new model")
-    for m in modules:
-        m.register_forward_pre_hook(refuse, prepend=True)
-        m.register_state_dict_pre_hook(refuse)
-
-
-def placeholder(p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch.Tensor:
-    """What a parameter's data is while its values are elsewhere: right shape and dtype, one element, nan."""
-    value = float("nan") if p.dtype.is_floating_point or p.dtype.is_complex else 0
-    return torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape if shape is None else shape)

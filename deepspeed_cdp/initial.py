@@ -13,7 +13,7 @@ import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from safetensors import SafetensorError, safe_open
 
-from .hooks import placeholder
+from .placeholders import placeholder
 from .plan import Plan
 
 INDEX = "model.safetensors.index.json"

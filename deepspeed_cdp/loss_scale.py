@@ -13,11 +13,27 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, LossScalerBase
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
 
 from .schedule import Schedule
 
 _KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic scaler changes
+
+
+def plain(scaler: LossScalerBase) -> dict[str, Any]:
+    """The numbers of DeepSpeed's scaler."""
+    return {key: value for key, value in vars(scaler).items() if isinstance(value, (bool, int, float))}
+
+
+def scaler_of(state: Mapping[str, Any] | None) -> LossScalerBase:
+    """DeepSpeed's scaler with these numbers; None is a fixed scale of 1."""
+    if not state or not state["dynamic"]:
+        return LossScaler(scale=state["cur_scale"] if state else 1.0)
+    scaler = DynamicLossScaler(*(state[key] for key in ("cur_scale", "scale_window", "min_scale", "delayed_shift",
+                                                        "consecutive_hysteresis")))
+    for key in _KEPT:
+        setattr(scaler, key, state[key])
+    return scaler
 
 
 class LossScale:
@@ -54,14 +70,13 @@ class LossScale:
         if state and self.scaler.dynamic and state["dynamic"]:
             for key in _KEPT:
                 setattr(self.scaler, key, state[key])
-        if state and state["untold"]:
+        if state and state.get("untold"):
             self._untold[step - 1] = True
 
     def state_dict(self) -> dict[str, Any]:
         """After a flush: plain numbers that ``restart`` takes."""
         assert not self._ended, "a flush tells the scaler everything"
-        return {"dynamic": self.scaler.dynamic, "untold": any(self._untold.values()),
-                **{key: getattr(self.scaler, key) for key in _KEPT if hasattr(self.scaler, key)}}
+        return {"untold": any(self._untold.values()), **plain(self.scaler)}
 
     def of(self, step: int) -> float:
         """The scale of a step: asked for from its first backward to its update."""

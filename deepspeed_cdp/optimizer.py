@@ -59,12 +59,12 @@ class StageOwner:
                 self._sums[i][n] = self._view("O", i, s)
         # torch's own optimizers keep their state by parameter, so units can be updated one by one; and if nothing is clipped by
         # a norm of the whole step, as soon as each one's sum is finished.
-        self.by_unit = type(optimizer).__module__.startswith("torch.optim")
-        self.at_once = self.by_unit and not clip and not handoff.schedule.exact_norm
         self._grads: dict[int, list[torch.Tensor]] = {}  # averaged, of units not updated yet (empty lists if fused)
         self._take_over(names)
         self._fused = (fused.Adam(optimizer, self.masters, self._sums, self._published)
                        if fused.Adam.suits(optimizer, self._device) else None)
+        self.by_unit = self._fused is not None or type(optimizer).__module__.startswith("torch.optim")
+        self.at_once = self.by_unit and not clip and not handoff.schedule.exact_norm
         self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam keeps its count there)
         self.publish_all()

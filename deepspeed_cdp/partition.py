@@ -123,3 +123,16 @@ def assign(names: Sequence[str], costs: Sequence[float], parts: int, method: str
         raise ValueError(f"cyclic.partition_method is {method!r}, but must be one of {allowed}: use one of these")
     bounds = contiguous(costs, parts)
     return tuple(tuple(range(a, b)) for a, b in pairwise(bounds))
+
+
+def merged(sizes: Sequence[int], least: int) -> tuple[tuple[int, ...], ...]:
+    """Neighbours put together, in order, until each group but the last holds at least ``least``."""
+    groups: list[list[int]] = []
+    total = least
+    for i, size in enumerate(sizes):
+        if total >= least:
+            groups.append([])
+            total = 0
+        groups[-1].append(i)
+        total += size
+    return tuple(map(tuple, groups))

@@ -35,7 +35,7 @@ class Unit:
     """What is handed off as one message.
 
     Attributes:
-        name: module path.
+        name: module path, or the first and the last of several.
         stage: the stage it belongs to.
         trainable, frozen: names from ``named_parameters()``.
         p_bytes, g_bytes: bytes of its flat parameters and of its flat gradient sums.
@@ -47,6 +47,7 @@ class Unit:
     frozen: tuple[str, ...]
     p_bytes: int
     g_bytes: int
+    modules: tuple[str, ...] = ()  # their paths, in order of use; none for held parameters
 
 
 class Post(NamedTuple):

@@ -16,6 +16,7 @@ from .handoff import Handoff
 from .hooks import BACKWARD, IDLE, Binder
 from .loss_scale import LossScale
 from .optimizer import CyclicOptimizer, StageOwner
+from .partition import merged
 from .plan import HELD, Plan
 from .schedule import Schedule, threshold
 from .transport.base import Transport
@@ -30,7 +31,7 @@ class Settings:
     """What the runtime needs to know from ds_config.json.
 
     Attributes:
-        rule, partition_method, units, keep_after_forward: of the ``cyclic`` block.
+        rule, partition_method, units, keep_after_forward, min_unit_bytes (min_unit_mb): of the ``cyclic`` block.
         rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
         loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None not to scale.
     """
@@ -42,6 +43,7 @@ class Settings:
     clip: float = 0.0
     sum_dtype: torch.dtype | None = None
     keep_after_forward: bool = False
+    min_unit_bytes: int = 0
     loss_scale: float | Mapping[str, Any] | None = None
 
 
@@ -141,7 +143,7 @@ class Runtime:
         """
         if self.handoff.global_step or self.handoff.round:
             return
-        idle = [self.plan.units[i].name for i in range(len(self.plan.units)) if i not in self.binder.visited]
+        idle = [path for unit in self.plan.units for path in unit.modules if path not in self.binder.called]
         if idle and not bool(torch.isfinite(loss).all()):
             raise ValueError(f"the loss is {loss.item()} and module {idle[0]!r} was not called in the forward, so its parameters "
                              f"may be read from outside it, where they are not; list the modules that are called in "
@@ -298,12 +300,14 @@ def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settin
     layouts: dict[int, Layout] = {}
     units = []
     for stage, members in enumerate(groups):
-        for i in members:
-            layouts[i] = lay_out([(n, parameters[n]) for n in found.units[i].parameters], trained, settings.sum_dtype)
-            units.append(plan_unit(found.units[i].name, stage, layouts[i]))
+        inside = [[(n, parameters[n]) for n in found.units[i].parameters] for i in members]
+        sizes = [sum(p.numel() * p.element_size() for _, p in named) for named in inside]
+        for group in merged(sizes, settings.min_unit_bytes):
+            layout = lay_out(itertools.chain(*(inside[j] for j in group)), trained, settings.sum_dtype)
+            layouts[len(units)] = layout
+            units.append(plan_unit(tuple(found.units[members[j]].name for j in group), stage, layout))
     held = None
     if found.held:
         layouts[HELD] = lay_out([(n, parameters[n]) for n in found.held], trained, settings.sum_dtype)
-        held = plan_unit("", 0, layouts[HELD])
-    assert list(itertools.chain(*groups)) == list(range(len(units))), "stages are contiguous"
+        held = plan_unit((), 0, layouts[HELD])
     return Plan(schedule, tuple(units), held, settings.keep_after_forward), layouts

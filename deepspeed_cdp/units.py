@@ -75,11 +75,12 @@ def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], trained: frozenset[s
     return Layout(tuple(slots), p_bytes, g_bytes)
 
 
-def plan_unit(name: str, stage: int, layout: Layout) -> Unit:
+def plan_unit(modules: tuple[str, ...], stage: int, layout: Layout) -> Unit:
     """The plan's view of a unit: names and sizes."""
+    name = " to ".join(dict.fromkeys((modules[0], modules[-1]))) if modules else ""
     trained = tuple(s.name for s in layout.trained)
     frozen = tuple(s.name for s in layout.slots if s.sum_offset < 0)
-    return Unit(name, stage, trained, frozen, layout.p_bytes, layout.g_bytes)
+    return Unit(name, stage, trained, frozen, layout.p_bytes, layout.g_bytes, modules)
 
 
 def _view(flat: torch.Tensor, offset: int, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

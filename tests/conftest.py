@@ -16,12 +16,16 @@ from workers import Pool  # noqa: E402
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
-    """Worker processes that tests share (see workers.py)."""
-    # DeepSpeed compiles this op on first use, which may take longer than a test's time limit. A failure shows in the tests.
+def comm_op() -> None:
+    """DeepSpeed compiles this op on first use, which may take longer than a test's time limit. A failure shows in the tests."""
     build = ("from deepspeed.accelerator import get_accelerator\n"
              "get_accelerator().create_op_builder('ShareMemCommBuilder').load(verbose=False)")
     subprocess.run([sys.executable, "-c", build], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=600)
+
+
+@pytest.fixture(scope="session")
+def pool(comm_op: None) -> Iterator[Pool]:
+    """Worker processes that tests share (see workers.py)."""
     workers = Pool()
     yield workers
     workers.close()

@@ -17,23 +17,21 @@ from deepspeed_cdp.transport.driver import Driver
 from deepspeed_cdp.transport.meeting import Meeting
 
 
-class Event:
-    """A message whose work on a CUDA stream ends with an event, or a mark; the event goes back to the pool with the ticket."""
+class Awaited:
+    """One side of a message that CUDA streams can be made to wait for.
 
-    __slots__ = ("transport", "edge", "event", "nbytes", "counted")
+    Attributes:
+        edge: (stream, peer); nbytes: what is counted as received when it is waited for, -1 for nothing.
+    """
 
-    def __init__(self, transport: "CudaTransport", edge: tuple[str, int], stream: int, nbytes: int):
-        self.transport, self.edge, self.nbytes = transport, edge, nbytes
-        self.event = transport.events.pop() if transport.events else transport.driver.event()
-        transport.driver.record(self.event, stream)
-        self.counted = nbytes < 0
+    __slots__ = ("transport", "edge", "nbytes", "counted")
 
-    def __del__(self) -> None:
-        self.transport.events.append(self.event)
+    def __init__(self, transport: "CudaTransport", edge: tuple[str, int], nbytes: int):
+        self.transport, self.edge, self.nbytes, self.counted = transport, edge, nbytes, nbytes < 0
 
     def enqueue(self, stream: int) -> None:
         """Hold a CUDA stream until the message is there."""
-        self.transport.driver.follow(stream, self.event)
+        raise NotImplementedError
 
     def wait(self, where: Where) -> None:
         current = self.transport.current()
@@ -44,6 +42,23 @@ class Event:
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
+
+
+class Event(Awaited):
+    """A message whose work on a CUDA stream ends with an event, or a mark; the event goes back to the pool with the ticket."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, transport: "CudaTransport", edge: tuple[str, int], stream: int, nbytes: int):
+        super().__init__(transport, edge, nbytes)
+        self.event = transport.events.pop() if transport.events else transport.driver.event()
+        transport.driver.record(self.event, stream)
+
+    def __del__(self) -> None:
+        self.transport.events.append(self.event)
+
+    def enqueue(self, stream: int) -> None:
+        self.transport.driver.follow(stream, self.event)
 
     def done(self) -> bool:
         return self.transport.driver.reached(self.event)

@@ -18,7 +18,7 @@ import torch.distributed._symmetric_memory as symmetric
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import PULLED, Ticket, Where
-from deepspeed_cdp.transport.cuda import CudaTransport, Event, Watch
+from deepspeed_cdp.transport.cuda import Awaited, CudaTransport, Event, Watch
 from deepspeed_cdp.transport.lanes import quiet_streams
 from deepspeed_cdp.transport.meeting import Meeting
 
@@ -29,28 +29,21 @@ _OWNERS = ("O", "S", "T")  # their credits are given from the owner's stream, wh
 _POISON = 1 << 30  # added to a word, it lets every wait on it pass
 
 
-class _Word:
+class _Word(Awaited):
     """A message that is there once a word of this rank has reached a value."""
 
-    __slots__ = ("transport", "edge", "address", "value", "nbytes", "counted")
+    __slots__ = ("address", "value")
 
     def __init__(self, transport: "PeerTransport", edge: tuple[str, int], address: int, value: int, nbytes: int):
-        self.transport, self.edge, self.address, self.value, self.nbytes = transport, edge, address, value, nbytes
-        self.counted = nbytes < 0
+        super().__init__(transport, edge, nbytes)
+        self.address, self.value = address, value
 
     def enqueue(self, stream: int) -> None:
-        """Hold a CUDA stream until the message is there."""
         self.transport.driver.wait(stream, self.address, self.value)
 
     def wait(self, where: Where) -> None:
-        current = self.transport.current()
         self.transport.note_wait(self, where)
-        self.enqueue(current)
-        self.transport.moved_on()
-        self.transport._watch.look_behind(current)
-        if not self.counted:
-            self.counted = True
-            self.transport.count(self.edge, self.nbytes)
+        super().wait(where)
 
     def done(self) -> bool:
         return False  # not worth asking the device
@@ -115,8 +108,7 @@ class PeerTransport(CudaTransport):
         return number
 
     def note_wait(self, word: _Word, where: Where) -> None:
-        """Remember what a stream is about to wait for, for the watch; raise what it has found."""
-        self.check()
+        """Remember what a stream is about to wait for, for the watch."""
         self._waits.append((word, where))
 
     def check(self) -> None:

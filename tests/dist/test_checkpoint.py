@@ -11,7 +11,7 @@ import pytest
 import torch
 from engine_work import Job, pack, same, start, train, unpack, whole
 
-from deepspeed_cdp.checkpoint import CheckpointError
+from deepspeed_cdp.files import CheckpointError
 
 RESUME = [Job("mlp", "cdp-v2", 2, optimizer="sgd", schedule="lambda", clip=0.3),
           Job("conv", "cdp-v1", 1, optimizer="groups", schedule="lambda", clip=0.3),
@@ -166,18 +166,18 @@ def fails_while_saving(rank: int, world: int, job: Job, folder: str) -> str:
     engine.save_checkpoint(folder)
     want = whole(engine)
     train(engine, job, rank, 2, 4)
-    stock = checkpoint._save_tensors
+    stock = checkpoint.save_tensors
 
     def full(*args: Any) -> dict:
         if rank == 1:
             raise OSError(28, "No space left on device")
         return stock(*args)
-    checkpoint._save_tensors = full
+    checkpoint.save_tensors = full
     try:
         with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(folder)
     finally:
-        checkpoint._save_tensors = stock
+        checkpoint.save_tensors = stock
     train(engine, job, rank, 4, 5)
     path, _ = engine.load_checkpoint(folder)
     assert path.endswith("global_step2")
@@ -192,13 +192,13 @@ def killed_while_saving(rank: int, world: int, job: Job, folder: str) -> None:
     engine = start(job, world)
     engine.load_checkpoint(folder)
     train(engine, job, rank, 2, 3)
-    stock = checkpoint._save_tensors
+    stock = checkpoint.save_tensors
 
     def kill(directory: str, name: str, *rest: Any) -> dict:
         if rank == 1 and name.startswith("buffers"):
             os.kill(os.getpid(), signal.SIGKILL)
         return stock(directory, name, *rest)
-    checkpoint._save_tensors = kill
+    checkpoint.save_tensors = kill
     engine.save_checkpoint(folder, tag="global_step2")
 
 

@@ -108,7 +108,7 @@ def test_kinds_of_parameters_train_as_the_oracle_does(pool, tmp_path):
     before, after = built("adapted").state_dict(), unpack(adapted[0]["state"])
     assert all(torch.equal(after[n], v) for n, v in before.items() if n not in trained and n != "steps")
     assert [x["steps"] for x in adapted] == [jobs[0].steps] * 2
-    tied = json.loads((tmp_path / "resized" / "global_step6" / "cyclic.json").read_text())["aliases"]
+    tied = json.loads((tmp_path / "resized" / "global_step6" / "cyclic.json").read_text())["shared"]
     assert tied == {"lm_head.weight": "model.embed_tokens.weight"}
     with safe_open(next((tmp_path / "resized" / "global_step6").glob("stage_000*")), "pt") as file:
         assert file.get_tensor("param/model.embed_tokens.weight").shape == (80, 16)
@@ -150,7 +150,7 @@ def ties(rank: int, world: int, folder: str) -> None:
 def test_tied_and_untied_models_read_each_other(pool, tmp_path):
     pool.run(2, ties, str(tmp_path), timeout=180)
     manifest = json.loads(next(Path(tmp_path, "tied").glob("*/cyclic.json")).read_text())
-    assert manifest["aliases"] == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert manifest["shared"] == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def replaces(rank: int, world: int) -> str:

@@ -5,7 +5,8 @@ import pytest
 from deepspeed_cdp.config import KEYS, CyclicConfig, parse_cyclic
 
 DEFAULTS = {"enabled": False, "rule": "cdp-v2", "partition_method": "auto", "units": None, "ring_size": "auto",
-            "transport": "auto", "keep_after_forward": False, "placement": "auto", "timeout_seconds": 600, "weights": None}
+            "transport": "auto", "keep_after_forward": False, "min_unit_mb": 0.0, "placement": "auto", "timeout_seconds": 600,
+            "weights": None}
 
 
 def parse(**block):
@@ -48,7 +49,9 @@ def test_allowed_values_come_through_unchanged(block):
     ("rule", "cdp-v3"), ("rule", "3"), ("rule", -1), ("rule", 1.5), ("rule", True), ("rule", None), ("rule", "auto"),
     ("partition_method", "best"), ("partition_method", "type:"), ("partition_method", "type:("), ("partition_method", 3),
     ("units", []), ("units", "model.layers"), ("units", ["a", "a"]), ("units", [1]), ("ring_size", 0), ("ring_size", True),
-    ("ring_size", "all"), ("ring_size", 2.0), ("transport", "mpi"), ("keep_after_forward", "auto"), ("keep_after_forward", 1),
+    ("ring_size", "all"), ("ring_size", 2.0), ("transport", "mpi"), ("min_unit_mb", -1), ("min_unit_mb", "25"),
+    ("min_unit_mb", True),
+    ("keep_after_forward", "auto"), ("keep_after_forward", 1),
     ("placement", "ring"), ("timeout_seconds", 0), ("timeout_seconds", -3), ("timeout_seconds", float("inf")),
     ("timeout_seconds", float("nan")), ("timeout_seconds", "600"), ("timeout_seconds", True), ("weights", ""),
     ("weights", 3), ("enabled", "auto"),

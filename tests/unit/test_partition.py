@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deepspeed_cdp.discover import Unit, Units, find_units, stages
-from deepspeed_cdp.partition import assign, contiguous
+from deepspeed_cdp.partition import assign, contiguous, merged
 
 
 def score(costs, bounds):
@@ -164,3 +164,11 @@ def test_the_users_mistakes(given, message):
     with pytest.raises(ValueError, match="cyclic.units") as error:
         find_units(network(), 2, names=given)
     assert message in str(error.value)
+
+
+def test_merged() -> None:
+    assert merged([], 5) == ()
+    assert merged([3, 1, 9, 2], 0) == ((0,), (1,), (2,), (3,))
+    assert merged([3, 1, 9, 2], 4) == ((0, 1), (2,), (3,))
+    assert merged([3, 1, 9, 2], 100) == ((0, 1, 2, 3),)
+    assert merged([0, 0, 1], 1) == ((0, 1, 2),)

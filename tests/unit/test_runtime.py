@@ -42,9 +42,9 @@ def oracle(kind: str, stages, rule, size: int, make, steps: int, dtype=None, tra
 
 
 def check(kind: str, rule, size: int, make=sgd, steps: int = 6, rounds: int = 1, clip: float = 0.0, flush_after=(), on_step=None,
-          dtype=None, sum_dtype=None, exact: bool = True, keep: bool = False, **extra):
+          dtype=None, sum_dtype=None, exact: bool = True, keep: bool = False, least: int = 0, **extra):
     """Train on a ring of threads and with the oracle: every loss and every final weight is equal."""
-    settings = Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, keep_after_forward=keep)
+    settings = Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, keep_after_forward=keep, min_unit_bytes=least)
     got = train(kind, size, settings, make, steps, flush_after, on_step, dtype, **extra)
     plan = got["runtimes"][0].plan
     want = oracle(kind, plan.stages, rule, size, make, steps, dtype, rounds=rounds, clip=clip, flush_after=flush_after,
@@ -102,6 +102,19 @@ def test_muon_has_whole_matrices(rule):
     want = oracle("mlp", got["runtimes"][0].plan.stages, rule, 3, split, 6, trained=matrices)
     for name, master in want.masters.items():
         torch.testing.assert_close(got["state"][name], master, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(("kind", "rule", "size"), [("llama", "cdp-v2", 2), ("llama-tied", "cdp-v1", 2), ("routed", "cdp-v2", 2),
+                                                    ("mlp", "dp", 2), ("conv", "cdp-v2", 1)])
+def test_merged_units(kind, rule, size, keep):
+    """One unit a stage, of several modules; also where ranks skip some of them."""
+    plain = train(kind, size, Settings(rule), sgd, 1)["runtimes"][0].plan
+    got, _ = check(kind, rule, size, sgd, steps=8, rounds=2 if kind == "llama" else 1, keep=keep, least=10 ** 9)
+    plan = got["runtimes"][0].plan
+    assert len(plan.units) == size < len(plain.units) and plan.stages == plain.stages
+    assert [m for u in plan.units for m in u.modules] == [m for u in plain.units for m in u.modules]
+    assert got["runtimes"][0].messages() < len(plain.units) * 3 or size == 1
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])

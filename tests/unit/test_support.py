@@ -26,7 +26,7 @@ REFUSED = {
     "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True,
     "torch_autocast.enabled": True, "torch_autocast.dtype": "float16", "hybrid_engine.enabled": True,
     "tensor_parallel.autotp_size": 2,
-    "sequence_parallel_size": 2, "expert_parallel.enabled": True, "compile.deepcompile": True, "checkpoint.load_universal": True,
+    "sequence_parallel_size": 2, "expert_parallel.enabled": True, "compile.deepcompile": True,
     "communication_data_type": "fp32", "prescale_gradients": True,
     "data_efficiency.data_routing.random_ltd.enabled": True,
     "data_efficiency.data_sampling.curriculum_learning.enabled": True, ZERO + ".stage": 2,

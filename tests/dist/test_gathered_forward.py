@@ -1,0 +1,77 @@
+"""GatheredParameters inside a training forward: a function reads a module's parameters in that module's place (fused losses)."""
+
+import models
+import pytest
+import torch
+from engine_work import Job, oracle, pack, same, start, train, unpack, whole
+from torch import nn
+
+
+class Product(torch.autograd.Function):
+    """x @ weight.T, which asks the weight whether it is there, as TRL's fused head does in its backward."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        if torch.distributed.is_initialized():
+            assert weight.ds_status.name == "AVAILABLE"
+        return grad @ weight, grad.T @ x
+
+
+class Headed(models.MLP):
+    """The weight of ``read`` (a block, or the head, which is never called) is read in the forward of the whole, at the end."""
+
+    def __init__(self, fused: bool, read: str):
+        super().__init__()
+        self.head = nn.Linear(8, 8, bias=False)
+        self.fused, self.read = fused, read
+
+    def forward(self, x):
+        import deepspeed
+        x = super().forward(x)
+        weight = self.get_submodule(self.read).weight
+        with deepspeed.zero.GatheredParameters(weight):
+            return Product.apply(x, weight) if self.fused else nn.functional.linear(x, weight)
+
+
+def build(fused: bool, read: str = "head") -> nn.Module:
+    torch.manual_seed(7)
+    return Headed(fused, read)
+
+
+JOBS = [Job("mlp", "dp", 2, clip=0.3), Job("mlp", "cdp-v1", 2), Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,))]
+
+
+def run(rank: int, world: int, jobs: list[tuple[Job, bool]]) -> list[dict]:
+    results = []
+    for job, fused in jobs:
+        engine = start(job, world, build(fused))
+        losses = train(engine, job, rank)
+        results.append({"losses": losses, "stages": engine.cyclic_plan.stages, "state": pack(whole(engine))})
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_equals_the_oracle(pool, world):
+    jobs = [(job, fused) for job in JOBS for fused in (False, True)]
+    results = pool.run(world, run, jobs)
+    for at, (job, fused) in enumerate(jobs):
+        want = oracle(job, results[0][at]["stages"], world, build=lambda fused=fused: build(fused))
+        assert {k: v for r in results for k, v in r[at]["losses"].items()} == want.losses, (job, fused)
+        for result in results:
+            same(unpack(result[at]["state"]), want.masters)
+
+
+def late(rank: int, world: int, job: Job) -> None:
+    train(start(job, world, build(False, "blocks.1.0")), job, rank)
+
+
+def test_a_parameter_whose_place_is_past_is_refused(pool):
+    errors = pool.run_failing(2, late, Job("mlp", "cdp-v2"))
+    assert any("unit 'blocks.1' was used after unit 'blocks.5' in the forward of step 0" in str(e) for e in errors), errors

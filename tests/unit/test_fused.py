@@ -1,0 +1,89 @@
+"""fused.py: Adam in one pass, run by Triton's interpreter on the CPU; skipped without triton (torch for CPUs comes without it).
+
+To run it: ``pip install triton``, then this file alone (TRITON_INTERPRET must be set before triton is imported).
+"""
+
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+triton = pytest.importorskip("triton")
+
+from deepspeed_cdp import fused  # noqa: E402
+
+SHAPES = {"weight": (64, 70), "bias": (70,), "other": (5000,)}
+
+
+def aligned(count: int, dtype: torch.dtype) -> torch.Tensor:
+    raw = torch.zeros(count * 4 + 64, dtype=torch.uint8)
+    start = -raw.data_ptr() % 16
+    return raw[start:start + count * dtype.itemsize].view(dtype)
+
+
+def masters() -> dict[str, torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return {n: torch.nn.Parameter(aligned(torch.Size(s).numel(), torch.float32).view(s).copy_(torch.randn(s)))
+            for n, s in SHAPES.items()}
+
+
+@pytest.mark.parametrize("clip", [None, 0.3])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_equals_torch(kind, dtype, clip):
+    """Three steps over two units and two groups, one of them with another rate, from sums of four micro-batches."""
+    ours, theirs = masters(), masters()
+    make = lambda p: kind([{"params": [p["weight"], p["other"]]}, {"params": [p["bias"]], "lr": 3e-3}],  # noqa: E731
+                          lr=1e-2, weight_decay=0.1)
+    sums = {0: {n: aligned(ours[n].numel(), dtype).view(SHAPES[n]) for n in ("weight", "bias")},
+            1: {"other": aligned(5000, dtype)}}
+    published = [{n: aligned(p.numel(), torch.float32).view(SHAPES[n]) for n, p in ours.items()} for _ in range(2)]
+    optimizer, reference = make(ours), make(theirs)
+    adam = fused.Adam(optimizer, ours, sums, published)
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for step in range(3):
+        for unit in sums.values():
+            for name, total in unit.items():
+                total.copy_(torch.randn(SHAPES[name]))
+                theirs[name].grad = total.float() / 4 * (clip or 1)
+        for unit, members in sums.items():
+            want = sum(float((t.double() / 4).square().sum()) for t in members.values())
+            assert float(adam.square(unit, 0.25)) == pytest.approx(want, rel=1e-5)
+            factor = None if clip is None else torch.tensor(clip)
+            got = adam.update(unit, options, 0.25, factor, step % 2, urgent=step == 1)
+            assert float(got) == pytest.approx(want, rel=1e-5)
+        reference.step()
+        for name, p in ours.items():
+            torch.testing.assert_close(p, theirs[name], rtol=1e-6, atol=1e-7)
+            assert torch.equal(published[step % 2][name], p)
+    adam.settle()
+    for name, p in ours.items():
+        mine, others = optimizer.state[p], reference.state[theirs[name]]
+        assert float(mine["step"]) == float(others["step"]) == 3
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(mine[key], others[key], rtol=1e-5, atol=1e-8)
+
+
+def test_a_loaded_state_is_taken_up():
+    """Batches are made for the state's tensors; other tensors, from a checkpoint, come with their own number of steps."""
+    ours = masters()
+    optimizer = torch.optim.AdamW(ours.values(), lr=1e-2)
+    sums = {0: {n: aligned(p.numel(), torch.float32).view(SHAPES[n]).fill_(1) for n, p in ours.items()}}
+    adam = fused.Adam(optimizer, ours, sums, [{n: aligned(p.numel(), torch.float32).view(SHAPES[n]) for n, p in ours.items()}])
+    options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    adam.update(0, options, 1.0, None, None)
+    for p in ours.values():
+        optimizer.state[p] = {"step": torch.tensor(41.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    adam.update(0, options, 1.0, None, None)
+    adam.settle()
+    assert all(float(optimizer.state[p]["step"]) == 42 for p in ours.values())
+
+
+def test_what_it_does_not_know_is_left_to_the_optimizer():
+    p = [torch.nn.Parameter(torch.zeros(3))]
+    device = torch.device("cuda")
+    assert fused.Adam.suits(torch.optim.AdamW(p), device) and fused.Adam.suits(torch.optim.Adam(p), device)
+    for other in (torch.optim.AdamW(p, amsgrad=True), torch.optim.Adam(p, maximize=True), torch.optim.SGD(p, lr=0.1)):
+        assert not fused.Adam.suits(other, device)
+    assert not fused.Adam.suits(torch.optim.AdamW(p), torch.device("cpu"))

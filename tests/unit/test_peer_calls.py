@@ -1,0 +1,105 @@
+"""What the peer transport asks of the driver, call by call, with a driver that only takes notes (the rest needs GPUs)."""
+
+from collections import deque
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deepspeed_cdp.transport import peer
+from deepspeed_cdp.transport.base import Transport
+
+LANES = {"credit": 11, "G": 12, "P": 13, "O": 14, "P0": 15, "H0": 16, "S": 17}
+RANK, SIZE = 1, 4
+
+
+class Notes:
+    """The driver's calls as (name, arguments); events are numbers."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+        self.events = 0
+
+    def event(self) -> int:
+        self.events += 1
+        return self.events
+
+    def __getattr__(self, name: str):
+        return lambda *arguments: self.calls.append((name, *arguments))
+
+    def take(self) -> list[tuple]:
+        calls, self.calls = self.calls, []
+        return calls
+
+
+@pytest.fixture
+def transport(monkeypatch):
+    """Rank 1 of 4, on the default stream, whose handle is 0."""
+    made = object.__new__(peer.PeerTransport)
+    Transport.__init__(made, RANK, SIZE, 5.0)
+    made.driver, made.events, made._failure, made._counts = Notes(), [], None, {}
+    made._point, made._point_on, made._waits = made.driver.event(), None, deque(maxlen=9)
+    made._bases, made._word_bases = [0, 10_000, 20_000, 30_000], [0, 100_000, 200_000, 300_000]
+    made.device, made._lanes = SimpleNamespace(index=0), dict(LANES)
+    made._watch = SimpleNamespace(look=lambda mark: None, look_behind=lambda stream: None)
+    monkeypatch.setattr(made, "current", lambda: 0)
+    return made
+
+
+def test_a_message_is_pushed_behind_the_credit_and_the_work_that_made_it(transport):
+    source = torch.zeros(64, dtype=torch.uint8)
+    transport.push("G", 2, source, None, 512)
+    credit, arrival = transport._word(RANK, "G", 2, False), transport._word(2, "G", RANK, True)
+    assert transport.driver.take() == [("record", 1, 0), ("follow", 12, 1), ("wait", 12, credit, 1),
+                                       ("copy", 12, 20_000 + 512, source.data_ptr(), 64), ("write", 12, arrival, 1),
+                                       ("record", 2, 12)]
+    assert arrival >= 200_000 and 100_000 <= credit < 200_000, "each waits on its own words only"
+
+
+def test_what_is_passed_on_waits_for_its_arrival_alone(transport):
+    box = torch.zeros(64, dtype=torch.uint8)
+    came = transport.post("P", 0, box)
+    transport.driver.take()
+    transport.push("P", 2, box, came, 0)
+    first = transport.driver.take()[0]
+    assert first == ("wait", 13, transport._word(RANK, "P", 0, True), 1), "not for the passes' stream"
+
+
+def test_streams_follow_one_point_until_the_stream_moves_on(transport):
+    """The default stream's handle is 0, so no number can stand for "none": each new point must be recorded."""
+    source = torch.zeros(8, dtype=torch.uint8)
+
+    def records() -> int:
+        transport.push("G", 2, source, None, 0)
+        return sum(call[:3] == ("record", 1, 0) for call in transport.driver.take())
+    assert [records(), records()] == [1, 0]
+    transport.moved_on()
+    assert [records(), records()] == [1, 0]
+    transport.post("P", 0, source).wait("here")
+    transport.driver.take()
+    assert records() == 1, "a wait moves the stream on"
+    transport.after(transport.mark())
+    transport.driver.take()
+    assert records() == 1
+
+
+def test_offers_are_told_and_pulled(transport):
+    box = torch.zeros(64, dtype=torch.uint8)
+    offer = transport.push("P0", 3, box)
+    assert transport.driver.take() == [("write", 0, transport._word(3, "P0", RANK, True), 1)]
+    offer.wait("here")
+    assert transport.driver.take() == [("wait", 0, transport._word(RANK, "P0", 3, False), 1)]
+    taken = transport.post("P0", 2, box, (), "here", 256)
+    assert transport.driver.take() == [("record", 1, 0), ("follow", 15, 1), ("wait", 15, transport._word(RANK, "P0", 2, True), 1),
+                                       ("copy", 15, box.data_ptr(), 20_000 + 256, 64),
+                                       ("write", 15, transport._word(2, "P0", RANK, False), 1), ("record", 2, 15)]
+    taken.wait("here")
+    taken.wait("here")
+    assert transport.received == {("P0", 2): 1} and transport.bytes_received == {("P0", 2): 64}
+
+
+def test_events_come_back(transport):
+    source = torch.zeros(8, dtype=torch.uint8)
+    for _ in range(5):
+        transport.push("G", 2, source, None, 0)
+    assert transport.driver.events == 2, "one for the point, one that every ticket in turn has used"
