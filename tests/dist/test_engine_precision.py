@@ -253,3 +253,34 @@ def unscaled(rank: int, world: int, more: dict[str, Any]) -> str:
 @pytest.mark.parametrize("more", [{}, {"loss_scale": 384.0}])
 def test_a_loss_that_is_not_scaled_is_an_error(pool, more):
     assert "Loss scaling is required" in pool.run(1, unscaled, more)[0]
+
+
+def scaler_after(rank: int, world: int, rule: str | None, load: str, save: str) -> dict[str, Any]:
+    """DeepSpeed's scaler after loading (if told to), and three steps later, when it is saved (if told to)."""
+    job = Job("mlp", rule, optimizer="sgd", config=fp16(19, window=5))
+    with fp16_on_cpus():
+        engine = start(job, world)
+        first = 0
+        if load:
+            path, _ = engine.load_checkpoint(load)
+            assert path
+            first = engine.global_steps
+        loaded = dict(vars(engine.optimizer.loss_scaler))
+        steps_of(engine, job, rank, first, first + 3)
+        if save:
+            engine.save_checkpoint(save)
+        end = dict(vars(engine.optimizer.loss_scaler))
+        engine.destroy()
+    return {"loaded": loaded, "end": end}
+
+
+def test_the_scaler_goes_to_zero3_and_back(pool, tmp_path):
+    from deepspeed_cdp import convert
+    ours, theirs, stocks = (str(tmp_path / x) for x in ("ours", "theirs", "stocks"))
+    ours_was = pool.run(2, scaler_after, "cdp-v1", "", ours)[0]["end"]
+    assert ours_was["cur_scale"] < 2.0 ** 19 and ours_was["cur_iter"] == 3
+    assert convert.main(["to-zero3", ours, theirs, "--ranks", "2", "--json"]) == 0
+    stock = pool.run(2, scaler_after, None, theirs, stocks)[0]
+    assert stock["loaded"] == ours_was
+    again = pool.run(2, scaler_after, "dp", stocks, "")[0]
+    assert again["loaded"] == stock["end"] and again["loaded"]["cur_iter"] == 6
