@@ -15,7 +15,7 @@ from benchmarks import limited, models
 
 LEARNING_RATE = 1e-5
 LINEAR = torch.nn.functional.linear  # torch's own
-SHARDED = ("fsdp2", "zero3", "zero3-leaf")  # can be built without the whole model on any GPU
+SHARDED = ("fsdp2", "zero3", "zero3-leaf", "zero3-offload", "zero3-leaf-offload")  # can be built in shards
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Job:
     """What to train and how.
 
     Attributes:
-        name: compute, ddp, fsdp2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-keep: with keep_after_forward.
+        name: compute, ddp, fsdp2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-keep: with keep_after_forward;
+            zero3...-offload, cdp-...-offload: with the optimizer in host memory, stepped by DeepSpeedCPUAdam.
         dtype: of the passes.
         compiled: torch.compile every decoder layer.
         sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
@@ -121,13 +122,16 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     import deepspeed
 
     import deepspeed_cdp  # noqa: F401
-    name, cuda = job.name, job.device.type == "cuda"
+    name, cuda, offload = job.name.removesuffix("-offload"), job.device.type == "cuda", job.name.endswith("-offload")
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.micro_batch, "zero_optimization": {"stage": 3},
         "bf16": {"enabled": job.dtype == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, **({} if cuda else {"torch_adam": True})}},
         "steps_per_print": 10 ** 9,
         "gradient_clipping": 0.0}  # as the others; DeepSpeed's default is 1.0
+    if offload:  # DeepSpeed then takes its Adam for CPUs, and builds it first
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+        config["optimizer"]["params"].pop("torch_adam", None)
     cyclic = name.startswith("cdp-")
     sharded = job.sharded and not cyclic
     with deepspeed.zero.Init(config_dict_or_path=config) if sharded else nullcontext():
@@ -139,9 +143,12 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
         config["cyclic"] = {"enabled": True, "rule": rule if rule in ("cdp-v1", "cdp-v2") else int(rule[4:]),
                             "keep_after_forward": name.endswith("-keep"), "timeout_seconds": 60}
         config["zero_allow_untested_optimizer"] = True
-        del config["optimizer"]
+        given: dict[str, Any] = {"model_parameters": model.parameters()}
+        if not offload:
+            del config["optimizer"]
+            given = {"optimizer": _adamw(model)}
         with limited.limited(job.bandwidth) if job.bandwidth else nullcontext():
-            engine, *_ = deepspeed.initialize(model=model, optimizer=_adamw(model), config=config)
+            engine, *_ = deepspeed.initialize(model=model, config=config, **given)
     else:
         if name == "zero3-leaf":
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])

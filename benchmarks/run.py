@@ -27,7 +27,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", default="llama-1.3b", help="comma-separated, of " + ", ".join(SIZES))
     parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES) + ", cdp-K; "
-                        "cdp-...-keep: with keep_after_forward")
+                        "cdp-...-keep: with keep_after_forward; zero3-offload, cdp-...-offload: optimizer in host memory")
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8, help="per window")
@@ -44,6 +44,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--build", default="auto", choices=("auto", "full", "sharded"),
                         help="sharded: fsdp2 and zero3 never hold the whole model on a GPU, and start from other random weights; "
                              "auto: sharded for llama-8b only")
+    parser.add_argument("--threads", type=int, default=1,
+                        help="OMP_NUM_THREADS of each rank: what DeepSpeedCPUAdam steps with in ...-offload")
     parser.add_argument("--trace", default="", help="also record a profiler trace of engines whose name starts so")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--seconds", type=float, default=120, help="no engine may take longer than this")
@@ -52,8 +54,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     names = args.engines.split(",")
     for name in names:
-        if name not in ENGINES and not re.fullmatch(r"cdp-(v1|v2|\d+)(-keep)?", name):
-            parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES)}, cdp-K with an integer K, and cdp-...-keep")
+        if name not in ENGINES and not re.fullmatch(r"cdp-(v1|v2|\d+)(-keep)?(-offload)?|zero3(-leaf)?-offload", name):
+            parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES)}, cdp-K with an integer K, cdp-...-keep, "
+                         "cdp-...-offload and zero3-offload")
     for model in args.models.split(","):
         if model not in SIZES:
             parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")
@@ -62,8 +65,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--bandwidth-limit holds back hand-offs and {others[0]!r} has none; use it with cdp engines only")
     if args.bandwidth_limit < 0:
         parser.error(f"--bandwidth-limit is {args.bandwidth_limit:g}; it must be above 0 GB/s")
-    if args.steps < 1 or args.windows < 1 or args.warmup < 1:
-        parser.error("--steps, --windows and --warmup must each be at least 1")
+    if min(args.steps, args.windows, args.warmup, args.threads) < 1:
+        parser.error("--steps, --windows, --warmup and --threads must each be at least 1")
     return args
 
 
@@ -86,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip() or "unknown"
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **({"DS_ACCELERATOR": "cpu"} if args.cpu else {})}
+    environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), **({"DS_ACCELERATOR": "cpu"} if args.cpu else {})}
     environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
     modes = {"no": (False,), "yes": (True,), "both": (False, True)}[args.compile]
     settings = list(itertools.product(args.models.split(","), args.micro_batch.split(","), args.jitter_ms.split(","), modes))

@@ -188,7 +188,7 @@ class Access:
             self._agree_on(name, optim_state_key, held)
         elif mine:
             held = self._value(name).to(torch.float32)
-        return held.detach().clone() if mine else torch.empty(0, device=self.runtime.device)
+        return held.detach().to(self.runtime.device, copy=True) if mine else torch.empty(0, device=self.runtime.device)
 
     def set_local_hp_param(self, value: torch.Tensor, param: torch.nn.Parameter, optim_state_key: str | None = None) -> None:
         """As ``get_local_fp32_param`` gives it: the owner's value counts, the others' are empty."""

@@ -91,7 +91,8 @@ class CyclicEngine(DeepSpeedEngine):
         _, sum_dtype = self.get_data_types()
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
-                            config.keep_after_forward, int(config.min_unit_mb * 2 ** 20), self._loss_scale())
+                            config.keep_after_forward, int(config.min_unit_mb * 2 ** 20), self._loss_scale(),
+                            **self._offloading())
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         try:
@@ -115,6 +116,10 @@ class CyclicEngine(DeepSpeedEngine):
         if not (self.fp16_enabled() or self.torch_autocast_enabled() and self.torch_autocast_dtype() == torch.float16):
             return None
         return self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else self.loss_scale()
+
+    def _offloading(self) -> dict[str, bool]:
+        offload = self.zero_offload_optimizer()
+        return {"offload": self.zero_cpu_offload(), "pin": offload is not None and offload.pin_memory}
 
     def zero_optimization_partition_weights(self) -> bool:
         """False: parameters are handed off whole, ZeRO-3's hooks, gathers and shard files do not apply."""

@@ -24,7 +24,10 @@ class StageOwner:
     Attributes:
         masters: trained parameters of the owned stage by name; fp32 ``nn.Parameter`` of the parameter's shape.
         frozen: the others, in their own dtype.
+        home: device of both; None where the parameters are (see offload.py).
     """
+
+    home: torch.device | None = None
 
     def __init__(self, handoff: Handoff, layouts: dict[int, Layout], values: dict[str, torch.Tensor],
                  optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str], clip: float,
@@ -44,14 +47,15 @@ class StageOwner:
         places, _ = handoff.plan.v_layout(stage)
         self.slots: dict[str, tuple[int, Slot]] = {s.name: (i, s) for i in places for s in layouts[i].slots}
         self._device = handoff.buffers.regions["V0"].device
+        self.home = self.home or self._device
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.Tensor] = {}
         for name, (_, slot) in self.slots.items():
             value = values[name].detach()
             if slot.sum_offset >= 0:
-                self.masters[name] = torch.nn.Parameter(value.to(self._device, torch.float32, copy=True))
+                self.masters[name] = torch.nn.Parameter(value.to(self.home, torch.float32, copy=True))
             else:
-                self.frozen[name] = value.to(self._device, copy=True)
+                self.frozen[name] = value.to(self.home, copy=True)
         self._published = [{n: self._view("V", i, s, c) for n, (i, s) in self.slots.items()} for c in range(handoff.plan.copies)]
         self._sums: dict[int, dict[str, torch.Tensor]] = {i: {} for i in places}
         for n, (i, s) in self.slots.items():
@@ -62,7 +66,7 @@ class StageOwner:
         self._grads: dict[int, list[torch.Tensor]] = {}  # averaged, of units not updated yet (empty lists if fused)
         self._take_over(names)
         self._fused = (fused.Adam(optimizer, self.masters, self._sums, self._published)
-                       if fused.Adam.suits(optimizer, self._device) else None)
+                       if fused.Adam.suits(optimizer, self.home) else None)
         self.by_unit = self._fused is not None or type(optimizer).__module__.startswith("torch.optim")
         self.at_once = self.by_unit and not clip and not handoff.schedule.exact_norm
         self._recorded: dict[int, list[dict[str, Any]]] = {}
@@ -89,6 +93,19 @@ class StageOwner:
                     self.optimizer.state[master] = {
                         k: v.to(master) if isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == master.shape
                         else v for k, v in state[n].items()}
+
+    def put_state(self, name: str, state: dict[str, Any]) -> None:
+        """Give the optimizer a saved state of a parameter, perhaps saved by an optimizer of another device or make."""
+        master = self.masters[name]
+        home = master.device
+        state = {k: v.to(home) if isinstance(v, torch.Tensor) and (v.dim() or home.type == "cpu") else v
+                 for k, v in state.items()}
+        make, step = type(self.optimizer).__module__, state.get("step")
+        if make.startswith("deepspeed.") and isinstance(step, torch.Tensor):  # which counts in a number
+            state["step"] = int(step)
+        elif make.startswith("torch.optim") and isinstance(step, int):  # which counts in a tensor, in place
+            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+        self.optimizer.state[master] = state
 
     # ---- publishing -----------------------------------------------------------------------------------------------------
     @torch.no_grad()
@@ -315,7 +332,7 @@ class CyclicOptimizer(ZeROOptimizer):
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"]):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for name, values in state["state"].items():
-            self.optimizer.state[self.owner.masters[name]] = values
+            self.owner.put_state(name, values)
         self.owner.scale.restart(self.owner.handoff.global_step, state.get("loss_scale"))
 
     def destroy(self) -> None:

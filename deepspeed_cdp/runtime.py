@@ -15,6 +15,7 @@ from . import discover
 from .handoff import Handoff
 from .hooks import BACKWARD, IDLE, Binder
 from .loss_scale import LossScale
+from .offload import OffloadedOwner
 from .optimizer import CyclicOptimizer, StageOwner
 from .partition import merged
 from .plan import HELD, Plan
@@ -34,6 +35,7 @@ class Settings:
         rule, partition_method, units, keep_after_forward, min_unit_bytes (min_unit_mb): of the ``cyclic`` block.
         rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
         loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None not to scale.
+        offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
     """
 
     rule: str | int = "cdp-v2"
@@ -45,6 +47,8 @@ class Settings:
     keep_after_forward: bool = False
     min_unit_bytes: int = 0
     loss_scale: float | Mapping[str, Any] | None = None
+    offload: bool = False
+    pin: bool = True
 
 
 class _Seen(NamedTuple):
@@ -87,7 +91,8 @@ class Runtime:
         with torch.no_grad():
             values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
             self.scale = LossScale(self.plan.schedule, settings.loss_scale)
-            self.owner = StageOwner(self.handoff, layouts, values, optimizer, names, settings.clip, self.scale)
+            given = self.handoff, layouts, values, optimizer, names, settings.clip, self.scale
+            self.owner = OffloadedOwner(*given, pin=settings.pin) if settings.offload else StageOwner(*given)
         self.handoff.owner, self.handoff.on_end = self.owner, self.scale.end
         self.binder = Binder(module, self.handoff, layouts, self.lent)
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)

@@ -43,6 +43,14 @@ def _offloads(value: Any, config: Any) -> bool:
     return value is not None and getattr(value, "device", "none") != "none"
 
 
+def _offloads_to_nvme(value: Any, config: Any) -> bool:
+    return value is not None and getattr(value, "device", "none") == "nvme"
+
+
+def _below_1(value: Any, config: Any) -> bool:
+    return value is not None and value < 1
+
+
 def _removed_in_mics(value: Any, config: Any) -> bool:
     return value is not None and value > 0
 
@@ -95,6 +103,7 @@ def _refused(setting: str, when: str, refuses: Callable[[Any, Any], bool] | None
 
 
 ZERO = "zero_optimization."
+ON_DEVICE = "each rank passes every parameter on in every step, so all of them would cross the bus to host memory"
 LATER = "not supported in this version"
 LATE = "a stage is updated before the step's last overflow is known"
 USE_V1 = 'use bf16, or cyclic.rule "cdp-v1"'
@@ -110,12 +119,13 @@ TABLE: tuple[Row, ...] = (
     _refused(ZERO + "zeropp_loco_param", "set", _given, "it corrects quantized reductions and there are none", "remove it"),
     _refused(ZERO + "mics_shard_size", "above 0", _removed_in_mics, "parameters are kept by stage, not sharded over a group",
              "remove it"),
-    _refused(ZERO + "cpu_offload", "true", _on, LATER, "remove it"),
-    _refused(ZERO + "cpu_offload_param", "true", _on, "parameters stay on the device that hands them on", "remove it"),
-    _refused(ZERO + "offload_param", "cpu, nvme", _offloads, "parameters stay on the device that hands them on", "remove it"),
-    _refused(ZERO + "offload_optimizer.super_offload", "true", _on, "the owner updates whole stages on its own device",
-             "remove it"),
-    _refused(ZERO + "offload_optimizer", "cpu, nvme", _offloads, LATER, "remove it"),
+    _refused(ZERO + "cpu_offload_param", "true", _on, ON_DEVICE, "remove it"),
+    _refused(ZERO + "offload_param", "cpu, nvme", _offloads, ON_DEVICE, "remove it"),
+    _refused(ZERO + "offload_optimizer.super_offload", "true", _on,
+             "it overlaps ZeRO-3's sub-groups with the backward, and owners update whole units", "remove it"),
+    _refused(ZERO + "offload_optimizer.ratio", "below 1", _below_1, "an owner updates its stage in one place",
+             "set it to 1.0"),
+    _refused(ZERO + "offload_optimizer", "nvme", _offloads_to_nvme, LATER, "set its device to cpu"),
     _refused(ZERO + "zenflow", "set", _given, "it splits the update by gradient importance, the owner applies it whole",
              "remove it"),
     _refused("fp16.enabled", "true under cdp-v2 and K other than 0 and 2N-1", _fp16_late, LATE, USE_V1),
@@ -161,6 +171,9 @@ TABLE: tuple[Row, ...] = (
     Row(("fp16",), "supported",
         "under dp and cdp-v1, with fixed and dynamic scales; under cdp-v1 an overflow lowers the scale one step later"),
     Row(("torch_autocast",), "supported", "parameters and sums stay fp32 and travel so"),
+    Row((ZERO + "offload_optimizer.device", ZERO + "offload_optimizer.pin_memory", ZERO + "cpu_offload"), "supported",
+        "cpu: masters, optimizer state and update on the owner's host, with DeepSpeedCPUAdam where the config names Adam"),
+    Row(("zero_force_ds_cpu_optimizer",), "supported", "as in ZeRO-3"),
     Row(("checkpoint.load_universal",), "supported", "as in ZeRO-3"),
     Row(("activation_checkpointing",), "supported", "a unit's parameters stay through its recomputation"),
     Row((ZERO + "stage3_gather_16bit_weights_on_model_save", ZERO + "stage3_gather_fp16_weights_on_model_save"), "supported",
@@ -177,7 +190,10 @@ TABLE: tuple[Row, ...] = (
     Row((ZERO + "leaf_module", ZERO + "stage3_module_granularity_threshold"), "ignored", "units come from cyclic.units"),
     Row(("gradient_predivide_factor",), "ignored", "the owner divides the sum over the ranks once"),
     Row((ZERO + "mics_hierarchical_params_gather", ZERO + "cpu_offload_use_pin_memory",
-         ZERO + "save_muon_momentum_buffer_in_memory", "zero_force_ds_cpu_optimizer", "aio"),
+         ZERO + "save_muon_momentum_buffer_in_memory", "aio", ZERO + "offload_optimizer.nvme_path",
+         ZERO + "offload_optimizer.buffer_count", ZERO + "offload_optimizer.pipeline_read",
+         ZERO + "offload_optimizer.pipeline_write", ZERO + "offload_optimizer.fast_init",
+         ZERO + "offload_optimizer.cpuadam_cores_perc"),
         "ignored", "it belongs to a setting that is refused"),
     Row((ZERO + "ignore_unused_parameters", ZERO + "legacy_stage1", ZERO + "elastic_checkpoint",
          ZERO + "compute_grad_norm", ZERO + "load_from_fp32_weights", ZERO + "pipeline_loading_checkpoint",

@@ -29,6 +29,8 @@ FP16 = {
     2: [Job("mlp", "cdp-v1", 2, steps=12, clip=0.3, schedule="lambda", config=fp16(), flush_after=(4,)),
         Job("mlp", "dp", 1, steps=10, optimizer="sgd", schedule="lambda", config=fp16(hysteresis=2), style="scaled"),
         Job("llama-tied", "cdp-v1", 1, steps=8, clip=0.5, sum_fp32=True, config=fp16(auto_cast=False, loss_scale_window=3)),
+        Job("mlp", "cdp-v1", 1, steps=8, clip=0.3, optimizer="sgd",
+            config={**fp16(), "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
         Job("mlp", "cdp-v1", 1, optimizer="sgd", config=fp16(loss_scale=384.0))],
     3: [Job("mlp", "cdp-v1", 1, steps=12, schedule="warmup", config=fp16(consecutive_hysteresis=True), eval_after=(3,)),
         Job("mlp", "dp", 2, steps=10, clip=0.3, config=fp16(), flush_after=(1, 5))],

@@ -36,7 +36,8 @@ def adamw(named):
     return torch.optim.AdamW([p for _, p in named], lr=1e-2, foreach=True)
 
 
-def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, synchronize: bool) -> dict:
+def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, synchronize: bool,
+          offload: bool = False) -> dict:
     device = torch.device("cuda", torch.cuda.current_device())
     dtype = torch.bfloat16 if bf16 else torch.float32
     module = models.build(kind).to(device, dtype)
@@ -44,6 +45,9 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
               "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True,
               "steps_per_print": 10 ** 9,
               "cyclic": {"enabled": True, "rule": rule, "transport": ARGS.transport, "timeout_seconds": 30}}
+    if offload:
+        zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+        config |= {"zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}
     engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(list(module.named_parameters())), config=config)
     losses = {}
     for step in range(STEPS):
@@ -59,6 +63,7 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
         if step == 3:
             engine.flush()
     state = engine.module_state_dict()
+    assert {m.device.type for m in engine._runtime.owner.masters.values()} <= {"cpu" if offload else "cuda"}
     stages, traffic, transport = engine.cyclic_plan.stages, engine._runtime.traffic(), engine._transport
     assert ARGS.transport in ("auto", transport.name), transport.name
     engine.destroy()
@@ -72,7 +77,7 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
     mine = max(abs(float(v) - want.losses[k]) / abs(want.losses[k]) for k, v in losses.items())
     bytes_right = all(row["counted"] == row["closed form"] for row in traffic.values())
     return {"model": kind, "rule": rule, "rounds": rounds, "bf16": bf16, "ranks": size, "weights": worst / scale, "losses": mine,
-            "bytes": bytes_right, "sync": synchronize, "transport": transport.name}
+            "bytes": bytes_right, "sync": synchronize, "offload": offload, "transport": transport.name}
 
 
 def main() -> None:
@@ -84,10 +89,12 @@ def main() -> None:
              for k, r, m, s in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"), (1,), (False,))]
     cases += [("llama", "cdp-v2", 2, False, True), ("llama-tied", "cdp-v1", 1, True, False), ("llama", "cdp-v2", 1, True, True),
               ("routed", "cdp-v2", 1, False, False)]
+    cases += [("llama-tied", "cdp-v2", 2, False, False, True), ("llama", "cdp-v1", 1, False, True, True),
+              ("llama-tied", "cdp-v2", 1, True, False, True), ("llama", "dp", 1, True, False, True)]  # optimizer in host memory
     failed = False
     for case in cases:
         begun = time.time()
-        row = check(*case[:4], rank, size, case[4])
+        row = check(*case[:4], rank, size, *case[4:])
         # fp32: kernels of another shape may sum in another order; bf16: a weight may round to its neighbour (2^-8 of itself)
         good = (row["weights"] < (4e-3 if row["bf16"] else 1e-6) and row["losses"] < (1e-3 if row["bf16"] else 1e-6)
                 and row["bytes"])

@@ -20,8 +20,8 @@ RAW_ONLY = {ZERO + ".zeropp_loco_param": {"a": 1}, ZERO + ".mics_shard_size": 2,
 REFUSED = {
     ZERO + ".zero_quantized_weights": True, ZERO + ".zero_quantized_gradients": True,
     ZERO + ".zero_quantized_nontrainable_weights": True, ZERO + ".zero_hpz_partition_size": 2,
-    ZERO + ".offload_param": {"device": "cpu"}, ZERO + ".offload_optimizer": {"device": "cpu"}, ZERO + ".zenflow": {},
-    ZERO + ".offload_optimizer.super_offload": True, ZERO + ".cpu_offload": True, ZERO + ".cpu_offload_param": True,
+    ZERO + ".offload_param": {"device": "cpu"}, ZERO + ".offload_optimizer": {"device": "nvme"}, ZERO + ".zenflow": {},
+    ZERO + ".offload_optimizer.super_offload": True, ZERO + ".offload_optimizer.ratio": 0.5, ZERO + ".cpu_offload_param": True,
     "fp16.enabled": True, "fp16.fp16_master_weights_and_grads": True,
     "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True,
     "torch_autocast.enabled": True, "torch_autocast.dtype": "float16", "hybrid_engine.enabled": True,
@@ -133,6 +133,7 @@ def test_stage_must_be_3(stage):
 
 @pytest.mark.parametrize("settings", [
     {ZERO + ".offload_param": {"device": "none"}, ZERO + ".offload_optimizer": {"device": "none"}},
+    {ZERO + ".offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 1.0}}, {ZERO + ".cpu_offload": True},
     {ZERO + ".zero_hpz_partition_size": 1, "fp16.enabled": False, "prescale_gradients": False, "sequence_parallel_size": 1},
     {"fp16.enabled": "auto", "bf16.enabled": "auto", ZERO + ".overlap_comm": True},
     {"bf16.enabled": True, "gradient_clipping": 1.0, "data_types.grad_accum_dtype": "fp32"},
