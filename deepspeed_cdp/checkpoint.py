@@ -117,6 +117,7 @@ def _manifest(engine: "CyclicEngine", runtime: "Runtime", everyone: list[dict], 
             "stages": runtime.plan.stages, "dtype": str(next(runtime.module.parameters()).dtype).removeprefix("torch."),
             "groups": engine.optimizer_group_names, "options": options, "shared": _shared(runtime.module),
             "frozen_left_out": exclude_frozen, "counters": {c: getattr(engine, c) for c in COUNTERS},
+            "loss_scale": runtime.scale.state_dict(),
             "files": {name: entry for x in everyone for name, entry in x["files"].items()}}
 
 
@@ -263,7 +264,7 @@ def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bo
     found = {"values": {n: stored.value(homes[n]) for n in own}, "buffers": {n: stored.buffer(n, rank) for n in common},
              "state": {n: stored.state(homes[n]) for n in owner.masters if optimizer_states and homes[n] in stored.trained},
              "groups": stored.groups, "scalars": stored.scalars(runtime.plan.stages), "counters": stored.counters,
-             "client_state": stored.client_state, "lr_scheduler": stored.lr_scheduler}
+             "client_state": stored.client_state, "lr_scheduler": stored.lr_scheduler, "loss_scale": stored.loss_scale}
     for state in found["state"].values():
         _fit_counts(owner.optimizer, state)
     if scheduler_states and hasattr(engine.lr_scheduler, "load_state_dict") and found["lr_scheduler"] is not None:
@@ -323,6 +324,7 @@ def _apply(engine: "CyclicEngine", runtime: "Runtime", found: dict[str, Any], op
         engine.micro_steps = found["counters"].get("micro_steps", engine.global_steps * micro) // micro * micro
         runtime.handoff.global_step = engine.global_steps
     runtime.handoff.scalars.resume(runtime.handoff.global_step, optimizer_states and found["scalars"] is not None)
+    runtime.scale.restart(runtime.handoff.global_step, found["loss_scale"] if optimizer_states else None)
 
 
 def _moved(value: Any, device: torch.device, scalars_too: bool) -> Any:

@@ -69,7 +69,9 @@ class CyclicEngine(DeepSpeedEngine):
             "deepspeed_cdp version": __version__, "torch version": torch.__version__,
             **{f"cyclic.{key}": value for key, value in config.items()},
             "gradient_accumulation_steps": self.gradient_accumulation_steps(), "gradient_clipping": self.gradient_clipping(),
-            "dtypes": list(map(str, self.get_data_types())), "number of parameters": len(shapes),
+            "dtypes": list(map(str, self.get_data_types())), "loss scale (fp16)": self._loss_scale(),
+            "torch_autocast.dtype": str(self.torch_autocast_dtype()) if self.torch_autocast_enabled() else None,
+            "number of parameters": len(shapes),
             "parameter names, shapes and dtypes (digest)": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
         }
         everyone = self._transport.gather(mine, f"rank {self._transport.rank}, comparing settings between ranks")
@@ -90,7 +92,8 @@ class CyclicEngine(DeepSpeedEngine):
         _, sum_dtype = self.get_data_types()
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
-                            config.keep_after_forward, int(config.min_unit_mb * 2 ** 20), **self._offloading())
+                            config.keep_after_forward, int(config.min_unit_mb * 2 ** 20), self._loss_scale(),
+                            **self._offloading())
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         try:
@@ -108,6 +111,12 @@ class CyclicEngine(DeepSpeedEngine):
             log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0])
         _close_at_exit(self)
         return self._runtime.optimizer
+
+    def _loss_scale(self) -> float | dict[str, Any] | None:
+        """``Settings.loss_scale``: of the ``fp16`` block, also for autocast to float16."""
+        if not (self.fp16_enabled() or self.torch_autocast_enabled() and self.torch_autocast_dtype() == torch.float16):
+            return None
+        return self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else self.loss_scale()
 
     def _offloading(self) -> dict[str, bool]:
         offload = self.zero_offload_optimizer()
@@ -134,6 +143,7 @@ class CyclicEngine(DeepSpeedEngine):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """As DeepSpeed's; the first forward in ``eval()`` mode or under ``no_grad`` is collective: it flushes and gathers."""
         with self._noting_failure():
+            torch.clear_autocast_cache()  # of casts of other versions, where the script has an autocast around its loop
             if not (self.module.training and torch.is_grad_enabled()):
                 self._runtime.gather()
                 return super().forward(*inputs, **kwargs)

@@ -109,7 +109,7 @@ def write_cyclic(stored: Stored, out: str, max_bytes: int = SHARD, replace: bool
                     "dtype": str(stored.dtype).removeprefix("torch."), "groups": [g["params"] for g in groups],
                     "options": [plain_options({k: v for k, v in g.items() if k != "params"}) for g in groups],
                     "shared": stored.shared, "frozen_left_out": stored.frozen_left_out, "counters": stored.counters,
-                    "files": files}
+                    "loss_scale": stored.loss_scale, "files": files}
         write_text(os.path.join(folder, MANIFEST), manifest_text(manifest))
     return {"files": len(files) + 1, "parameters": len(stored.trained) + len(stored.frozen)}
 
@@ -169,10 +169,13 @@ def _model_states(stored: Stored, shapes: list[dict[str, tuple]], rank: int, ran
             "ds_config": {}, "ds_version": deepspeed_version, **stored.client_state}
 
 
-def _optimizer_state(ranks: int, state: dict[int, Any], groups: list[dict[str, Any]], members: list[list[int]]) -> dict[str, Any]:
-    from deepspeed.runtime.fp16.loss_scaler import LossScaler
+def _optimizer_state(ranks: int, state: dict[int, Any], groups: list[dict[str, Any]], members: list[list[int]],
+                     loss_scale: dict[str, Any] | None) -> dict[str, Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
-    return {"zero_stage": ZeroStageEnum.weights, "loss_scaler": LossScaler(scale=1.0), "dynamic_loss_scale": False,
+
+    from .loss_scale import scaler_of
+    scaler = scaler_of(loss_scale)
+    return {"zero_stage": ZeroStageEnum.weights, "loss_scaler": scaler, "dynamic_loss_scale": scaler.dynamic,
             "overflow": False, "partition_count": ranks,
             "optimizer_state_dict": {"state": state, "param_groups": [{**g, "params": m} for g, m in zip(groups, members)]}}
 
@@ -228,7 +231,7 @@ def write_zero3(stored: Stored, out: str, ranks: int, sub_group_size: int = 10**
                 flats.append(own.pop("fp32"))
                 if own or rest:
                     state[i] = {**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in rest.items()}, **own}
-            optim = {**_optimizer_state(ranks, state, groups, members), "fp32_flat_groups": flats}
+            optim = {**_optimizer_state(ranks, state, groups, members, stored.loss_scale), "fp32_flat_groups": flats}
             torch.save({"optimizer_state_dict": optim, "ds_config": {}, "ds_version": deepspeed_version},
                        os.path.join(folder, f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
             torch.save(_model_states(stored, shapes, rank, ranks),
@@ -252,7 +255,7 @@ def write_universal(stored: Stored, out: str, replace: bool = False, tick: Tick 
                 os.makedirs(home)
                 for key, value in flat.items():
                     torch.save({"param": value.clone()}, os.path.join(home, f"{key}.pt"))
-        optim = _optimizer_state(1, state, groups, members)
+        optim = _optimizer_state(1, state, groups, members, stored.loss_scale)
         torch.save({**optim, "param_groups": optim["optimizer_state_dict"]["param_groups"]},
                    os.path.join(folder, "zero", "optimizer_state.pt"))
         torch.save(_model_states(stored, [{n: stored.trained[n].shape for n in sub} for sub in subs], 0, 1),

@@ -109,6 +109,10 @@ class _DeepSpeed(Stored):
                 raise CheckpointError(f"{path} has parameter groups that do not fit its model states")
             self.groups.append({**group, "params": [n for i in group["params"] for n in self._shapes[i]]})
 
+    def _read_scaler(self, scaler: Any) -> None:
+        from .loss_scale import plain
+        self.loss_scale = plain(scaler) if scaler is not None else None
+
     def verify(self, rank: int, ranks: int, names: Iterable[str]) -> None:
         """DeepSpeed keeps no digests, but zip files have a CRC per tensor."""
         for i, path in enumerate(sorted(self._paths)):
@@ -180,6 +184,7 @@ class Zero3(_DeepSpeed):
         for path, optim in zip(optims, self._optims):
             self._check_optimizer(path, optim, ranks, sizes)
         self._read_groups(optims[0], self._optims[0]["optimizer_state_dict"])
+        self._read_scaler(self._optims[0].get("loss_scaler"))
 
     @staticmethod
     def _check_optimizer(path: str, optim: dict[str, Any], ranks: int, sizes: list[int]) -> None:
@@ -235,11 +240,13 @@ class Universal(_DeepSpeed):
                                   "checkpoints only those made from ZeRO-3 are read)")
         self._read_models(folder, [os.path.join(folder, n) for _, n in names])
         path = os.path.join(folder, "zero", "optimizer_state.pt")
-        optim = _load(path, ("optimizer_state_dict",))["optimizer_state_dict"]
+        whole = _load(path, ("optimizer_state_dict",))
+        optim = whole["optimizer_state_dict"]
         if not isinstance(optim.get("state"), dict) or "param_groups" not in optim:
             raise CheckpointError(f"{path} has no state of an optimizer")
         self._paths.append(path)
         self._read_groups(path, optim)
+        self._read_scaler(whole.get("loss_scaler"))
         group = {n: i for i, names in enumerate(self._shapes) for n in names}
         plain = [{k: v for k, v in optim["state"].get(i, {}).items() if not isinstance(v, torch.Tensor) or v.numel() == 1}
                  for i in range(len(self._shapes))]

@@ -26,6 +26,7 @@ class Handoff:
         params, sums: the flat parameters and gradient sums of units in use (uint8 views), by unit index.
         on_sum: called with a unit's index and its running sum when this has come, to add gradients that this rank has already.
         on_release: called with a unit's index when its parameters are about to be freed.
+        on_end: called with a step and whether its norm is not finite, when that is known and before its update (dp and v1).
     """
 
     def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device):
@@ -36,6 +37,7 @@ class Handoff:
         self.owner: Owner | None = None
         self.on_sum: Callable[[int, torch.Tensor], None] = lambda unit, view: None
         self.on_release: Callable[[int], None] = lambda unit: None
+        self.on_end: Callable[[int, bool], None] = lambda step, overflow: None
         transport.prepare(edges(plan), deferred=True)
         make = with_meetings if transport.rendezvous else build
         self._first, self._steady = (Program.of(make(plan, rank, first)) for first in (True, False))
@@ -317,7 +319,7 @@ class Handoff:
             self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot, urgent)
             self._published_at[unit] = self.transport.mark()
         else:
-            self._norms[unit] = self.owner.average(unit)
+            self._norms[unit] = self.owner.average(self.global_step + a.version, unit)
 
     def _copy(self, a: Action) -> int:
         return (self.step + a.version + 1) % self.plan.copies
@@ -339,9 +341,12 @@ class Handoff:
         if a.peer is not None:
             self.scalars.receive_total(Place(self, a))
         step = self.global_step + a.version
-        if self.schedule.exact_norm and not bool(torch.isfinite(self.scalars.total)):
-            self.owner.discard()  # as ZeRO-3 does; without the whole step's norm an owner cannot know (cdp-v2)
-            self.skipped += 1
+        if self.schedule.exact_norm:  # without the whole step's norm an owner cannot know (cdp-v2)
+            overflow = not bool(torch.isfinite(self.scalars.total))
+            self.on_end(step, overflow)
+            if overflow:
+                self.owner.discard()  # as ZeRO-3 does
+                self.skipped += 1
         if not self.owner.at_once:
             self._free_copy(a)
             slot = None if self._flushing else self._copy(a)

@@ -80,9 +80,9 @@ class OffloadedOwner(StageOwner):
         self._taken = self._record()
 
     @torch.no_grad()
-    def average(self, unit: int) -> torch.Tensor:
+    def average(self, step: int, unit: int) -> torch.Tensor:
         """As ``StageOwner``'s, on the device; the averaged gradients begin their way to the host."""
-        norm2 = super().average(unit)
+        norm2 = super().average(step, unit)
         grads = self._grads.get(unit)
         if grads:
             if unit not in self._grad_buffers:

@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.utils import maybe_loss_for_backward
 
 from . import fused
 from .handoff import Handoff
+from .loss_scale import LossScale
 from .units import Layout, Slot
 
 
@@ -27,7 +30,8 @@ class StageOwner:
     home: torch.device | None = None
 
     def __init__(self, handoff: Handoff, layouts: dict[int, Layout], values: dict[str, torch.Tensor],
-                 optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str], clip: float):
+                 optimizer: torch.optim.Optimizer, names: dict[torch.nn.Parameter, str], clip: float,
+                 scale: LossScale | None = None):
         """
         Args:
             layouts: by unit index, HELD included.
@@ -35,8 +39,10 @@ class StageOwner:
             optimizer: its groups' parameters are replaced by the owned stage's masters, in place.
             names: of the module's parameters that the groups hold now.
             clip: ``gradient_clipping``; 0 for none.
+            scale: by which the losses of a step are multiplied, and its sums divided; None for 1.
         """
         self.handoff, self.clip, self.optimizer = handoff, clip, optimizer
+        self.scale = scale or LossScale(handoff.schedule)
         stage = handoff.plan.schedule.owned(handoff.rank)
         places, _ = handoff.plan.v_layout(stage)
         self.slots: dict[str, tuple[int, Slot]] = {s.name: (i, s) for i in places for s in layouts[i].slots}
@@ -122,29 +128,37 @@ class StageOwner:
         self._recorded[step] = [{k: v.clone() if isinstance(v, torch.Tensor) else v  # schedulers write into a tensor lr
                                  for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
 
+    def _divisor(self, step: int) -> float:
+        """What turns the step's sums of scaled gradients into averages."""
+        return self.handoff.schedule.ranks * self.scale.of(step)
+
     @torch.no_grad()
     def advance(self, step: int, unit: int, slot: int | None, urgent: bool) -> torch.Tensor:
         """Average, update and publish (if ``slot`` is given) a unit whose sums are finished; the squared norm, as ``average``."""
         if self._fused:
-            return self._fused.update(unit, self._recorded[step], 1 / self.handoff.schedule.ranks, None, slot, urgent)
-        norm2 = self.average(unit)
+            return self._fused.update(unit, self._recorded[step], 1 / self._divisor(step), None, slot, urgent)
+        norm2 = self.average(step, unit)
         self.update(step, None, unit, slot)
         return norm2
 
     @torch.no_grad()
-    def average(self, unit: int) -> torch.Tensor:
-        """Turn a unit's finished sums into averaged gradients (fp32, sum / N); their squared norm (float64, on the device)."""
+    def average(self, step: int, unit: int) -> torch.Tensor:
+        """Turn a unit's finished sums into averaged gradients (fp32, sum / N / the step's loss scale).
+
+        Returns:
+            their squared norm (float64, on the device).
+        """
         views = list(self._sums[unit].values())
         if not views:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         if self._fused:
             self._grads[unit] = []
-            return self._fused.square(unit, 1 / self.handoff.schedule.ranks)
+            return self._fused.square(unit, 1 / self._divisor(step))
         grads = [v if v.dtype == torch.float32 else torch.empty_like(v, dtype=torch.float32) for v in views]
         pairs = [(g, v) for g, v in zip(grads, views) if g is not v]
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs)))
-        torch._foreach_div_(grads, float(self.handoff.schedule.ranks))
+        torch._foreach_div_(grads, self._divisor(step))
         self._grads[unit] = grads
         if self._device.type == "cpu":  # in double precision, as the oracle has it
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
@@ -168,7 +182,7 @@ class StageOwner:
         if self._fused:
             for i in units:
                 del self._grads[i]
-                self._fused.update(i, self._recorded[step], 1 / self.handoff.schedule.ranks, factor, slot)
+                self._fused.update(i, self._recorded[step], 1 / self._divisor(step), factor, slot)
             if units:
                 return
         grads = {n: g for i in units for n, g in zip(self._sums[i], self._grads.pop(i))}
@@ -191,6 +205,7 @@ class StageOwner:
     def finish(self, step: int) -> None:
         """All of the step's updates are done."""
         del self._recorded[step]
+        self.scale.finish(step)
 
     def settle(self) -> None:
         """Bring the optimizer's state up to date for those who look at it."""
@@ -217,10 +232,7 @@ class CyclicOptimizer(ZeROOptimizer):
 
     custom_loss_scaler = False
     torch_autocast_gradscaler = None
-    dynamic_loss_scale = False
-    loss_scaler = None
     overflow = False
-    loss_scale = cur_scale = 1.0
     partition_gradients = True
 
     def __init__(self, owner: StageOwner, on_backward_end: Callable[[], None], on_step: Callable[[], None],
@@ -248,6 +260,36 @@ class CyclicOptimizer(ZeROOptimizer):
         self.owner.settle()
         return self.optimizer.state
 
+    # ---- loss scaling (fp16) ----------------------------------------------------------------------------------------------
+    @property
+    def loss_scaler(self) -> LossScalerBase:
+        return self.owner.scale.scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        return self.loss_scaler.dynamic
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next step, 1 where losses are not scaled. Set it on every rank, between steps."""
+        return self.loss_scaler.cur_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = value
+
+    cur_scale = loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether a ``loss.backward()`` of a loss that did not pass through ``engine.scale`` is an error."""
+        return self.owner.scale.scaling and (self.dynamic_loss_scale or self.loss_scale != 1)
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """A loss, times the scale of the step under way."""
+        scaled = self.owner.scale.scaling and maybe_loss_for_backward(value)
+        return value * self.owner.scale.of(self.owner.handoff.global_step) if scaled else value
+
+    # ---- a step -----------------------------------------------------------------------------------------------------------
     def backward_epilogue(self, **_: Any) -> None:
         self._on_backward_end()
 
@@ -270,7 +312,8 @@ class CyclicOptimizer(ZeROOptimizer):
         names = {p: n for n, p in self.owner.masters.items()}
         return {"state": {names[p]: s for p, s in self.state.items()},
                 "param_groups": [{**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"]]}
-                                 for g in self.optimizer.param_groups]}
+                                 for g in self.optimizer.param_groups],
+                "loss_scale": self.owner.scale.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
         """Take back what ``state_dict`` gave on this rank.
@@ -290,6 +333,7 @@ class CyclicOptimizer(ZeROOptimizer):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for name, values in state["state"].items():
             self.owner.put_state(name, values)
+        self.owner.scale.restart(self.owner.handoff.global_step, state.get("loss_scale"))
 
     def destroy(self) -> None:
         """Drop references that would keep buffers alive."""

@@ -11,7 +11,7 @@ K = N-1 is CDP-v2, K = 2N-1 is CDP-v1. All indices count from 0 (the paper's i =
 
 import math
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Trained:
         clip_norms: by step and stage, the norm that the stage was clipped by (§9): the global one, or the lagged one.
         buffers: by rank, the module's buffers (batch statistics) at the end.
         optimizer: the optimizer, with its state.
+        scales: by step, the loss scale; overflows: whether it was skipped.
     """
 
     masters: dict[str, Tensor]
@@ -40,6 +41,8 @@ class Trained:
     clip_norms: list[list[float]]
     buffers: list[dict[str, Tensor]]
     optimizer: torch.optim.Optimizer
+    scales: list[float] = field(default_factory=list)
+    overflows: list[bool] = field(default_factory=list)
 
 
 @dataclass
@@ -78,6 +81,7 @@ def train(
     flush_after: Container[int] = (),
     grad_dtype: torch.dtype | None = None,
     on_step: Callable[[int, torch.optim.Optimizer], None] | None = None,
+    scaler: Any = None,
 ) -> Trained:
     """Train as N = len(stages) ranks would under threshold K, one micro-batch after the other.
 
@@ -95,6 +99,9 @@ def train(
         flush_after: the steps at whose end the engine flushes (§10); the next step reads one version everywhere.
         grad_dtype: the dtype in which micro-batch gradients are summed; default: each parameter's own.
         on_step: called with (step, optimizer) before each update, to set the learning rate.
+        scaler: for fp16, DeepSpeed's loss scaler (``loss_scale``, ``update_scale(overflow)``); K = 0 or 2N-1 only. The scale of
+            step t follows from the overflows of the steps <= t - 1 with K = 0, of those <= t - 2 with K = 2N-1; but the step
+            after a flush sees all before.
 
     Sums are made in the order in which the running sum travels: round by round, rank 0 first. The sum is then cast to fp32 and
     divided by N. A parameter that got no gradient at all gets zeros.
@@ -115,7 +122,11 @@ def train(
     last_squares = [0.0] * ranks
     result = Trained({}, {}, [], [], buffers, optimizer)
 
+    unheard: list[bool] = []  # overflows that the scaler has not been told of
     for step in range(steps):
+        while scaler is not None and len(unheard) > (0 if threshold == 0 or step - 1 in flush_after else 1):
+            scaler.update_scale(unheard.pop(0))
+        scale = 1.0 if scaler is None else scaler.loss_scale
         sums: dict[str, Tensor] = {}
         for rnd in range(rounds):
             for rank in range(ranks):
@@ -130,12 +141,14 @@ def train(
 
                 value = loss(call, batches(step, rnd, rank))
                 result.losses[step, rnd, rank] = float(value.detach())
-                gradients = torch.autograd.grad(value / rounds, list(leaves.values()), allow_unused=True)
+                value = value / rounds if scaler is None else value / rounds * scale
+                gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
                 for name, gradient in zip(leaves, gradients, strict=True):
                     if gradient is not None:
                         gradient = gradient.to(grad_dtype or dtypes[name])
                         sums[name] = sums[name] + gradient if name in sums else gradient
-        averaged = {name: sums[name].float() / ranks if name in sums else torch.zeros_like(masters[name]) for name in masters}
+        averaged = {name: sums[name].float() / (ranks * scale) if name in sums else torch.zeros_like(master)
+                    for name, master in masters.items()}
         squares = [math.fsum(float(averaged[name].double().square().sum()) for name in stage if name in averaged)
                    for stage in stages]
         clip_norms = _clip_norms(threshold, squares, last_squares)
@@ -148,8 +161,12 @@ def train(
 
         if on_step is not None:
             on_step(step, optimizer)
-        if math.isfinite(sum(squares)) or threshold not in (0, 2 * ranks - 1):  # as ZeRO-3 does, a step without a norm is skipped
+        overflow = not math.isfinite(sum(squares)) and threshold in (0, 2 * ranks - 1)
+        if not overflow:  # as ZeRO-3 does, a step without a norm is skipped
             optimizer.step()
+        unheard.append(overflow)
+        result.scales.append(scale)
+        result.overflows.append(overflow)
         optimizer.zero_grad(set_to_none=True)
         versions.stale, versions.fresh, versions.number = versions.fresh, _snapshot(masters), step + 1
         if step in flush_after:

@@ -4,7 +4,7 @@ The engine (engine.py) is a thin shell over this class; tests run it on threads 
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from . import discover
 from .handoff import Handoff
 from .hooks import BACKWARD, IDLE, Binder
+from .loss_scale import LossScale
 from .offload import OffloadedOwner
 from .optimizer import CyclicOptimizer, StageOwner
 from .partition import merged
@@ -33,6 +34,7 @@ class Settings:
     Attributes:
         rule, partition_method, units, keep_after_forward, min_unit_bytes (min_unit_mb): of the ``cyclic`` block.
         rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
+        loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None not to scale.
         offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
     """
 
@@ -44,6 +46,7 @@ class Settings:
     sum_dtype: torch.dtype | None = None
     keep_after_forward: bool = False
     min_unit_bytes: int = 0
+    loss_scale: float | Mapping[str, Any] | None = None
     offload: bool = False
     pin: bool = True
 
@@ -62,7 +65,7 @@ class Runtime:
 
     Attributes:
         plan: the same on all ranks.
-        handoff, owner, binder, optimizer: the parts.
+        handoff, owner, scale, binder, optimizer: the parts.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, transport: Transport,
@@ -88,9 +91,10 @@ class Runtime:
         self.handoff = Handoff(self.plan, transport.rank, transport, device)
         with torch.no_grad():
             values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
-            given = self.handoff, layouts, values, optimizer, names, settings.clip
+            self.scale = LossScale(self.plan.schedule, settings.loss_scale)
+            given = self.handoff, layouts, values, optimizer, names, settings.clip, self.scale
             self.owner = OffloadedOwner(*given, pin=settings.pin) if settings.offload else StageOwner(*given)
-        self.handoff.owner = self.owner
+        self.handoff.owner, self.handoff.on_end = self.owner, self.scale.end
         self.binder = Binder(module, self.handoff, layouts, self.lent)
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
@@ -129,10 +133,10 @@ class Runtime:
         if self.binder.mode != IDLE:
             raise ValueError(f"engine.step() of step {self.handoff.global_step} came before the backward of the last forward; "
                              "call engine.backward(loss) first")
-        self.owner.record(self.handoff.global_step)
-        skipped = self.handoff.skipped
+        step = self.handoff.global_step
+        self.owner.record(step)
         self.handoff.end_step()
-        self.optimizer.overflow = self.handoff.skipped > skipped  # known by now under dp; later, under cdp-v1
+        self.optimizer.overflow = self.scale.end_step(step)  # of this step under dp, of the one before under cdp-v1
         self._steps_seen.append(_Seen(dict(self.transport.bytes_received), dict(self.transport.received),
                                       self.transport.collectives,
                                       (dict(self.transport.waited), dict(self.transport.waited_sent))))
@@ -161,6 +165,7 @@ class Runtime:
             raise ValueError(f"engine.flush() (also done by saving, loading and evaluating) of step {self.handoff.global_step} "
                              "came between a forward and its backward; call engine.backward(loss) first")
         self.handoff.flush()
+        self.scale.flush()
         self.owner.settle()
         self.restart()
 

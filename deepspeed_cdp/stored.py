@@ -32,6 +32,7 @@ class Stored(ABC):
         buffers: kinds by name; shared: other names of tied parameters, to the name they are stored under.
         frozen_left_out: it was saved with ``exclude_frozen_parameters``.
         groups: the optimizer's groups, options and, as ``params``, names; None if there is no optimizer state.
+        loss_scale: ``LossScale.state_dict()`` of an fp16 run, if it is known.
         counters: some of COUNTERS; client_state, lr_scheduler: as saved. ranks: how many wrote it.
         dtype: of the model's parameters.
     """
@@ -49,6 +50,7 @@ class Stored(ABC):
     lr_scheduler: Any
     ranks: int
     dtype: torch.dtype
+    loss_scale: dict[str, Any] | None = None
 
     def __enter__(self) -> "Stored":
         return self
@@ -175,7 +177,7 @@ class Cyclic(Stored):
         self.buffers = {k: _kind(v) for k, v in self._files[self._buffer_files[0]]["tensors"].items()}
         self.shared, self.frozen_left_out = manifest["shared"], manifest["frozen_left_out"]
         self.counters, self.ranks = manifest["counters"], len(self._buffer_files)
-        self.dtype = getattr(torch, manifest["dtype"])
+        self.dtype, self.loss_scale = getattr(torch, manifest["dtype"]), manifest.get("loss_scale")
         self.groups = [{**options, "params": list(names)} for options, names in zip(manifest["options"], manifest["groups"])]
         self._trees: dict[str, Any] = {}
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
+
 _ABSENT = object()
 
 # Sections of ds_config.json and the attribute of DeepSpeedConfig that holds each one parsed (with coerced types and
@@ -57,8 +59,22 @@ def _stage_not_3(value: Any, config: Any) -> bool:
     return int(value) != 3
 
 
-def _fp16_v2(value: Any, config: Any) -> bool:
-    return bool(value) and config.cyclic_config.rule == "cdp-v2"
+def _late(config: Any) -> bool:
+    """Whether the rule updates stages before the step's last overflow is known."""
+    rule = config.cyclic_config.rule
+    return rule == "cdp-v2" or isinstance(rule, int) and rule not in (0, 2 * config.world_size - 1)
+
+
+def _fp16_late(value: Any, config: Any) -> bool:
+    return bool(value) and _late(config)
+
+
+def _autocast_fp16_late(value: Any, config: Any) -> bool:
+    return config.torch_autocast_enabled and config.torch_autocast_dtype == torch.float16 and _late(config)
+
+
+def _no_autocast_dtype(value: Any, config: Any) -> bool:
+    return bool(value) and config.torch_autocast_dtype not in (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,8 @@ def _refused(setting: str, when: str, refuses: Callable[[Any, Any], bool] | None
 ZERO = "zero_optimization."
 ON_DEVICE = "each rank passes every parameter on in every step, so all of them would cross the bus to host memory"
 LATER = "not supported in this version"
+LATE = "a stage is updated before the step's last overflow is known"
+USE_V1 = 'use bf16, or cyclic.rule "cdp-v1"'
 NO_COLLECTIVE = "there is no collective to tune: parameters and gradient sums travel as one message per unit"
 
 TABLE: tuple[Row, ...] = (
@@ -110,13 +128,13 @@ TABLE: tuple[Row, ...] = (
     _refused(ZERO + "offload_optimizer", "nvme", _offloads_to_nvme, LATER, "set its device to cpu"),
     _refused(ZERO + "zenflow", "set", _given, "it splits the update by gradient importance, the owner applies it whole",
              "remove it"),
-    _refused("fp16.enabled", "true under cdp-v2", _fp16_v2,
-             "a stage is updated before the step's last overflow is known", 'use bf16, or cyclic.rule "cdp-v1" '
-             "once a later version supports fp16 there"),
-    _refused("fp16.enabled", "true under other rules", _on, LATER, "use bf16"),
+    _refused("fp16.enabled", "true under cdp-v2 and K other than 0 and 2N-1", _fp16_late, LATE, USE_V1),
+    _refused("fp16.fp16_master_weights_and_grads", "true", _on, "owners keep fp32 master weights", "remove it"),
     _refused("bf16.bf16_optimizer_states", "true", _on, "owners keep fp32 optimizer state", "remove it"),
     _refused("bf16.bf16_master_weights_and_grads", "true", _on, "owners keep fp32 master weights", "remove it"),
-    _refused("torch_autocast.enabled", "true", _on, LATER, "use bf16"),
+    _refused("torch_autocast.enabled", "true without a dtype of 16 bits", _no_autocast_dtype,
+             "torch_autocast.dtype must say what to compute in", 'set it to "bfloat16"'),
+    _refused("torch_autocast.dtype", "float16 under cdp-v2 and K other than 0 and 2N-1", _autocast_fp16_late, LATE, USE_V1),
     _refused("amp", "enabled", _enabled, LATER, "use bf16"),
     _refused("hybrid_engine.enabled", "true", _on, "it swaps the engine for one that generates from gathered parameters",
              "remove it"),
@@ -150,6 +168,9 @@ TABLE: tuple[Row, ...] = (
     Row(("managed_gradient_accumulation",), "supported",
         "if false, steps of at most gradient_accumulation_steps micro-batches, by which losses are divided"),
     Row(("bf16.enabled", "data_types.grad_accum_dtype"), "supported", "fp32 and bf16 parameters, fp32 masters"),
+    Row(("fp16",), "supported",
+        "under dp and cdp-v1, with fixed and dynamic scales; under cdp-v1 an overflow lowers the scale one step later"),
+    Row(("torch_autocast",), "supported", "parameters and sums stay fp32 and travel so"),
     Row((ZERO + "offload_optimizer.device", ZERO + "offload_optimizer.pin_memory", ZERO + "cpu_offload"), "supported",
         "cpu: masters, optimizer state and update on the owner's host, with DeepSpeedCPUAdam where the config names Adam"),
     Row(("zero_force_ds_cpu_optimizer",), "supported", "as in ZeRO-3"),
@@ -180,6 +201,8 @@ TABLE: tuple[Row, ...] = (
          ZERO + "memory_efficient_linear", ZERO + "override_module_apply", ZERO + "log_trace_cache_warnings",
          ZERO + "enable_sanity_checks"),
         "ignored", "it tunes code of ZeRO's that does not run"),
+    Row(("torch_autocast.lower_precision_safe_modules",), "ignored",
+        "parameters and sums travel in the dtype in which they are kept"),
     Row(("bf16.immediate_grad_update",), "ignored", "as in ZeRO-3"),
     Row(("timers.throughput.synchronized",), "ignored", "the throughput timer reads the device's events and does not wait"),
     Row(("bf16.check_grad_overflow",), "ignored",
@@ -247,7 +270,8 @@ def check_supported(config: Any, raw: dict[str, Any] | None = None) -> tuple[str
         for setting in row.settings:
             value = _value(config, raw, setting)
             if value is not _ABSENT and row.refuses(value, config):
-                under = " under cyclic.rule cdp-v2" if row.refuses is _fp16_v2 else ""
+                late = row.refuses in (_fp16_late, _autocast_fp16_late)
+                under = f" under cyclic.rule {config.cyclic_config.rule}" if late else ""
                 raise ValueError(f"{setting} is {_show(value)}{under}: {row.reason}; {row.fix}.")
     return tuple(setting for row in TABLE if row.verdict == "ignored" for setting in row.settings
                  if _raw(raw, setting) is not _ABSENT)

@@ -30,8 +30,8 @@ class Owner(Protocol):
             urgent: this rank waits for it.
         """
 
-    def average(self, unit: int) -> torch.Tensor:
-        """Turn the unit's finished sum into averaged gradients; their squared norm (float64 scalar)."""
+    def average(self, step: int, unit: int) -> torch.Tensor:
+        """Turn the unit's finished sum of ``step`` into averaged gradients; their squared norm (float64 scalar)."""
 
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:
         """Apply the update of ``step`` to one unit, or to all that have been averaged, clipped by ``norm2``, and publish."""

@@ -60,7 +60,7 @@ def train(kind: str, size: int, settings: Settings, make_optimizer, steps: int, 
                 with runtime.forward():
                     value = models.loss(module, kind, models.batch(kind, step, m, rank))
                 losses[step, m, rank] = value.item()
-                (value / settings.rounds).backward()
+                runtime.optimizer.scale_if_loss(value / settings.rounds).backward()
                 runtime.end_backward()
             if on_step:
                 on_step(step, runtime.optimizer)

@@ -22,8 +22,10 @@ REFUSED = {
     ZERO + ".zero_quantized_nontrainable_weights": True, ZERO + ".zero_hpz_partition_size": 2,
     ZERO + ".offload_param": {"device": "cpu"}, ZERO + ".offload_optimizer": {"device": "nvme"}, ZERO + ".zenflow": {},
     ZERO + ".offload_optimizer.super_offload": True, ZERO + ".offload_optimizer.ratio": 0.5, ZERO + ".cpu_offload_param": True,
-    "fp16.enabled": True, "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True,
-    "torch_autocast.enabled": True, "hybrid_engine.enabled": True, "tensor_parallel.autotp_size": 2,
+    "fp16.enabled": True, "fp16.fp16_master_weights_and_grads": True,
+    "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True,
+    "torch_autocast.enabled": True, "torch_autocast.dtype": "float16", "hybrid_engine.enabled": True,
+    "tensor_parallel.autotp_size": 2,
     "sequence_parallel_size": 2, "expert_parallel.enabled": True, "compile.deepcompile": True,
     "communication_data_type": "fp32", "prescale_gradients": True,
     "data_efficiency.data_routing.random_ltd.enabled": True,
@@ -36,6 +38,7 @@ BESIDE = {
     "data_efficiency.data_sampling.curriculum_learning.enabled": {
         "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {}},
     "bf16.bf16_optimizer_states": {"bf16.bf16_master_weights_and_grads": True},
+    "torch_autocast.dtype": {"torch_autocast.enabled": True},
 }
 
 
@@ -96,13 +99,27 @@ def test_refused_where_deepspeed_still_reads_it(setting):
         support.check_supported(config, raw)
 
 
-@pytest.mark.parametrize("rule, words", [("cdp-v2", ("under cyclic.rule cdp-v2", "use bf16, or cyclic.rule \"cdp-v1\"")),
-                                         ("cdp-v1", ("not supported in this version", "use bf16")),
-                                         ("dp", ("not supported in this version", "use bf16"))])
-def test_fp16_depends_on_the_rule(rule, words):
+FLOAT16 = [{"fp16.enabled": True}, {"torch_autocast.enabled": True, "torch_autocast.dtype": "float16"}]
+
+
+@pytest.mark.parametrize("settings", FLOAT16)
+@pytest.mark.parametrize("rule", ["cdp-v2", 2])
+def test_fp16_is_refused_where_overflow_is_known_too_late(rule, settings):
     with pytest.raises(ValueError) as caught:
-        deepspeed.DeepSpeedConfig(ds_config({"fp16.enabled": True}, rule=rule))
-    assert all(word in str(caught.value) for word in words)
+        deepspeed.DeepSpeedConfig(ds_config(settings, rule=rule))
+    assert all(word in str(caught.value) for word in (f"under cyclic.rule {rule}", "use bf16, or cyclic.rule \"cdp-v1\""))
+
+
+@pytest.mark.parametrize("settings", FLOAT16)
+@pytest.mark.parametrize("rule", ["cdp-v1", "dp", 0, 1])  # with one rank, K = 1 is cdp-v1
+def test_fp16_passes_where_updates_wait_for_the_norm(rule, settings):
+    assert deepspeed.DeepSpeedConfig(ds_config(settings, rule=rule)).cyclic_config.enabled
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "bf16"])
+def test_autocast_to_bf16_passes_under_every_rule(dtype):
+    settings = {"torch_autocast.enabled": True, "torch_autocast.dtype": dtype}
+    assert deepspeed.DeepSpeedConfig(ds_config(settings, rule="cdp-v2")).cyclic_config.enabled
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, None])
@@ -141,7 +158,7 @@ def test_rows_are_complete():
     for row in support.TABLE:
         assert row.reason and (row.verdict == "refused") == bool(row.fix) == bool(row.when), row
         assert row.refuses is None or row.verdict == "refused"
-    settings = [setting for row in support.TABLE for setting in row.settings if setting != "fp16.enabled"]
+    settings = [setting for row in support.TABLE for setting in row.settings]
     assert len(settings) == len(set(settings))
 
 
