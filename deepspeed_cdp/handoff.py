@@ -148,11 +148,12 @@ class Handoff:
 
     def end_step(self) -> None:
         """Walk to the end of the step; micro-batches that did not come add nothing."""
-        self._walk(len(self._program.actions))
+        self._walk(self._program.rounds[self.schedule.rounds - 1])
         self._lost[self.global_step] = (self.losses.clone(), self.loss_count)
         self._step_end = self.transport.mark()
         if self.schedule.ranks == 1:
             self._sum_ends = dict.fromkeys(self._members(), self._step_end)
+        self._walk(len(self._program.actions))  # between the steps: a stall's norm needs the losses
         self.losses.zero_()
         self.loss_count = self._cursor = self.round = 0
         self._program = self._steady
@@ -300,7 +301,8 @@ class Handoff:
         if a.peer is not None:
             self.scalars.receive(a.peer, where)
         self.transport.after(self._step_end)
-        loss, count = self._lost.pop(self.global_step + a.version, (self.losses, self.loss_count))
+        loss, count = self._lost.pop(self.global_step + a.version)
+        self.transport.uses(loss)
         norms = [self._norms[i] for i in reversed(self._members()) if i in self._norms]
         self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count,
                          self.global_step + a.version)

@@ -6,36 +6,19 @@ arrives every node of the units after it has run, and their gradients are comple
 
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .handoff import Handoff
 from .lookup import holds, links
-from .placeholders import is_placeholder, placeholder, refuse_use
+from .placeholders import Elsewhere, Saved, is_placeholder, placeholder, refuse_use
 from .plan import HELD
 from .units import Layout, Slot
 
 IDLE, FORWARD, BACKWARD, FAILED = "idle", "forward", "backward", "failed"
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
-
-
-class Saved(NamedTuple):
-    """A tensor that autograd saved inside a unit's buffer: rebuilt over the backward's buffer."""
-
-    unit: int
-    offset: int  # bytes
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Elsewhere(NamedTuple):
-    """What a user's own saved-tensor hooks, pushed outside of the unit, made of a tensor that is not in its buffer."""
-
-    packed: Any
-    unpack: Callable[[Any], torch.Tensor]
 
 
 class Binder:
@@ -63,7 +46,8 @@ class Binder:
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
-        self._saving, self._is_saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack), False
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._is_saving = self._saving_lent = False  # the second: ``lend`` began it
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
@@ -263,6 +247,7 @@ class Binder:
         """
         if self.mode != FORWARD:
             return False
+        parameters = list(parameters)
         units = sorted({self._unit_of[p] for p in parameters if self.released(p)} | self._lent_units)
         if len(units) > 1:
             names = " and ".join(repr(self.handoff.plan.unit(i).name) for i in units[:2])
@@ -270,15 +255,18 @@ class Binder:
                              f"{names} at once; gather one module's at a time, or list the other modules in cyclic.units")
         for i in set(units) - self._lent_units:
             self._enter_forward(i)
-            self._begin_saving()  # kept or not: no output of its module begins its backward, saved tensors do
             self._lent_units.add(i)
+        if units or any(self._unit_of[p] == self._inside for p in parameters):  # else between two modules of a merged unit
+            # kept or not: no output of the parameters' module begins their backward, saved tensors do
+            self._saving_lent = self._begin_saving() or self._saving_lent
         return True
 
     def take_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Undo ``lend``; the gradients are added whenever they come."""
+        if self._saving_lent:
+            self._end_saving()
         for i in sorted(self._lent_units & {self._unit_of[p] for p in parameters}):
             self._lent_units.discard(i)
-            self._end_saving()
             self.handoff.release(i, False)
 
     def _enter_backward(self, i: int) -> None:
@@ -294,18 +282,20 @@ class Binder:
             raise self._no_forward()
         self._enter_backward(i)
 
-    def _begin_saving(self) -> None:
+    def _begin_saving(self) -> bool:
+        """Look at what autograd saves from here on; whether this call began it."""
         if self._is_saving or not _innermost:
-            return
+            return False
         self._outer = _innermost(True)
         if not self._outer or "checkpoint" not in (getattr(self._outer[0], "__module__", "") or ""):  # which is to save nothing
             self._saving.__enter__()
             self._is_saving = True
+        return self._is_saving
 
     def _end_saving(self) -> None:
         if self._is_saving:
             self._saving.__exit__(None, None, None)
-            self._is_saving = False
+            self._is_saving = self._saving_lent = False
 
     # torch.compile of a module compiles its hooks too; these are not to be traced
     @torch.compiler.disable

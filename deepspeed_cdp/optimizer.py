@@ -53,7 +53,8 @@ class StageOwner:
         for name, (_, slot) in self.slots.items():
             value = values[name].detach()
             if slot.sum_offset >= 0:
-                self.masters[name] = torch.nn.Parameter(value.to(self.home, torch.float32, copy=True))
+                self.masters[name] = torch.nn.Parameter(
+                    value.to(self.home, torch.float32, copy=True, memory_format=torch.contiguous_format))
             else:
                 self.frozen[name] = value.to(self.home, copy=True)
         self._published = [{n: self._view("V", i, s, c) for n, (i, s) in self.slots.items()} for c in range(handoff.plan.copies)]
@@ -91,14 +92,14 @@ class StageOwner:
                 if n in state:  # (Adagrad makes its state at once) in the masters' dtype now
                     master = self.masters[n]
                     self.optimizer.state[master] = {
-                        k: v.to(master) if isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == master.shape
-                        else v for k, v in state[n].items()}
+                        k: v.to(master).contiguous() if isinstance(v, torch.Tensor) and v.is_floating_point()
+                        and v.shape == master.shape else v for k, v in state[n].items()}
 
     def put_state(self, name: str, state: dict[str, Any]) -> None:
         """Give the optimizer a saved state of a parameter, perhaps saved by an optimizer of another device or make."""
         master = self.masters[name]
         home = master.device
-        state = {k: v.to(home) if isinstance(v, torch.Tensor) and (v.dim() or home.type == "cpu") else v
+        state = {k: v.to(home).contiguous() if isinstance(v, torch.Tensor) and (v.dim() or home.type == "cpu") else v
                  for k, v in state.items()}
         make, step = type(self.optimizer).__module__, state.get("step")
         if make.startswith("deepspeed.") and isinstance(step, torch.Tensor):  # which counts in a number

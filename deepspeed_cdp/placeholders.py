@@ -1,9 +1,26 @@
-"""What a parameter holds while its values are elsewhere."""
+"""What stands in for a parameter: while its values are elsewhere, and in what autograd saves."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+
+
+class Saved(NamedTuple):
+    """A tensor that autograd saved inside a unit's buffer: rebuilt over the backward's buffer."""
+
+    unit: int
+    offset: int  # bytes
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class Elsewhere(NamedTuple):
+    """What a user's own saved-tensor hooks, pushed outside of the unit, made of a tensor that is not in its buffer."""
+
+    packed: Any
+    unpack: Callable[[Any], torch.Tensor]
 
 
 def placeholder(p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch.Tensor:

@@ -102,6 +102,8 @@ class Runtime:
         self._steps_seen: list[_Seen] = []  # counters at the ends of the last two steps
         self.binder.on_idle_use = self._used_outside
         self.binder.release_all()
+        if device.type == "cuda":  # what is published first was written on this stream, and is offered from the owner's
+            torch.cuda.synchronize(device)
         self.handoff.begin()
 
     # ---- training -------------------------------------------------------------------------------------------------------

@@ -117,6 +117,9 @@ class Transport(ABC):
         """Where the owner's update runs: beside the passes if the device can."""
         return nullcontext()
 
+    def uses(self, tensor: torch.Tensor) -> None:  # noqa: B027
+        """The current stream reads a tensor made on another: its memory must not be used again before."""
+
     def join_owner(self) -> None:  # noqa: B027
         """Let the current stream wait for all that the owner's stream has been given."""
 

@@ -106,6 +106,9 @@ class CudaTransport(Transport):
     def owner_stream(self) -> AbstractContextManager:
         return torch.cuda.stream(self._owner)
 
+    def uses(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(torch.cuda.current_stream(self.device))
+
     def join_owner(self) -> None:
         torch.cuda.current_stream().wait_stream(self._owner)
 
@@ -161,6 +164,8 @@ class Watch:
         """So should what the stream has been given so far. The latest such place counts: the host may block right behind it."""
         latest = self._behind.get(stream)
         event = latest[1] if latest else self._transport.driver.event()
+        if latest:  # before it is recorded anew: the watch must not see it with the old time
+            self._behind[stream] = (time.monotonic(), event)
         self._transport.driver.record(event, stream)
         self._behind[stream] = (time.monotonic(), event)
 

@@ -7,6 +7,7 @@ the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8) share queues: one
 asked for, so both are tried, once, before training.
 """
 
+import os
 import time
 
 import torch
@@ -23,6 +24,8 @@ def quiet_streams(count: int, device: torch.device, driver: Driver) -> tuple[lis
 
     Streams that are held up by the wait of one chosen before come last.
     """
+    if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # a launch behind a waiting stream would never return
+        return [torch.cuda.Stream(device, priority=-1) for _ in range(count)], "not tried, since CUDA_LAUNCH_BLOCKING is set"
     trial = _Trial(device, driver)
     candidates = [torch.cuda.Stream(device, priority=-1) for _ in range(CANDIDATES)]
     own: list[torch.cuda.Stream] = []  # with a hardware queue of their own

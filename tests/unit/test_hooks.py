@@ -299,3 +299,53 @@ def test_a_second_backward_is_refused_where_outputs_have_no_hook() -> None:
             with pytest.raises(ValueError, match="without a training forward"):
                 value.backward()
     run_ranks(SIZE, work)
+
+
+class Lending(torch.nn.Module):
+    """Twelve linear layers; the second's weight is read by the whole, as GatheredParameters in a forward allows, or by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(12))
+        self.binder = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 1 and self.binder is not None:
+                parameters = [layer.weight, layer.bias]
+                assert self.binder.lend(parameters)
+                x = torch.addmm(layer.bias, x, layer.weight.t())
+                self.binder.take_back(parameters)
+            else:
+                x = layer(x)
+            x = torch.tanh(2 * x)
+        return x.sum()
+
+
+@pytest.mark.parametrize("least", [0, 10 ** 6])
+@pytest.mark.parametrize("size", [2, 4])
+def test_lent_parameters_give_the_module_s_own_results(size, least):
+    """Also between two modules of a merged unit, which is bound already but whose saved tensors nobody looked after."""
+    def train_it(lending: bool) -> list:
+        built = [Lending() for _ in range(size)]
+
+        def work(rank, transport):
+            module = built[rank]
+            settings = Settings(partition_method="uniform", min_unit_bytes=least, units=[f"layers.{i}" for i in range(12)])
+            runtime = Runtime(module, torch.optim.SGD(module.parameters(), lr=0.1), settings, transport, torch.device("cpu"))
+            module.binder = runtime.binder if lending else None
+            for step in range(6):
+                x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+                with runtime.forward():
+                    loss = module(x)
+                loss.backward()
+                runtime.end_backward()
+                runtime.step()
+            state = {k: v.clone() for k, v in runtime.whole_state().items()}
+            runtime.close(True)
+            return state
+        return run_ranks(size, work)
+    called, lent = train_it(False)[0], train_it(True)[0]
+    for name, value in called.items():
+        torch.testing.assert_close(lent[name], value, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
