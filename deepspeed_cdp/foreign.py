@@ -6,6 +6,7 @@ mapped, so that reading one parameter touches that parameter's bytes only.
 
 import math
 import os
+import pickle
 import re
 import zipfile
 from collections.abc import Iterable
@@ -53,7 +54,13 @@ def _detect(folder: str) -> Stored:
 def _allowed() -> list[Any]:
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
     from deepspeed.runtime.zero.config import ZeroStageEnum
-    return [ZeroStageEnum, LossScaler, DynamicLossScaler]
+
+    def member(kind: Any, name: Any) -> Any:
+        """What Python before 3.11.4 pickles an enum's member as a ``getattr`` of: this one enum's members, and nothing else."""
+        if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
+            raise pickle.UnpicklingError(f"getattr of {kind!r} and {name!r}")
+        return ZeroStageEnum[name]
+    return [ZeroStageEnum, LossScaler, DynamicLossScaler, (member, "builtins.getattr")]
 
 
 def _load(path: str, keys: Iterable[str]) -> dict[str, Any]:
