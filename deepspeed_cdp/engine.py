@@ -215,12 +215,10 @@ class CyclicEngine(DeepSpeedEngine):
         micro-batches) and ``grad_norm`` (before clipping) are that step's. All three are None before there is one. ``lag``: steps
         from that one to the one just made. ``waited``: seconds by (stream, peer) that the host was held up in the step just made
         until messages had come, ``waited_sent`` until its own had been taken, ``waited_total`` all of them; None on GPUs, where
-        it is the device that waits. Reading waits for what the device has been given, as ``loss.item()`` does.
+        it is the device that waits. Reading waits for nothing: on GPUs the numbers are those that have reached the host.
         """
         handoff, (waited, sent) = self._runtime.handoff, self._runtime.waited()
-        self._transport.join_owner()
-        loss, grad_norm = handoff.scalars.read()
-        step = handoff.scalars.step
+        step, loss, grad_norm = handoff.scalars.read()
         return {"step": step, "lag": None if step is None else max(handoff.global_step - 1 - step, 0), "loss": loss,
                 "grad_norm": grad_norm, "waited": waited, "waited_sent": sent,
                 "waited_total": None if waited is None else sum(waited.values()) + sum(sent.values())}

@@ -7,6 +7,8 @@ finished total straight to all others, and every update waits for it.
 """
 
 import math
+from collections import deque
+from typing import Any
 
 import torch
 
@@ -35,6 +37,10 @@ class Scalars:
         self._sent: list[Ticket] = []
         self.step: int | None = None
         self._since = 0
+        cuda = self.vector.device.type == "cuda"
+        self._slots = [torch.zeros(3, dtype=torch.float64, pin_memory=True) for _ in range(4 if cuda else 0)]
+        self._noted: deque[tuple[int | None, torch.Tensor, Any]] = deque()  # step, slot, when it is filled
+        self._notes = 0
 
     def begin(self) -> None:
         """After a reset of the transport: let the first messages in; the last owner sends rank 0 what it knows."""
@@ -85,6 +91,8 @@ class Scalars:
             v[n + 2:n + 4] = v[n:n + 2]
             v[n + 4] = v[:n].sum()
         self.total.copy_(v[:n].sum())
+        if self._slots:
+            self._note()
         if n > 1:
             self._push("S", (self.rank + 1) % n, v)
 
@@ -101,15 +109,29 @@ class Scalars:
 
     def resume(self, step: int, known: bool) -> None:
         """Training goes on with ``step``, after a checkpoint; ``known``: the vector is loaded, and tells of the step before."""
+        self._noted.clear()
         self._since = max(step - known, 0)
         self.step = step - 1 if known and step else None
 
-    def read(self) -> tuple[float | None, float | None]:
-        """Mean loss over all micro-batches, and gradient norm before clipping, of ``step``; asks the device once.
+    def read(self) -> tuple[int | None, float | None, float | None]:
+        """(step, mean loss over all its micro-batches, its gradient norm before clipping) of the last finished step known here.
 
-        Both are None before a step is known. The loss is None where none was given to ``add``; a norm may be inf or nan.
+        All are None before a step is known. The loss is None where none was given to ``add``; a norm may be inf or nan. On GPUs
+        this is the latest step whose numbers have reached the host: nothing is waited for.
         """
-        if self.step is None:
-            return None, None
-        loss, count, norm2 = self.vector[self.size + 2:].tolist()
-        return loss / count if count else None, math.sqrt(norm2)
+        step, numbers = self.step, None
+        if self._noted:
+            step, numbers = next(((s, slot) for s, slot, mark in reversed(self._noted) if mark.done()), (None, None))
+        if step is None:
+            return None, None, None
+        loss, count, norm2 = (self.vector[self.size + 2:] if numbers is None else numbers).tolist()
+        return step, loss / count if count else None, math.sqrt(norm2)
+
+    def _note(self) -> None:
+        """Send the numbers to the host, behind the owner's work."""
+        slot = self._slots[self._notes % len(self._slots)]
+        if len(self._noted) == len(self._slots):
+            self._noted.popleft()  # it is this slot's
+        self._notes += 1
+        slot.copy_(self.vector[self.size + 2:], non_blocking=True)
+        self._noted.append((self.step, slot, self.transport.mark()))

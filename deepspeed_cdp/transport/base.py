@@ -120,9 +120,6 @@ class Transport(ABC):
     def uses(self, tensor: torch.Tensor) -> None:  # noqa: B027
         """The current stream reads a tensor made on another: its memory must not be used again before."""
 
-    def join_owner(self) -> None:  # noqa: B027
-        """Let the current stream wait for all that the owner's stream has been given."""
-
     @abstractmethod
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
              from_at: int = -1) -> Ticket:

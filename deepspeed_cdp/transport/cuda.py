@@ -109,9 +109,6 @@ class CudaTransport(Transport):
     def uses(self, tensor: torch.Tensor) -> None:
         tensor.record_stream(torch.cuda.current_stream(self.device))
 
-    def join_owner(self) -> None:
-        torch.cuda.current_stream().wait_stream(self._owner)
-
     # ---- collectives, none in a training step ---------------------------------------------------------------------------
     def gather(self, value: Any, where: Where) -> list[Any]:
         self.collectives += 1
