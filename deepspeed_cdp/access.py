@@ -108,6 +108,9 @@ class Access:
                    has_been_updated: bool = False, **_: Any) -> None:
         """Take the values back: into the masters if one rank's have been given to all, else they are dropped, as ZeRO-3 does."""
         mine, others = self._split(param, param_list)
+        if has_been_updated and self.runtime.binder.mode != IDLE:
+            raise ValueError(f"GatheredParameters of {self._name(param)!r} with a modifier_rank is inside a training forward, "
+                             "where what it writes would be lost; write parameters between steps")
         if others:
             others[0].partition(param_list=others, has_been_updated=has_been_updated)
         self.runtime.binder.take_back(mine)

@@ -4,7 +4,7 @@ torch's fused AdamW wants gradients of the masters' dtype, so bf16 sums would be
 the masters copied to bf16 after: 52 bytes of memory traffic per parameter where 28 do. It is the same arithmetic, in fp32.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -145,9 +145,11 @@ class Adam:
         self._zero = torch.zeros((), dtype=torch.float64, device=next(iter(masters.values())).device) if masters else None
 
     @staticmethod
-    def suits(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-        """Whether this optimizer's arithmetic is the one here, on a device that Triton compiles for."""
-        return triton is not None and device.type == "cuda" and all(_hyper(optimizer, g) for g in optimizer.param_groups)
+    def suits(optimizer: torch.optim.Optimizer, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> bool:
+        """Whether this optimizer's arithmetic is the one here, on a device that Triton compiles for, for parameters and sums of
+        these dtypes."""
+        return (triton is not None and device.type == "cuda" and all(d in KINDS for d in dtypes)
+                and all(_hyper(optimizer, g) for g in optimizer.param_groups))
 
     def square(self, unit: int, scale: float) -> torch.Tensor:
         """Squared norm of the unit's sums times ``scale`` (float64 scalar)."""

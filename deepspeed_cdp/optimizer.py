@@ -66,8 +66,9 @@ class StageOwner:
         # a norm of the whole step, as soon as each one's sum is finished.
         self._grads: dict[int, list[torch.Tensor]] = {}  # averaged, of units not updated yet (empty lists if fused)
         self._take_over(names)
+        dtypes = {d for _, s in self.slots.values() if s.sum_offset >= 0 for d in (s.dtype, s.sum_dtype)}
         self._fused = (fused.Adam(optimizer, self.masters, self._sums, self._published)
-                       if fused.Adam.suits(optimizer, self.home) else None)
+                       if fused.Adam.suits(optimizer, self.home, dtypes) else None)
         self.by_unit = self._fused is not None or type(optimizer).__module__.startswith("torch.optim")
         self.at_once = self.by_unit and not clip and not handoff.schedule.exact_norm
         self._recorded: dict[int, list[dict[str, Any]]] = {}

@@ -26,22 +26,22 @@ class Product(torch.autograd.Function):
 class Headed(models.MLP):
     """The weight of ``read`` (a block, or the head, which is never called) is read in the forward of the whole, at the end."""
 
-    def __init__(self, fused: bool, read: str):
+    def __init__(self, fused: bool, read: str, writes: bool):
         super().__init__()
         self.head = nn.Linear(8, 8, bias=False)
-        self.fused, self.read = fused, read
+        self.fused, self.read, self.writes = fused, read, writes
 
     def forward(self, x):
         import deepspeed
         x = super().forward(x)
         weight = self.get_submodule(self.read).weight
-        with deepspeed.zero.GatheredParameters(weight):
+        with deepspeed.zero.GatheredParameters(weight, modifier_rank=0 if self.writes else None):
             return Product.apply(x, weight) if self.fused else nn.functional.linear(x, weight)
 
 
-def build(fused: bool, read: str = "head") -> nn.Module:
+def build(fused: bool, read: str = "head", writes: bool = False) -> nn.Module:
     torch.manual_seed(7)
-    return Headed(fused, read)
+    return Headed(fused, read, writes)
 
 
 JOBS = [Job("mlp", "dp", 2, clip=0.3), Job("mlp", "cdp-v1", 2), Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,))]
@@ -75,3 +75,12 @@ def late(rank: int, world: int, job: Job) -> None:
 def test_a_parameter_whose_place_is_past_is_refused(pool):
     errors = pool.run_failing(2, late, Job("mlp", "cdp-v2"))
     assert any("unit 'blocks.1' was used after unit 'blocks.5' in the forward of step 0" in str(e) for e in errors), errors
+
+
+def writing(rank: int, world: int, job: Job) -> None:
+    train(start(job, world, build(False, writes=True)), job, rank)
+
+
+def test_writing_in_a_forward_is_refused(pool):
+    errors = pool.run_failing(2, writing, Job("mlp", "cdp-v2"))
+    assert any("GatheredParameters of 'head.weight' with a modifier_rank is inside a training forward" in str(e) for e in errors)
