@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def _parser() -> argparse.ArgumentParser:
         one.add_argument("dir", metavar="DIR", help="the folder that save_checkpoint was given")
         if writes:
             one.add_argument("out", metavar="OUT", help="the folder to write")
-            one.add_argument("--overwrite", action="store_true", help="replace what is there")
+            one.add_argument("--overwrite", action="store_true",
+                             help="replace OUT/TAG as a whole (to-fp32: OUT, if it holds nothing but exported weights)")
         one.add_argument("-t", "--tag", help="the checkpoint in DIR; default: what DIR/latest names")
         one.add_argument("--json", action="store_true", help="print the result, or the error, as one line of JSON")
         one.add_argument("--quiet", action="store_true", help="no progress")
@@ -78,7 +80,8 @@ def _parser() -> argparse.ArgumentParser:
 
     fp32 = command("to-fp32", "the weights in fp32, as safetensors, whole or in several files with an index")
     fp32.add_argument("--max-shard-size", "--max_shard_size", type=_size, default=_size("5GB"), help="default: 5GB")
-    fp32.add_argument("--exclude-frozen-parameters", "--exclude_frozen_parameters", action="store_true")
+    fp32.add_argument("--exclude-frozen-parameters", "--exclude_frozen_parameters", action="store_true",
+                      help="leave out parameters that were not trained")
     fp32.add_argument("--safe-serialization", "--safe_serialization", action="store_true", help="always so")
     zero3 = command("to-zero3", "a checkpoint that stock ZeRO-3 loads, for a number of ranks: OUT/TAG and OUT/latest")
     zero3.add_argument("--ranks", type=_positive, required=True, help="how many ranks will load it")
@@ -138,12 +141,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line; returns its exit code."""
     args = _parser().parse_args(argv)
     try:
-        with _open(args.dir, args.tag) as stored:
-            progress = _Progress(len(stored.trained) + len(stored.frozen), not (args.quiet or args.json))
-            try:
-                result = {"format": stored.format, "tag": stored.tag, **_convert(stored, args, progress)}
-            finally:
-                progress.end()
+        with redirect_stdout(sys.stderr):  # what DeepSpeed says when it is imported; stdout is for the result
+            with _open(args.dir, args.tag) as stored:
+                progress = _Progress(len(stored.trained) + len(stored.frozen), not (args.quiet or args.json))
+                try:
+                    result = {"format": stored.format, "tag": stored.tag, **_convert(stored, args, progress)}
+                finally:
+                    progress.end()
     except (CheckpointError, ValueError, OSError) as error:
         text = str(error) or type(error).__name__
         print(json.dumps({"ok": False, "error": text}) if args.json else f"error: {text}",

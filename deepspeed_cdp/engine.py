@@ -5,6 +5,7 @@ Only what differs from ``DeepSpeedEngine`` is here; the work is done by ``Runtim
 
 import atexit
 import hashlib
+import logging
 import sys
 import weakref
 from collections.abc import Iterator
@@ -108,7 +109,8 @@ class CyclicEngine(DeepSpeedEngine):
         self._runtime.optimizer.parameter_offload = offload_stub(self.module)
         self.enable_backward_allreduce = False
         if self._config.cyclic_ignored:
-            log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0])
+            log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0],
+                     level=logging.WARNING)
         _close_at_exit(self)
         return self._runtime.optimizer
 

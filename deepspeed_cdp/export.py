@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +17,25 @@ from .stored import MANIFEST, Kind, Stored, manifest_text, pack_state, plain_opt
 
 Tick = Callable[[str], None]  # called with each parameter's name
 SHARD = 5 * 10**9  # bytes in a file, unless told
+WEIGHTS = r"model.*\.safetensors(\.index\.json)?"  # what write_fp32 writes
 
 
 @contextmanager
-def _folder(final: str, replace: bool) -> Iterator[str]:
-    """A folder to fill, which takes the final name if all went well."""
+def _folder(final: str, replace: bool, source: str, only: str = "") -> Iterator[str]:
+    """A folder to fill, which takes the final name if all went well.
+
+    Args:
+        replace: whether there may be something already.
+        source: what is being read; it must not go.
+        only: a pattern; a folder that holds anything else is not replaced.
+    """
+    there, here = os.path.realpath(source), os.path.realpath(final)
+    if os.path.commonpath([there, here]) == here:
+        raise CheckpointError(f"{final} is or holds {source}, which is being read; choose another folder")
+    others = [x for x in os.listdir(final) if not re.fullmatch(only, x)] if only and replace and os.path.isdir(final) else []
+    if others:
+        raise CheckpointError(f"{final} holds {min(others)!r}, which is not what this command writes and would be lost; choose "
+                              "another folder")
     if os.path.exists(final) and not replace and (not os.path.isdir(final) or os.listdir(final)):
         raise CheckpointError(f"{final} exists; choose another folder, or pass --overwrite")
     working = beside(os.path.abspath(final), "saving")
@@ -60,7 +75,7 @@ def write_fp32(stored: Stored, out: str, max_bytes: int = SHARD, exclude_frozen:
         shards[-1][name] = read
         used, total = used + size, total + size
     index = {}
-    with _folder(out, replace) as folder:
+    with _folder(out, replace, stored.folder, WEIGHTS) as folder:
         for i, shard in enumerate(shards):
             name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             tensors = {}
@@ -80,7 +95,7 @@ def write_cyclic(stored: Stored, out: str, max_bytes: int = SHARD, replace: bool
                  tick: Tick = lambda name: None) -> dict[str, Any]:
     """What the engine's ``save_checkpoint`` would have written, in as many stage files as ``max_bytes`` needs."""
     files: dict[str, Any] = {}
-    with _folder(out, replace) as folder:
+    with _folder(out, replace, stored.folder) as folder:
         tensors: dict[str, torch.Tensor] = {}
         trees: dict[str, Any] = {}
 
@@ -211,7 +226,7 @@ def write_zero3(stored: Stored, out: str, ranks: int, sub_group_size: int = 10**
     subs, members = _sub_groups(stored, groups, ranks, sub_group_size)
     shapes = [{n: stored.trained[n].shape for n in sub} for sub in subs]
     prefix = "bf16_" if stored.dtype == torch.bfloat16 else ""
-    with _folder(out, replace) as folder:
+    with _folder(out, replace, stored.folder) as folder:
         for rank in range(ranks):
             flats: list[torch.Tensor] = []
             state: dict[int, Any] = {}
@@ -248,7 +263,7 @@ def write_universal(stored: Stored, out: str, replace: bool = False, tick: Tick 
                               "for Adam only; use to-zero3")
     subs, members = _sub_groups(stored, groups, 1, sum(math.prod(k.shape) for k in stored.trained.values()) + 1)
     state: dict[int, Any] = {}
-    with _folder(out, replace) as folder:
+    with _folder(out, replace, stored.folder) as folder:
         for i, sub in enumerate(subs):
             for name, flat, state[i] in _states(stored, sub, tick):
                 home = os.path.join(folder, "zero", name)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 def report(engine: "CyclicEngine", runtime: "Runtime") -> str:
     """Collective: engine, rule, stages and their sizes, and what was counted in the last step beside the closed form."""
     plan, s = runtime.plan, runtime.plan.schedule
-    where = f"rank {runtime.handoff.rank}, report"
+    where = f"rank {runtime.handoff.rank}, engine.report(), which every rank must call"
     everyone = runtime.transport.gather({"traffic": runtime.traffic(), "messages": runtime.messages(),
                                          "collectives": runtime.collectives_in_steps,
                                          "bytes": runtime.handoff.buffers.nbytes()}, where)

@@ -1,5 +1,7 @@
 """How messages travel: one contract (base.py), several transports, and the choice between them (choose.py)."""
 
+import logging
+
 import torch
 
 from deepspeed_cdp.errors import HandoffError
@@ -38,7 +40,7 @@ def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: tor
         transport = GlooTransport(rank, size, timeout_seconds)
     meeting.close(None)
     how = {"peer": "peer copies", "nccl": "NCCL", "gloo": "gloo"}[name]
-    log_dist(f"hand-offs travel by {how}: {reason}", ranks=[0])
+    log_dist(f"hand-offs travel by {how}: {reason}", ranks=[0], level=logging.WARNING)  # below it DeepSpeed shows nothing
     return transport
 
 

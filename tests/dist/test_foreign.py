@@ -238,6 +238,31 @@ def test_nothing_in_a_checkpoint_is_executed(stock, ours, tmp_path):
         (tmp_path / "executed").rmdir()
 
 
+def test_what_is_read_or_of_others_is_never_replaced(stock, tmp_path):
+    """--overwrite with OUT at or above DIR, and with files of others in OUT."""
+    shutil.copytree(stock[0] / "rooted", tmp_path / "up" / "mine")
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    for out in (tmp_path / "up" / "mine", tmp_path / "up", tmp_path / "up" / "mine" / f"global_step{FIRST}"):
+        text = run("to-fp32", str(tmp_path / "up" / "mine"), str(out), "--overwrite", code=1)["error"]
+        assert "which is being read" in text, text
+    assert "which is being read" in run("to-zero3", str(tmp_path / "up" / "mine"), str(tmp_path / "up" / "mine"), "--ranks", "2",
+                                        "--overwrite", code=1)["error"]
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+    out = tmp_path / "out"
+    run("to-fp32", str(stock[0] / "rooted"), str(out))
+    run("to-fp32", str(stock[0] / "rooted"), str(out), "--overwrite", "--max-shard-size", "1KB")
+    (out / "notes.txt").write_text("")
+    assert "'notes.txt'" in run("to-fp32", str(stock[0] / "rooted"), str(out), "--overwrite", code=1)["error"]
+    assert (out / "notes.txt").exists() and len(list(out.iterdir())) > 3
+
+
+def test_json_is_all_there_is_on_stdout(stock):
+    """In a process of its own, where DeepSpeed tells of its accelerator while it is imported."""
+    done = subprocess.run([sys.executable, "-m", "deepspeed_cdp.convert", "check", str(stock[0] / "rooted"), "--json"],
+                          capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and json.loads(done.stdout)["ok"], (done.stdout, done.stderr)
+
+
 def test_foreign_folders_and_wrong_arguments(stock, tmp_path):
     step = f"global_step{FIRST}"
     assert "is not a folder" in run("check", str(tmp_path / "no"), code=1)["error"]
