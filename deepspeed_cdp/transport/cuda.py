@@ -2,7 +2,7 @@
 
 import threading
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -17,7 +17,7 @@ from deepspeed_cdp.transport.driver import Driver
 from deepspeed_cdp.transport.meeting import Meeting
 
 
-class Awaited:
+class Awaited(ABC):
     """One side of a message that CUDA streams can be made to wait for.
 
     Attributes:
@@ -29,9 +29,9 @@ class Awaited:
     def __init__(self, transport: "CudaTransport", edge: tuple[str, int], nbytes: int):
         self.transport, self.edge, self.nbytes, self.counted = transport, edge, nbytes, nbytes < 0
 
+    @abstractmethod
     def enqueue(self, stream: int) -> None:
         """Hold a CUDA stream until the message is there."""
-        raise NotImplementedError
 
     def wait(self, where: Where) -> None:
         current = self.transport.current()
