@@ -46,6 +46,8 @@ class Handoff:
                     "OFFER": self._offer, "TAKE": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
+        # the owned units that have sums, in the order in which they are read; their sums are finished in the reverse order
+        self._members = [i for i in plan.members(plan.schedule.owned(rank)) if plan.unit(i).g_bytes]
         self.params: dict[int, torch.Tensor] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.global_step = 0
@@ -152,7 +154,7 @@ class Handoff:
         self._lost[self.global_step] = (self.losses.clone(), self.loss_count)
         self._step_end = self.transport.mark()
         if self.schedule.ranks == 1:
-            self._sum_ends = dict.fromkeys(self._members(), self._step_end)
+            self._sum_ends = dict.fromkeys(self._members, self._step_end)
         self._walk(len(self._program.actions))  # between the steps: a stall's norm needs the losses
         self.losses.zero_()
         self.loss_count = self._cursor = self.round = 0
@@ -291,11 +293,11 @@ class Handoff:
         if self.owner.at_once:
             self._free_copy(a)
         if self.rank == self.schedule.ranks - 1:  # it has the finished sums itself, all of them, and reads the first unit at once
-            for i in self._members():
+            for i in self._members:
                 self.transport.after(self._sum_ends.pop(i, None))
                 self._average(a, i)
         else:
-            for i in reversed(self._members()):
+            for i in reversed(self._members):
                 self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
                 self._average(a, i)
         if a.peer is not None:
@@ -303,14 +305,10 @@ class Handoff:
         self.transport.after(self._step_end)
         loss, count = self._lost.pop(self.global_step + a.version)
         self.transport.uses(loss)
-        norms = [self._norms[i] for i in reversed(self._members()) if i in self._norms]
+        norms = [self._norms[i] for i in reversed(self._members) if i in self._norms]
         self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count,
                          self.global_step + a.version)
         self._norms = {}
-
-    def _members(self) -> list[int]:
-        """The owned units that have sums, in the order in which they are read; their sums are finished in the reverse order."""
-        return [i for i in self.plan.members(self.schedule.owned(self.rank)) if self.plan.unit(i).g_bytes]
 
     def _average(self, a: Action, unit: int) -> None:
         """What can be done with a unit's finished sums."""
@@ -354,7 +352,7 @@ class Handoff:
             slot = None if self._flushing else self._copy(a)
             if not self.owner.by_unit:
                 self.owner.update(step, self.scalars.total, None, slot)
-            for i in self._members():
+            for i in self._members:
                 if self.owner.by_unit:
                     self.owner.update(step, self.scalars.total, i, slot)
                 self._published_at[i] = self.transport.mark()

@@ -41,6 +41,8 @@ def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: tor
     meeting.close(None)
     how = {"peer": "peer copies", "nccl": "NCCL", "gloo": "gloo"}[name]
     log_dist(f"hand-offs travel by {how}: {reason}", ranks=[0], level=logging.WARNING)  # below it DeepSpeed shows nothing
+    if name == "peer":
+        log_dist(f"CUDA streams of hand-offs: {transport.lanes}", ranks=[0])
     return transport
 
 
