@@ -24,7 +24,8 @@ class Job:
 
     Attributes:
         name: compute, ddp, fsdp2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-keep: with keep_after_forward;
-            zero3...-offload, cdp-...-offload: with the optimizer in host memory, stepped by DeepSpeedCPUAdam.
+            cdp-...-minS: with min_unit_mb S; zero3...-offload, cdp-...-offload: with the optimizer in host memory, stepped by
+            DeepSpeedCPUAdam.
         dtype: of the passes.
         compiled: torch.compile every decoder layer.
         sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
@@ -139,9 +140,11 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     if sharded:
         models.randomize([(p, p.ds_tensor) for p in model.parameters()], dist.get_rank())
     if cyclic:
-        rule = name.removesuffix("-keep")
+        plain, _, merged = name.partition("-min")
+        rule = plain.removesuffix("-keep")
         config["cyclic"] = {"enabled": True, "rule": rule if rule in ("cdp-v1", "cdp-v2") else int(rule[4:]),
-                            "keep_after_forward": name.endswith("-keep"), "timeout_seconds": 60}
+                            "keep_after_forward": plain.endswith("-keep"), "min_unit_mb": float(merged or 0),
+                            "timeout_seconds": 60}
         config["zero_allow_untested_optimizer"] = True
         given: dict[str, Any] = {"model_parameters": model.parameters()}
         if not offload:

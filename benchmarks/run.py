@@ -27,7 +27,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", default="llama-1.3b", help="comma-separated, of " + ", ".join(SIZES))
     parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES) + ", cdp-K; "
-                        "cdp-...-keep: with keep_after_forward; zero3-offload, cdp-...-offload: optimizer in host memory")
+                        "cdp-...-keep: with keep_after_forward; cdp-...-minS: with min_unit_mb S; "
+                        "zero3-offload, cdp-...-offload: optimizer in host memory")
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8, help="per window")
@@ -54,9 +55,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     names = args.engines.split(",")
     for name in names:
-        if name not in ENGINES and not re.fullmatch(r"cdp-(v1|v2|\d+)(-keep)?(-offload)?|zero3(-leaf)?-offload", name):
+        if name not in ENGINES and not re.fullmatch(r"cdp-(v1|v2|\d+)(-keep)?(-min\d+)?(-offload)?|zero3(-leaf)?-offload", name):
             parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES)}, cdp-K with an integer K, cdp-...-keep, "
-                         "cdp-...-offload and zero3-offload")
+                         "cdp-...-minS, cdp-...-offload and zero3-offload")
     for model in args.models.split(","):
         if model not in SIZES:
             parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")
