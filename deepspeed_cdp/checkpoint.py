@@ -159,7 +159,7 @@ def _fit_counts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None
     """torch's Adam counts in a tensor, DeepSpeed's FusedAdam and CPUAdam in an int: a checkpoint of one is taken by the other."""
     step = state.get("step")
     if type(optimizer).__module__.startswith("torch.optim") and "exp_avg" in state and isinstance(step, int):
-        state["step"] = torch.tensor(float(step))
+        state["step"] = torch.tensor(float(step), device="cpu")
     elif type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and isinstance(step, torch.Tensor):
         state["step"] = int(step)
 

@@ -200,7 +200,7 @@ class Adam:
             master = self.masters[name]
             state = self.optimizer.state[master]
             if "exp_avg" not in state:
-                state |= {"step": 0 if deepspeeds else torch.zeros((), dtype=torch.float32),
+                state |= {"step": 0 if deepspeeds else torch.zeros((), dtype=torch.float32, device="cpu"),
                           "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
             count = counts[groups[master]] if deepspeeds else int(state["step"])
             key = groups[master], total.dtype, self._published[0][name].dtype, count

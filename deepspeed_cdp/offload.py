@@ -42,7 +42,7 @@ class OffloadedOwner(StageOwner):
         self.at_once = False
 
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, pin_memory=self._pin and self._device.type == "cuda")
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pin and self._device.type == "cuda")
 
     def _record(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":

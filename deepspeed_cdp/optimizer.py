@@ -106,7 +106,7 @@ class StageOwner:
         if make.startswith("deepspeed.") and isinstance(step, torch.Tensor):  # which counts in a number
             state["step"] = int(step)
         elif make.startswith("torch.optim") and isinstance(step, int):  # which counts in a tensor, in place
-            state["step"] = torch.tensor(float(step), dtype=torch.float32)
+            state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
         self.optimizer.state[master] = state
 
     # ---- publishing -----------------------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class Scalars:
         self.step: int | None = None
         self._since = 0
         cuda = self.vector.device.type == "cuda"
-        self._slots = [torch.zeros(3, dtype=torch.float64, pin_memory=True) for _ in range(4 if cuda else 0)]
+        self._slots = [torch.zeros(3, dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4 if cuda else 0)]
         self._noted: deque[tuple[int | None, torch.Tensor, Any]] = deque()  # step, slot, when it is filled
         self._notes = 0
 

@@ -86,7 +86,7 @@ class Transport(ABC):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Collective: zeroed memory (uint8, 1-D) that messages are read from and land in; the same size on all ranks."""
-        return torch.zeros(nbytes, dtype=torch.uint8)
+        return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
     def moved_on(self) -> None:  # noqa: B027, only streams care
         """The current stream has been given work since the last message: what comes next must follow it."""

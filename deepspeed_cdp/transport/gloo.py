@@ -297,6 +297,6 @@ class GlooTransport(Transport):
         for peer in range(self.size):
             if peer != self.rank:
                 try:
-                    pg.recv([torch.empty(1, dtype=torch.uint8)], peer, _HANG_UP).wait(timedelta(milliseconds=1))
+                    pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _HANG_UP).wait(timedelta(milliseconds=1))
                 except RuntimeError:
                     pass

@@ -47,7 +47,7 @@ class _Trial:
 
     def __init__(self, device: torch.device, driver: Driver):
         self._driver = driver
-        self._word = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._x = torch.zeros(1024, device=device)
         self._x.add_(1)  # loads the kernel
         torch.cuda._sleep(1000)

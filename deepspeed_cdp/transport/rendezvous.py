@@ -200,6 +200,7 @@ class RendezvousTransport(Transport):
     def reset(self, where: Where) -> None:
         # A message that only one side has begun cannot be called back: the other side plays its part with scratch memory.
         self.collectives += 1
+        known = {line.edge(self.rank): (*line.open, *line.waiting) for line in self._lines.values()}
         mine = [[line.stream, line.peer, line.incoming, line.named, line.begun,
                  list(line.sizes)] for line in self._lines.values()]
         everyone = self._meeting.exchange(mine, where)
@@ -212,7 +213,7 @@ class RendezvousTransport(Transport):
         for line in self._lines.values():
             named, there = (sides.get(side, (0,))[0] for side in ((self.rank, line.stream, line.peer, line.incoming),
                                                                   (line.peer, line.stream, self.rank, not line.incoming)))
-            for message in (*line.open, *line.waiting):
+            for message in known.get(line.edge(self.rank), ()):  # as it was before the other sides played their parts
                 if message.number < min(named, there):
                     message.wait(where)
                 else:

@@ -1,8 +1,12 @@
 """Shapes of training loops: what DeepSpeed's users write, each equal to the plain loop, or refused in one sentence; no deadlock."""
 
+import contextlib
+import os
+import tempfile
 from typing import Any
 
 import models
+import pytest
 import torch
 from engine_work import OFF_STEPS, Job, evaluate, pack, run_jobs, same, start, train, unpack, whole
 from test_access import told
@@ -181,3 +185,40 @@ def test_generate_with_other_lengths_on_every_rank(pool):
     want = unpack(pool.run(2, run_jobs, [Job("llama", "cdp-v2", steps=5, flush_after=(1, 3))], timeout=180)[0][0]["state"])
     for state in pool.run(2, generates, job, timeout=180):
         same(unpack(state), want)
+
+
+def with_default_device(rank: int, world: int, device: str | None, job: Job) -> tuple[bytes, float]:
+
+    def under() -> contextlib.AbstractContextManager:
+        return torch.device(device) if device else contextlib.nullcontext()
+    module = models.build(job.kind)
+    with under():
+        engine = start(job, world, module)
+    for step in range(3):
+        loss = models.loss(engine, job.kind, models.batch(job.kind, step, 0, rank))
+        engine.backward(loss)
+        with under():
+            engine.step()
+    with under():
+        engine.flush()
+    with tempfile.TemporaryDirectory() if rank == 0 else contextlib.nullcontext() as made:
+        import torch.distributed as dist
+        box = [made]
+        dist.broadcast_object_list(box)
+        with under():
+            engine.save_checkpoint(os.path.join(box[0], "saved"))
+            engine.load_checkpoint(os.path.join(box[0], "saved"))
+        dist.barrier()
+    state = pack(whole(engine))
+    engine.destroy()
+    return state, loss.item()
+
+
+@pytest.mark.parametrize("rule", ["cdp-v2", "dp"])
+def test_default_device_of_the_script_is_none_of_ours(pool, rule):
+    """Scripts call torch.set_default_device("cuda"); here the default is "meta", where whatever is made by mistake has no values."""
+    job = Job("llama-tied", rule, clip=0.5)
+    want, got = pool.run(2, with_default_device, None, job), pool.run(2, with_default_device, "meta", job)
+    for (state, loss), (expected, their_loss) in zip(got, want):
+        assert loss == their_loss
+        same(unpack(state), unpack(expected))

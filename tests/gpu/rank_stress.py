@@ -44,7 +44,8 @@ def run(tools: Tools, name: str, steps: int, how: str, options: Any) -> dict[str
         how: "calm", "random" (disturbed at random), or "always" (synchronize, read and empty the cache in every step).
     """
     engine = tools.engine(models.build(options.model), options.rule)
-    batches, chance, losses, samples = tools.batches(options.model, steps), random.Random(tools.rank), [], []
+    batches, chance, samples = tools.batches(options.model, steps), random.Random(tools.rank), []
+    losses = torch.zeros(steps, device=tools.device)  # made before, for what a run allocates is watched
     begun = last = time.monotonic()
     for step in range(steps):
         loss = models.loss(engine, options.model, batches[step, 0])
@@ -54,7 +55,7 @@ def run(tools: Tools, name: str, steps: int, how: str, options: Any) -> dict[str
         if how == "random":
             disturb(tools, chance, loss)
         engine.step()
-        losses.append(loss.detach())
+        losses[step].copy_(loss.detach())
         if how == "random":
             disturb(tools, chance, loss)
         if how == "always":
@@ -74,7 +75,7 @@ def run(tools: Tools, name: str, steps: int, how: str, options: Any) -> dict[str
     tools.destroy(engine)
     tools.synchronize()
     tools.say(f"{name}: {steps} steps in {seconds:.1f} s, {steps / seconds:.1f} steps/s")
-    return {"state": state, "losses": torch.stack(losses), "samples": samples}
+    return {"state": state, "losses": losses, "samples": samples}
 
 
 def growth(samples: list[dict[str, int]]) -> dict[str, int]:
