@@ -173,10 +173,8 @@ def restore() -> None:
         torch._dynamo.reset()
 
 
-def clean(engine: Any) -> None:
-    """Free what an engine held."""
-    if engine is not None:
-        engine.destroy()
+def clean() -> None:
+    """Free what an engine held that nobody refers to any more."""
     restore()
     gc.collect()
     if torch.cuda.is_available():

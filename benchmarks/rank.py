@@ -116,8 +116,10 @@ class Measurement:
             memory = f"{measured[-1]['peak_gib']:.1f} GiB  " if self.cuda else ""
             self.progress.print(f"{args.model} mbs {args.micro_batch} {name:12} {median:8.1f} ms  {memory}"
                                 f"loss {measured[-1]['loss']:.3f}")
-        engine, self.step, self.engine = self.engine, None, None
-        engines.clean(engine)
+        if self.engine is not None:
+            self.engine.destroy()
+        self.step = self.engine = None  # or what the engine held would still be there when the next one is made
+        engines.clean()
         return measured
 
     def _row(self, window: int, mine: dict[str, Any]) -> dict[str, Any]:

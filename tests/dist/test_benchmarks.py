@@ -72,7 +72,9 @@ def steps(rank: int, world: int, name: str, compiled: bool) -> tuple[list[float]
     batches = torch.randint(0, 256, (4, 1, 16), generator=torch.Generator().manual_seed(rank))
     losses = [float(step(batch).detach()) for batch in batches]
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-    engines.clean(engine)
+    if engine is not None:
+        engine.destroy()
+    engines.clean()
     assert not breaks
     return losses, graphs
 
@@ -93,7 +95,9 @@ def sharded(rank: int, world: int, name: str) -> tuple[list[float], bool, bool]:
     step, engine = engines.make(engines.Job(name, config, torch.device("cpu"), torch.float32, 1, sharded=True))
     losses = [float(step(torch.arange(16)[None]).detach()) for _ in range(3)]
     left = torch.nn.functional.linear is engines.LINEAR
-    engines.clean(engine)
+    if engine is not None:
+        engine.destroy()
+    engines.clean()
     return losses, left, torch.nn.functional.linear is engines.LINEAR
 
 
