@@ -1,0 +1,156 @@
+"""The simulator against the oracle, bit for bit, and against what it promises its users."""
+
+import pytest
+import torch
+from models import build
+from torch import nn
+from torch.nn import functional as F
+
+from deepspeed_cdp import reference, schedule
+from deepspeed_cdp.discover import Example
+from deepspeed_cdp.simulated import Simulator, stages_of, threshold_of
+
+STEPS = 7
+
+
+def batch(kind: str, step: int, rnd: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * rnd + rank)
+    return torch.randn(*((4, 3, 6, 6) if kind == "conv" else (5, 8)), generator=generator)
+
+
+def loss(call, data):
+    return call(data).square().mean() * 3
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+@pytest.mark.parametrize("kind, ranks, rule, rounds, clip, optimizer", [
+    ("mlp", 1, "cdp-v2", 1, 0.0, sgd),
+    ("mlp", 2, "cdp-v1", 1, 0.0, sgd),
+    ("mlp", 3, "cdp-v2", 1, 0.3, adamw),
+    ("mlp", 3, 4, 2, 0.3, sgd),
+    ("mlp", 4, "dp", 2, 0.3, adamw),
+    ("mlp", 4, "cdp-v1", 2, 0.3, adamw),
+    ("mlp", 4, 1, 1, 0.3, sgd),
+    ("conv", 3, "cdp-v2", 2, 0.0, sgd),
+    ("conv", 2, "dp", 1, 0.0, adamw),
+    ("rooted", 4, "cdp-v2", 1, 0.3, adamw),
+    ("routed", 3, "cdp-v2", 1, 0.0, adamw),
+])
+def test_equals_the_oracle_bit_for_bit(kind, ranks, rule, rounds, clip, optimizer) -> None:
+    module = build(kind)
+    stages = stages_of(module, ranks)
+    flush_after = (3,)
+
+    def set_rate(step, optimizer):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 2)
+
+    expected = reference.train(module, stages, schedule.threshold(rule, ranks), lambda *which: batch(kind, *which), loss,
+                               optimizer, STEPS, rounds=rounds, clip=clip, flush_after=flush_after, on_step=set_rate)
+    ring = Simulator(module, optimizer(module.parameters()), stages, rule, clip=clip)
+    for step in range(STEPS):
+        set_rate(step, ring.optimizer)
+        losses = ring.step([batch(kind, step, rnd, rank) for rnd in range(rounds) for rank in range(ranks)], loss)
+        assert losses.tolist() == [expected.losses[step, rnd, rank] for rnd in range(rounds) for rank in range(ranks)], step
+        if step in flush_after:
+            ring.flush()
+    got = dict(module.named_parameters())
+    for name, value in expected.masters.items():
+        assert torch.equal(got[name], value), name
+    for name, value in module.named_buffers():  # rank 0's
+        assert torch.equal(value, expected.buffers[0][name]), name
+
+
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+def test_rules_differ_and_warming_up_is_dp_until_a_flush(rule) -> None:
+    """The first W steps equal dp's; the step after them too, since it reads one version; then they part."""
+    runs = {}
+    for name, warmup in (("dp", 0), (rule, 0), (rule, 2)):
+        module = build("mlp")
+        ring = Simulator(module, sgd(module.parameters()), stages_of(module, 3), name, warmup_steps=warmup)
+        runs[name, warmup] = [ring.step([batch("mlp", step, 0, r) for r in range(3)], loss).tolist() for step in range(5)]
+    plain, at_once, later = runs["dp", 0], runs[rule, 0], runs[rule, 2]
+    assert at_once[0] == plain[0] and at_once[1] != plain[1]
+    assert later[:3] == plain[:3] and later[3] != plain[3]
+
+
+def test_the_paper_has_more_ranks_than_stages() -> None:
+    """8 ranks and 4 stages, as in the paper's experiments: under v2 ranks 0 to 2 read stale, ranks 3 to 7 do not."""
+    assert [threshold_of(rule, 8, 4) for rule in ("dp", "cdp-v2", "cdp-v1")] == [0, 3, 11]
+    module = build("mlp")
+    ring = Simulator(module, sgd(module.parameters()), stages_of(module, 4), ranks=8)
+    stale = [(r, s) for r in range(8) for s in range(4) if not ring.is_fresh(0, r, s)]
+    assert stale == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]
+    v1 = Simulator(module, sgd(module.parameters()), stages_of(module, 4), "cdp-v1", ranks=8)
+    assert not any(v1.is_fresh(m, r, s) for m in range(2) for r in range(8) for s in range(4))
+    assert len(ring.step([batch("mlp", 0, 0, r) for r in range(8)], loss)) == 8
+
+
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_freshness_is_the_schedules(ranks) -> None:
+    module = nn.Sequential(*(nn.Linear(2, 2) for _ in range(8)))
+    for k in range(2 * ranks):
+        ring = Simulator(module, sgd(module.parameters()), stages_of(module, ranks), k)
+        for m, r, s in ((m, r, s) for m in range(2) for r in range(ranks) for s in range(ranks)):
+            assert ring.is_fresh(m, r, s) == schedule.Schedule(ranks, k).fresh(m, r, s), (k, m, r, s)
+    for rule in schedule.RULES:
+        assert threshold_of(rule, ranks, ranks) == schedule.threshold(rule, ranks)
+
+
+def test_the_model_between_steps_is_the_users_own() -> None:
+    """Evaluation in between changes nothing, and the module always holds theta_t; autocast sees the swapped weights."""
+    def mixed(module, data):
+        with torch.autocast("cpu", torch.bfloat16):
+            return F.mse_loss(module(data).float(), data)
+
+    def under_one_context(evaluate: bool):
+        module = build("mlp")
+        pointers = [p.data_ptr() for p in module.parameters()]
+        ring = Simulator(module, sgd(module.parameters()), stages_of(module, 2), "cdp-v1")
+        losses = []
+        with torch.autocast("cpu", torch.bfloat16):  # its cache must not outlive a micro-batch
+            for step in range(4):
+                losses += ring.step([batch("mlp", step, 0, r) for r in range(2)], mixed).tolist()
+                if evaluate:
+                    with torch.no_grad():
+                        module(batch("mlp", 99, 0, 0))
+        assert [p.data_ptr() for p in module.parameters()] == pointers and all(p.grad is None for p in module.parameters())
+        return losses
+
+    plain = build("mlp")
+    ring = Simulator(plain, sgd(plain.parameters()), stages_of(plain, 2), "cdp-v1")
+    expected = [x for step in range(4) for x in ring.step([batch("mlp", step, 0, r) for r in range(2)], mixed).tolist()]
+    assert under_one_context(False) == under_one_context(True) == expected
+
+
+def test_stages_are_the_engines() -> None:
+    """By FLOPs where there is an example; held parameters in stage 0; each parameter once."""
+    module = build("conv")
+    flat = sorted(name for stage in stages_of(module, 3) for name in stage)
+    assert flat == sorted(name for name, _ in module.named_parameters())
+    by_flops = stages_of(module, 2, Example((torch.zeros(1, 3, 6, 6),)))
+    assert "head.weight" in by_flops[1] and "blocks.0.0.weight" in by_flops[0]
+    rooted = stages_of(build("rooted"), 2)
+    assert {"scale", "shift"} <= set(rooted[0])
+
+
+def test_what_is_wrong_is_said() -> None:
+    module = build("mlp")
+    stages = stages_of(module, 2)
+    with pytest.raises(ValueError, match="each parameter must be in exactly one stage; look at"):
+        Simulator(module, sgd(module.parameters()), stages[:1])
+    with pytest.raises(ValueError, match="rule is 'cdp-v3'; allowed are 'dp'"):
+        Simulator(module, sgd(module.parameters()), stages, "cdp-v3")
+    with pytest.raises(ValueError, match="K from 0 to 3 with 2 ranks and 2 stages"):
+        Simulator(module, sgd(module.parameters()), stages, 4)
+    with pytest.raises(ValueError, match="warmup_steps -1"):
+        Simulator(module, sgd(module.parameters()), stages, warmup_steps=-1)
+    with pytest.raises(ValueError, match="got 3 micro-batches for 2 ranks"):
+        Simulator(module, sgd(module.parameters()), stages).step([batch("mlp", 0, 0, 0)] * 3, loss)
