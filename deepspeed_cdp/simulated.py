@@ -2,10 +2,10 @@
 
     theta_{t+1} = opt(theta_t, 1/N sum_r grad f_r(theta_hat_{r,t}))
 
-where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K, and theta_{t-1}^s otherwise. What is simulated is the learning, exactly,
-not the time. A step runs the ranks' micro-batches one after the other, as ``reference.train`` does, and comes to the same numbers.
-Unlike the oracle it is made to be used: an ordinary module, optimizer and scheduler, on any device, two copies of the parameters
-and no copy per micro-batch, on GPUs without a host synchronization, or as a CUDA graph (``captured``).
+where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K, and theta_{t-1}^s otherwise. What is simulated is the learning,
+exactly; not the time. A step runs the ranks' micro-batches one after the other, as ``reference.train`` does, and comes to the
+same numbers. Unlike the oracle it is made to be used: an ordinary module, optimizer and scheduler, on any device, two copies of
+the parameters and no copy per micro-batch, on GPUs without a host synchronization, or as a CUDA graph (``captured``).
 
     stages = stages_of(model, ranks=4)
     ring = Simulator(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), stages, "cdp-v2")

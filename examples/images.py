@@ -74,10 +74,9 @@ class Images:
         x, count, size = self.normal(images[index]), len(index), images.shape[-1]
         if self.pad:
             top, left = (torch.randint(2 * self.pad + 1, (2, count), generator=generator).to(x.device))
-            along = torch.arange(size, device=x.device)
-            padded = F.pad(x, [self.pad] * 4)
-            x = padded[torch.arange(count, device=x.device)[:, None, None, None], torch.arange(x.shape[1], device=x.device)[:, None, None],
-                       (top[:, None] + along)[:, None, :, None], (left[:, None] + along)[:, None, None, :]]
+            each, channel, along = (torch.arange(n, device=x.device) for n in (count, x.shape[1], size))
+            x = F.pad(x, [self.pad] * 4)[each[:, None, None, None], channel[:, None, None],
+                                         (top[:, None] + along)[:, None, :, None], (left[:, None] + along)[:, None, None, :]]
         if self.flip:
             mirrored = (torch.rand(count, generator=generator) < 0.5).to(x.device)
             x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
@@ -98,7 +97,7 @@ def cifar10(path: str) -> Images:
     names = sorted(files)
     if len(names) != 6:
         raise ValueError(f"--data {path} has {len(names)} of CIFAR-10's six data files; give cifar-10-python.tar.gz or "
-                         "cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or the folder unpacked from it")
+                         "cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or the unpacked folder")
     try:
         parts = {name: _cifar_batch(name, files[name]) for name in names}
     except (pickle.UnpicklingError, EOFError, KeyError, ValueError, AttributeError, IndexError) as error:
@@ -110,7 +109,7 @@ def cifar10(path: str) -> Images:
 
 
 def digits() -> Images:
-    """1437 images to learn from and 360 to test with, 8 x 8, from scikit-learn's digits (examples/data); always the same split."""
+    """scikit-learn's digits (examples/data), 8 x 8: 1437 to learn from and 360 to test with, always the same."""
     with np.load(Path(__file__).parent / "data" / "digits.npz", allow_pickle=False) as file:
         images = torch.tensor(file["images"])[:, None] * 15  # 0..16 -> 0..240
         labels = torch.tensor(file["labels"]).long()

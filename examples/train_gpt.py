@@ -13,6 +13,7 @@ from deepspeed.accelerator import get_accelerator
 from gpt import GPT, read_text, sample
 from tqdm import tqdm
 
+
 def evaluate(engine, text: torch.Tensor, args: argparse.Namespace, batch: int) -> float:
     """Mean held-out loss; every rank reads the same windows."""
     generator = torch.Generator().manual_seed(args.seed)

@@ -1,0 +1,195 @@
+"""What the learning experiments train: one case is a dataset, a learning rate, a rule and a seed.
+
+Cases of one seed start from the same weights and see the same micro-batches in the same order, whatever their rule, so that rules
+are compared pair by pair. All ranks are simulated in one process (deepspeed_cdp/simulated.py).
+"""
+
+import hashlib
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from deepspeed_cdp.discover import Example
+from deepspeed_cdp.simulated import Simulator, stages_of
+from examples.gpt import GPT, read_text, sample
+from examples.images import digits
+from examples.resnet import resnet
+
+RULES = ("dp", "cdp-v1", "cdp-v2", "cdp-v2-warmup")
+_EAGER_STEPS = 4  # before a graph is captured, so that libraries have set themselves up
+
+
+@dataclass(frozen=True)
+class Size:
+    """How long a dataset is trained on: micro-batch per rank, steps, steps between evaluations."""
+
+    micro_batch: int
+    steps: int
+    every: int
+
+
+SIZES = {"digits": {"full": Size(32, 440, 11), "tiny": Size(8, 12, 4)},
+         "gpt": {"full": Size(8, 1000, 50), "tiny": Size(2, 12, 4)}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """``rate`` multiplies the task's learning rate; ``cdp-v2-warmup`` makes the first tenth of the steps under dp."""
+
+    dataset: str
+    rate: float
+    rule: str
+    seed: int
+    ranks: int = 4
+    size: str = "full"
+
+    @property
+    def key(self) -> tuple[str, str, str, str]:
+        return self.dataset, f"{self.rate:g}", self.rule, str(self.seed)
+
+    @property
+    def spans(self) -> Size:
+        return SIZES[self.dataset][self.size]
+
+    @property
+    def warmup_steps(self) -> int:
+        return self.spans.steps // 10 if self.rule.endswith("-warmup") else 0
+
+
+@dataclass
+class Task:
+    """A model, its optimizer and its data.
+
+    Attributes:
+        batches: (step) -> one micro-batch per rank.
+        loss: (module, batch) -> scalar.
+        evaluate: () -> test loss, and accuracy or None.
+        rate: (step) -> the learning rate.
+        data: names the data, by its SHA-256.
+    """
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
+    example: Example
+    batches: Callable[[int], list[Any]]
+    loss: Callable[[nn.Module, Any], torch.Tensor]
+    evaluate: Callable[[], tuple[float, float | None]]
+    rate: Callable[[int], float]
+    data: str
+
+
+def _digits(case: Case, device: torch.device) -> Task:
+    """A ResNet of 14 layers on 8 x 8 digits; SGD as in the paper's CIFAR-10 recipe, three drops by 5 at equal distances."""
+    images = digits()
+    data = hashlib.sha256(images.train[0].numpy().tobytes()).hexdigest()[:12]
+    images = images.to(device)
+    module = resnet("resnet14", "digits").to(device)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    spans, each = case.spans, case.ranks * case.spans.micro_batch
+    generator = torch.Generator().manual_seed(case.seed)
+    per_epoch = len(images) // each
+    epochs = [torch.randperm(len(images), generator=generator)[:per_epoch * each].view(per_epoch, each)
+              for _ in range(-(-spans.steps // per_epoch))]
+    order = torch.cat(epochs)
+
+    def batches(step: int) -> list[Any]:
+        pixels, labels = images.training(order[step], generator)
+        return list(zip(pixels.chunk(case.ranks), labels.chunk(case.ranks)))
+
+    def evaluate() -> tuple[float, float | None]:
+        total = right = 0.0
+        for pixels, labels in images.testing(360):
+            logits = module(pixels)
+            total += F.cross_entropy(logits, labels, reduction="sum").item()
+            right += (logits.argmax(1) == labels).sum().item()
+        return total / len(images.test[1]), right / len(images.test[1])
+
+    return Task(module, optimizer, Example((module.example_input_array.to(device),)), batches,
+                lambda module, batch: module(*batch), evaluate,
+                lambda step: 0.05 * case.rate * 0.2 ** (step * 10 // (spans.steps * 3)), data)
+
+
+def _gpt(case: Case, device: torch.device) -> Task:
+    """A byte-level GPT on the sources of Python's standard library; AdamW, linear warm-up, cosine to a tenth."""
+    layers, width, length = (4, 256, 256) if case.size == "full" else (2, 32, 32)
+    train, held_out = read_text(8.0)
+    data = hashlib.sha256(train.numpy().tobytes()).hexdigest()[:12]
+    module = GPT(layers, width, 4, length).to(device)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    spans = case.spans
+    generator = torch.Generator().manual_seed(case.seed)
+    windows = 64 if case.size == "full" else 8
+    fixed = sample(held_out, windows, length, torch.Generator().manual_seed(0), device)
+
+    def loss(module: nn.Module, batch: Any) -> torch.Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return module(*batch)
+
+    def batches(step: int) -> list[Any]:
+        tokens, targets = sample(train, case.ranks * spans.micro_batch, length, generator, device)
+        return list(zip(tokens.chunk(case.ranks), targets.chunk(case.ranks)))
+
+    def rate(step: int) -> float:
+        warm = max(1, spans.steps // 20)
+        progress = max(0.0, (step - warm) / (spans.steps - warm))
+        return 1e-3 * case.rate * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * progress))
+
+    return Task(module, optimizer, Example(tuple(t[:1] for t in fixed)), batches, loss,
+                lambda: (loss(module, fixed).item(), None), rate, data)
+
+
+TASKS = {"digits": _digits, "gpt": _gpt}
+
+
+def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any]]:
+    """Train one case; a row after every ``every`` steps, the first before any.
+
+    Args:
+        graph: replay forwards and backwards as a CUDA graph. If capturing fails, steps are launched one by one, and rows say so.
+    """
+    torch.manual_seed(case.seed)
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high")
+    task, spans = TASKS[case.dataset](case, device), case.spans
+    stages = stages_of(task.module, case.ranks, task.example)
+    ring = Simulator(task.module, task.optimizer, stages, case.rule.removesuffix("-warmup"), warmup_steps=case.warmup_steps,
+                     clip=1.0 if case.dataset == "gpt" else 0.0)
+    parameters = sum(p.numel() for p in task.module.parameters())
+    began, captured, captured_for, losses = time.perf_counter(), None, None, []
+    for step in range(spans.steps + 1):
+        if step % spans.every == 0 or step == spans.steps:
+            task.module.eval()
+            with torch.no_grad():
+                test_loss, accuracy = task.evaluate()
+            task.module.train()
+            mean = torch.stack(losses).mean().item() if losses else None
+            losses = []
+            yield {"dataset": case.dataset, "rate": f"{case.rate:g}", "rule": case.rule, "seed": case.seed, "step": step,
+                   "steps": spans.steps, "train_loss": _number(mean), "test_loss": _number(test_loss),
+                   "test_accuracy": _number(accuracy), "seconds": f"{time.perf_counter() - began:.2f}", "ranks": case.ranks,
+                   "micro_batch": spans.micro_batch, "parameters": parameters, "graph": captured is not None, "data": task.data}
+        if step == spans.steps:
+            return
+        for group in task.optimizer.param_groups:
+            group["lr"] = task.rate(step)
+        batches = task.batches(step)
+        if graph and step >= _EAGER_STEPS and captured_for != ring.delayed:
+            try:
+                captured, captured_for = ring.captured(batches, task.loss), ring.delayed
+            except RuntimeError as error:
+                print(f"no CUDA graph: {error}", file=sys.stderr, flush=True)
+                captured, graph = None, False
+        elif captured_for is not None and captured_for != ring.delayed:
+            captured = captured_for = None
+        losses.append((captured(batches) if captured else ring.step(batches, task.loss)).mean().clone())
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
