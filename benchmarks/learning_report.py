@@ -172,8 +172,8 @@ def _curves(group: Sequence[Row], measure: str) -> tuple[np.ndarray, dict[str, n
 
 
 def draw(some: Sequence[Row], out: Path, prefix: str = "", kinds: Sequence[str] = ("png", "svg")) -> list[Path]:
-    """A figure per dataset: left the test loss, mean and standard deviation over seeds; right its difference from dp's, mean and
-    95% confidence interval; a row of panels per learning rate. The files written."""
+    """A figure per dataset: left the test loss, its mean and range over seeds; right its difference from dp's, mean and 95%
+    confidence interval; a row of panels per learning rate. The files written."""
     written = []
     every = settings(some)
     for dataset in dict.fromkeys(d for d, _ in every):
@@ -198,7 +198,7 @@ def _panel(left: plt.Axes, right: plt.Axes, engines: dict[str, list[Row]], title
     ends = [0.0]  # of the intervals at the last step
     for rule, (steps, by_seed) in curves.items():
         values = np.stack(list(by_seed.values()))
-        _band(left, rule, steps, values.mean(0), values.std(0, ddof=1) if len(values) > 1 else None)
+        _band(left, rule, steps, values.mean(0), values.min(0), values.max(0))
         base_steps, base = curves.get("dp", (np.array([]), {}))
         seeds = [s for s in by_seed if s in base]
         if rule != "dp" and len(seeds) > 1:
@@ -206,19 +206,25 @@ def _panel(left: plt.Axes, right: plt.Axes, engines: dict[str, list[Row]], title
             here, there = np.isin(steps, both), np.isin(base_steps, both)
             differences = np.stack([by_seed[s][here] - base[s][there] for s in seeds])
             error = differences.std(0, ddof=1) / math.sqrt(len(seeds)) * stats.t(len(seeds) - 1).ppf(0.975)
-            _band(right, rule, both, differences.mean(0), error)
+            _band(right, rule, both, differences.mean(0), differences.mean(0) - error, differences.mean(0) + error)
             ends += [abs(differences.mean(0)[-1]) + error[-1]]
     right.axhline(0, color=COLOURS["dp"], linewidth=1)
     low, high = left.dataLim.y0, left.dataLim.y1
-    if low > 0 and high / low > 3:
+    if low > 0 and high / low > 10:
         left.set_yscale("log")
         left.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
         left.yaxis.set_major_formatter("{x:g}")
         left.yaxis.set_minor_formatter(ticker.NullFormatter())
-    if max(ends) > 0:  # straight round the end's differences, logarithmic beyond: early ones are many times larger
-        right.set_yscale("symlog", linthresh=10 ** math.ceil(math.log10(max(ends))))
+    straight = 10 ** math.ceil(math.log10(max(ends))) if max(ends) > 0 else 0.0
+    if 3 * straight < (furthest := max(abs(right.dataLim.y0), abs(right.dataLim.y1))):
+        # straight round the end's differences, logarithmic beyond: early ones are many times larger
+        right.set_yscale("symlog", linthresh=straight, linscale=2)
+        beyond = [straight * 10 ** i for i in range(1, math.ceil(math.log10(furthest / straight)) + 1)]
+        ticks = [straight / 2, straight, *beyond]
+        right.yaxis.set_major_locator(ticker.FixedLocator([0.0, *ticks, *(-t for t in ticks)]))
+        right.yaxis.set_minor_locator(ticker.NullLocator())
         right.yaxis.set_major_formatter("{x:g}")
-    left.set_ylabel("test loss ± standard deviation", fontsize=9)
+    left.set_ylabel("test loss, lowest to highest", fontsize=9)
     right.set_ylabel("test loss minus dp's, 95% interval", fontsize=9)
     for axes in (left, right):
         axes.set_xlabel("step", fontsize=9)
@@ -226,7 +232,6 @@ def _panel(left: plt.Axes, right: plt.Axes, engines: dict[str, list[Row]], title
         axes.grid(color="#dddddd", linewidth=0.7)
 
 
-def _band(axes: plt.Axes, rule: str, steps: np.ndarray, middle: np.ndarray, spread: np.ndarray | None) -> None:
+def _band(axes: plt.Axes, rule: str, steps: np.ndarray, middle: np.ndarray, low: np.ndarray, high: np.ndarray) -> None:
     axes.plot(steps, middle, label=rule, linewidth=1.6, color=COLOURS[rule], linestyle=LINES[rule])
-    if spread is not None:
-        axes.fill_between(steps, middle - spread, middle + spread, color=COLOURS[rule], alpha=0.15, linewidth=0)
+    axes.fill_between(steps, low, high, color=COLOURS[rule], alpha=0.15, linewidth=0)

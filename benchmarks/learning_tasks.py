@@ -68,6 +68,7 @@ class Task:
     """A model, its optimizer and its data.
 
     Attributes:
+        stages: parameter names, cut by FLOPs.
         batches: (step) -> one micro-batch per rank.
         loss: (module, batch) -> scalar.
         evaluate: () -> test loss, and accuracy or None.
@@ -76,8 +77,8 @@ class Task:
     """
 
     module: nn.Module
+    stages: list[list[str]]
     optimizer: torch.optim.Optimizer
-    example: Example
     batches: Callable[[int], list[Any]]
     loss: Callable[[nn.Module, Any], torch.Tensor]
     evaluate: Callable[[], tuple[float, float | None]]
@@ -90,7 +91,9 @@ def _digits(case: Case, device: torch.device) -> Task:
     images = digits()
     data = hashlib.sha256(images.train[0].numpy().tobytes()).hexdigest()[:12]
     images = images.to(device)
-    module = resnet("resnet14", "digits").to(device)
+    module = resnet("resnet14", "digits")
+    stages = stages_of(module, case.ranks, Example((module.example_input_array,)))
+    module.to(device)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
     spans, each = case.spans, case.ranks * case.spans.micro_batch
     generator = torch.Generator().manual_seed(case.seed)
@@ -111,7 +114,7 @@ def _digits(case: Case, device: torch.device) -> Task:
             right += (logits.argmax(1) == labels).sum().item()
         return total / len(images.test[1]), right / len(images.test[1])
 
-    return Task(module, optimizer, Example((module.example_input_array.to(device),)), batches,
+    return Task(module, stages, optimizer, batches,
                 lambda module, batch: module(*batch), evaluate,
                 lambda step: 0.05 * case.rate * 0.2 ** (step * 10 // (spans.steps * 3)), data)
 
@@ -121,12 +124,14 @@ def _gpt(case: Case, device: torch.device) -> Task:
     layers, width, length = (4, 256, 256) if case.size == "full" else (2, 32, 32)
     train, held_out = read_text(8.0)
     data = hashlib.sha256(train.numpy().tobytes()).hexdigest()[:12]
-    module = GPT(layers, width, 4, length).to(device)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
-    spans = case.spans
-    generator = torch.Generator().manual_seed(case.seed)
+    module, spans = GPT(layers, width, 4, length), case.spans
     windows = 64 if case.size == "full" else 8
-    fixed = sample(held_out, windows, length, torch.Generator().manual_seed(0), device)
+    fixed = sample(held_out, windows, length, torch.Generator().manual_seed(0), torch.device("cpu"))
+    stages = stages_of(module, case.ranks, Example(tuple(t[:1] for t in fixed)))
+    module.to(device)
+    fixed = tuple(t.to(device) for t in fixed)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    generator = torch.Generator().manual_seed(case.seed)
 
     def loss(module: nn.Module, batch: Any) -> torch.Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -141,8 +146,7 @@ def _gpt(case: Case, device: torch.device) -> Task:
         progress = max(0.0, (step - warm) / (spans.steps - warm))
         return 1e-3 * case.rate * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * progress))
 
-    return Task(module, optimizer, Example(tuple(t[:1] for t in fixed)), batches, loss,
-                lambda: (loss(module, fixed).item(), None), rate, data)
+    return Task(module, stages, optimizer, batches, loss, lambda: (loss(module, fixed).item(), None), rate, data)
 
 
 TASKS = {"digits": _digits, "gpt": _gpt}
@@ -158,8 +162,7 @@ def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     task, spans = TASKS[case.dataset](case, device), case.spans
-    stages = stages_of(task.module, case.ranks, task.example)
-    ring = Simulator(task.module, task.optimizer, stages, case.rule.removesuffix("-warmup"), warmup_steps=case.warmup_steps,
+    ring = Simulator(task.module, task.optimizer, task.stages, case.rule.removesuffix("-warmup"), warmup_steps=case.warmup_steps,
                      clip=1.0 if case.dataset == "gpt" else 0.0)
     parameters = sum(p.numel() for p in task.module.parameters())
     began, captured, captured_for, losses = time.perf_counter(), None, None, []
