@@ -1,16 +1,26 @@
 """Images to learn from: CIFAR-10's archive, a folder of ImageNet, the bundled digits. Nothing in a data file is executed."""
 
 import io
+import math
 import pickle
 import tarfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.data import DataLoader, Dataset
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # images (batch, channels, size, size) fp32, labels (batch,) int64
+
+
+def rank_order(count: int, seed: int, epoch: int, rank: int, ranks: int, micro_batch: int) -> torch.Tensor:
+    """Which of ``count`` images a rank takes in an epoch, (steps, micro_batch); together the ranks take none twice."""
+    steps = count // (ranks * micro_batch)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(1000 * seed + epoch))
+    return order[:steps * ranks * micro_batch].view(steps, ranks, micro_batch)[:, rank]
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -82,6 +92,12 @@ class Images:
             x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
         return x, labels[index]
 
+    def epoch(self, seed: int, epoch: int, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
+        """A rank's micro-batches; what they are depends on the arguments only."""
+        generator = torch.Generator().manual_seed((1000 * seed + epoch) * 1000 + rank)
+        for index in rank_order(len(self), seed, epoch, rank, ranks, micro_batch):
+            yield self.training(index, generator)
+
     def testing(self, batch: int) -> list[Batch]:
         """The test set in order."""
         return [(self.normal(x), y) for x, y in zip(self.test[0].split(batch), self.test[1].split(batch))]
@@ -118,3 +134,74 @@ def digits() -> Images:
     pixels = images[train].float() / 255
     return Images((images[train], labels[train]), (images[test], labels[test]), (pixels.mean().item(),), (pixels.std().item(),),
                   pad=1, flip=False)
+
+
+class _Folder(Dataset):
+    """Images below FOLDER/CLASS/, as (3, 224, 224) fp32; classes are numbered by name."""
+
+    def __init__(self, folder: Path, key: int | None):
+        """
+        Args:
+            key: crop and flip at random, by this number and the image's; None: the middle of the image resized to 256.
+        Raises:
+            ValueError: there are no images.
+        """
+        classes = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+        self.files = [(path, label) for label, kind in enumerate(classes) for path in sorted(kind.iterdir())
+                      if path.suffix.lower() in (".jpeg", ".jpg", ".png")]
+        self.classes, self.key = len(classes), key
+        if not self.files:
+            raise ValueError(f"{folder} has no images; ImageNet must be unpacked into DATA/train/CLASS/ and DATA/val/CLASS/")
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
+        from PIL import Image
+        path, label = self.files[i]
+        with Image.open(path) as file:
+            image = file.convert("RGB")
+        wide, high = image.size
+        if self.key is None:
+            scale = min(wide, high) / 256
+            side = 224 * scale
+            box = ((wide - side) / 2, (high - side) / 2, (wide + side) / 2, (high + side) / 2)
+        else:
+            draw = torch.rand(5, generator=torch.Generator().manual_seed(self.key * 10_000_019 + i)).tolist()
+            area, ratio = wide * high * (0.08 + 0.92 * draw[0]), math.exp((2 * draw[1] - 1) * math.log(4 / 3))
+            across, down = min(wide, math.sqrt(area * ratio)), min(high, math.sqrt(area / ratio))
+            left, top = draw[2] * (wide - across), draw[3] * (high - down)
+            box = (left, top, left + across, top + down)
+        pixels = np.asarray(image.resize((224, 224), Image.Resampling.BILINEAR, box=box), np.float32) / 255
+        if self.key is not None and draw[4] < 0.5:
+            pixels = pixels[:, ::-1]
+        mean, deviation = np.float32([0.485, 0.456, 0.406]), np.float32([0.229, 0.224, 0.225])
+        return torch.from_numpy(np.ascontiguousarray(((pixels - mean) / deviation).transpose(2, 0, 1))), label
+
+
+class ImageNet:
+    """ImageNet as unpacked by everybody: PATH/train/CLASS/*.JPEG and PATH/val/CLASS/*.JPEG, decoded in ``workers`` processes."""
+
+    def __init__(self, path: str, workers: int = 8):
+        self.path, self.workers, self.device = Path(path), workers, torch.device("cpu")
+        self.count = len(_Folder(self.path / "train", 0))
+
+    def to(self, device: torch.device | str) -> "ImageNet":
+        self.device = torch.device(device)
+        return self
+
+    def __len__(self) -> int:
+        return self.count
+
+    def epoch(self, seed: int, epoch: int, rank: int, ranks: int, micro_batch: int) -> Iterator[Batch]:
+        order = rank_order(self.count, seed, epoch, rank, ranks, micro_batch)
+        return self._batches(_Folder(self.path / "train", 1000 * seed + epoch), order.tolist())
+
+    def testing(self, batch: int) -> Iterator[Batch]:
+        folder = _Folder(self.path / "val", None)
+        return self._batches(folder, [list(range(i, min(i + batch, len(folder)))) for i in range(0, len(folder), batch)])
+
+    def _batches(self, folder: _Folder, order: list[list[int]]) -> Iterator[Batch]:
+        for pixels, labels in DataLoader(folder, batch_sampler=order, num_workers=self.workers,
+                                         pin_memory=self.device.type == "cuda"):
+            yield pixels.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)

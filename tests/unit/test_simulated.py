@@ -81,6 +81,26 @@ def test_rules_differ_and_warming_up_is_dp_until_a_flush(rule) -> None:
     assert later[:3] == plain[:3] and later[3] != plain[3]
 
 
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2", 1])
+def test_after_warming_up_it_is_the_oracle_started_there(rule) -> None:
+    """Plain SGD has no memory, so two warm-up steps and then the rule are two oracles, one after the other."""
+    def plain(parameters):
+        parameters = [p for _, p in parameters] if isinstance(parameters, list) else parameters
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    module = build("mlp")
+    stages = stages_of(module, 3)
+    first = reference.train(module, stages, 0, lambda *which: batch("mlp", *which), loss, plain, 2)
+    later = build("mlp")
+    later.load_state_dict(first.masters)
+    then = reference.train(later, stages, schedule.threshold(rule, 3), lambda step, *which: batch("mlp", step + 2, *which), loss,
+                           plain, 4)
+    ring = Simulator(module, plain(module.parameters()), stages, rule, warmup_steps=2)
+    for step in range(6):
+        ring.step([batch("mlp", step, 0, r) for r in range(3)], loss)
+    assert all(torch.equal(p, then.masters[n]) for n, p in module.named_parameters())
+
+
 def test_the_paper_has_more_ranks_than_stages() -> None:
     """8 ranks and 4 stages, as in the paper's experiments: under v2 ranks 0 to 2 read stale, ranks 3 to 7 do not."""
     assert [threshold_of(rule, 8, 4) for rule in ("dp", "cdp-v2", "cdp-v1")] == [0, 3, 11]

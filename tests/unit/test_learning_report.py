@@ -1,0 +1,67 @@
+"""The statistics of the learning experiments, on numbers whose answers are known."""
+
+import math
+
+import pytest
+
+pytest.importorskip("scipy")
+from scipy import stats  # noqa: E402
+
+from benchmarks.learning_report import compare, finished, last, read, settings, statement, tables  # noqa: E402
+
+
+def rows(rule: str, values: list[float], dataset: str = "digits") -> list[dict[str, str]]:
+    """One evaluation at the start and one at the end, per seed."""
+    common = {"dataset": dataset, "rate": "1", "rule": rule, "steps": "10", "test_accuracy": "0.5", "train_loss": "1",
+              "ranks": "4", "micro_batch": "8", "parameters": "5", "graph": "True", "device": "d", "torch": "t", "python": "p", "commit": "c",
+              "data": "x"}
+    return [{**common, "seed": str(seed), "step": step, "test_loss": str(value if step == "10" else 9.0)}
+            for seed, value in enumerate(values) for step in ("0", "10")]
+
+
+DP = [1.0, 2.0, 3.0, 4.0]
+WORSE = [1.5, 2.6, 3.4, 4.5]
+ALIKE = [1.1, 1.9, 3.1, 3.9]
+
+
+def test_pairs_are_tested_as_pairs() -> None:
+    """The seeds' spread, ten times the difference, does not hide it."""
+    engines = settings(rows("cdp-v2", ALIKE) + rows("dp", DP) + rows("cdp-v1", WORSE))["digits", "1"]
+    assert list(engines) == ["dp", "cdp-v1", "cdp-v2"]
+    v1, v2 = compare(engines, "test_loss")
+    expected = stats.ttest_rel(WORSE, DP)
+    assert v1.p == pytest.approx(expected.pvalue) and v1.mean == pytest.approx(0.5) and v1.pairs == 4
+    assert v1.interval == pytest.approx(tuple(expected.confidence_interval()))
+    assert v1.holm == pytest.approx(2 * v1.p) and v2.holm == pytest.approx(v2.p)
+    assert v1.interval[0] < v1.bootstrap[0] <= v1.mean <= v1.bootstrap[1] < v1.interval[1]
+    assert statement(v1, "test_loss", 2.5).startswith("`cdp-v1` differs from `dp`: test loss +0.5000 (+20.00% of dp's)")
+    assert statement(v2, "test_loss", 2.5).startswith("No difference of `cdp-v2` from `dp` is shown")
+    same = compare(settings(rows("dp", DP) + rows("cdp-v1", DP))["digits", "1"], "test_loss")[0]
+    assert same.mean == 0 and same.p == 1 and not math.isnan(same.holm)
+
+
+def test_what_would_have_been_seen_is_about_right() -> None:
+    """Drawn with the difference that is called visible, four experiments out of five find one."""
+    import numpy as np
+    rng, count = np.random.default_rng(5), 10
+    found = 0
+    visible = (stats.t(count - 1).ppf(0.975) + stats.t(count - 1).ppf(0.8)) / math.sqrt(count)
+    for _ in range(400):
+        found += stats.ttest_1samp(rng.normal(visible, 1.0, count), 0).pvalue < 0.05
+    assert 0.72 < found / 400 < 0.88
+
+
+def test_only_common_seeds_and_finished_cases_count() -> None:
+    engines = settings(rows("dp", DP) + rows("cdp-v1", WORSE[:3]))["digits", "1"]
+    assert compare(engines, "test_loss")[0].pairs == 3
+    assert compare(settings(rows("dp", DP[:1]) + rows("cdp-v1", WORSE))["digits", "1"], "test_loss") == []
+    assert compare(settings(rows("cdp-v1", WORSE))["digits", "1"], "test_loss") == []
+    cut = rows("dp", DP)[:-1]
+    assert last(finished(cut), "test_loss") == {"0": 1.0, "1": 2.0, "2": 3.0}
+
+
+def test_tables_need_no_accuracy_and_no_dp(tmp_path) -> None:
+    text = tables([{**r, "test_accuracy": ""} for r in rows("cdp-v1", WORSE, "gpt")])
+    assert "| cdp-v1 | 4 | 3.0000 ± 1.2730 |  |" in text and "p (Holm)" in text
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n3")
+    assert read(tmp_path / "rows.csv") == [{"a": "1", "b": "2"}]
