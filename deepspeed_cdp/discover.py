@@ -137,8 +137,7 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         for leaf in tree_leaves((args, kwargs)):
-            name = self.names.get(id(leaf))
-            if name is not None:
+            if (name := self.names.get(id(leaf))) is not None:
                 now = frozenset(path for path, _ in self.running)
                 self.trace.inside[name] = self.trace.inside.get(name, now) & now
         return func(*args, **kwargs)
@@ -197,6 +196,7 @@ def _trace(module: nn.Module, example: Example) -> Trace:
     args, kwargs = tree_map_only(torch.Tensor, place, (tuple(example.args), dict(example.kwargs)))
     compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in module.modules())
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    vars(module).update({h: type(vars(module)[h])() for h in ("_forward_pre_hooks", "_forward_hooks")})  # an engine's, not up yet
     for path, m in module.named_modules():  # what is done to the modules here, _unchanged undoes
         recorder.hook(path, m)
         m.training |= not module.training  # from_pretrained returns eval mode, where layers may take other paths

@@ -220,6 +220,22 @@ def test_trace_failure_is_none_and_logged(caplog):
     assert names(units) == ["layers.0", "layers.1"] and units.units[0].flops is None
 
 
+def test_an_engines_hooks_round_the_model_are_left_out():
+    """DeepSpeed puts its hooks on the model before it makes the optimizer, and they fail until it has."""
+    def not_yet(*_):
+        raise AttributeError("'CyclicEngine' object has no attribute 'engine_timers'")
+
+    model, example = mlp(), Example((torch.zeros(1, 8),))
+    expected = trace(mlp(), example)
+    handles = [model.register_forward_pre_hook(not_yet, with_kwargs=True), model.register_forward_hook(not_yet)]
+    assert expected is not None and trace(model, example) == expected
+    with pytest.raises(AttributeError):
+        model(*example.args)
+    for handle in handles:
+        handle.remove()
+    model(*example.args)
+
+
 def test_sequential():
     model = mlp()
     model[2].empty = nn.Parameter(torch.zeros(0))
