@@ -4,9 +4,10 @@
     deepspeed --num_gpus 4 examples/cifar10.py --dataset imagenet --data FOLDER --deepspeed --deepspeed_config FILE
     python examples/cifar10.py --data cifar-10-python.tar.gz --simulate-ranks 4 --rule cdp-v1
 
-The first two are ordinary DeepSpeed; the rule and the micro-batch are in FILE (examples/images_ds_config.json). The last needs one
-GPU or none: the same mathematics for so many ranks in one process, without DeepSpeed. The paper's own experiments have 8 workers
-with 64 images each and 4 stages (--simulate-ranks 8 --stages 4 --micro-batch 64); a ring of the engine has as many stages as ranks.
+The first two are ordinary DeepSpeed; the rule and the micro-batch are in FILE (examples/images_ds_config.json). The last needs
+one GPU or none: the same mathematics for so many ranks in one process, without DeepSpeed. The paper's own experiments have 8
+workers with 64 images each and 4 stages (--simulate-ranks 8 --stages 4 --micro-batch 64); a ring of the engine has as many stages
+as ranks.
 
 Known from the authors' repository: SGD with momentum 0.9, the rates and decays below, a drop of the rate every 30 epochs, 512
 images a step for CIFAR-10 and 256 for ImageNet, stages by FLOPs, a 3 x 3 first layer without pooling for CIFAR-10. Assumed:

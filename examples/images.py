@@ -116,7 +116,7 @@ def cifar10(path: str) -> Images:
                          "cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or the unpacked folder")
     try:
         parts = {name: _cifar_batch(name, files[name]) for name in names}
-    except (pickle.UnpicklingError, EOFError, KeyError, ValueError, AttributeError, IndexError) as error:
+    except (pickle.UnpicklingError, EOFError, KeyError, ValueError, AttributeError, IndexError, TypeError) as error:
         raise ValueError(f"--data {path} has a damaged file ({error}); fetch the archive again") from None
     test = parts.pop(names[-1])
     train = tuple(np.concatenate(column) for column in zip(*parts.values()))

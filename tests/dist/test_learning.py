@@ -16,12 +16,15 @@ from benchmarks import learning, learning_report  # noqa: E402
 def launched(rank: int, world: int, config: str) -> list[tuple[float, float]]:
     sys.path.insert(0, str(REPOSITORY / "examples"))
     import cifar10
+
+    import deepspeed_cdp
+    deepspeed_cdp.register()  # which its .pth file does where the package is installed
     return cifar10.main(["--dataset", "digits", "--epochs", "2", "--test-every", "1", "--deepspeed", "--deepspeed_config", config])
 
 
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_simulating_a_script_is_launching_it(pool, tmp_path, rule) -> None:
-    """Two ranks of DeepSpeed with the cyclic engine, flushes for tests included, against --simulate-ranks 2."""
+    """Two ranks of DeepSpeed with the cyclic engine, stages by FLOPs and flushes for tests included, against --simulate-ranks 2."""
     import cifar10
     config = json.loads((REPOSITORY / "examples" / "images_ds_config.json").read_text())
     config["train_micro_batch_size_per_gpu"] = 96
@@ -32,7 +35,7 @@ def test_simulating_a_script_is_launching_it(pool, tmp_path, rule) -> None:
                               "96", "--rule", rule, "--device", "cpu"])
     assert len(engine) == 2
     for (loss, accuracy), (expected, right) in zip(engine, simulated):
-        assert loss == pytest.approx(expected, rel=1e-4) and accuracy == pytest.approx(right, abs=1 / 360 + 1e-9)
+        assert loss == pytest.approx(expected, rel=1e-6) and accuracy == right
 
 
 def run(out: Path, *arguments: str) -> int:
@@ -74,8 +77,8 @@ def test_it_goes_on_where_it_stopped(done, capsys) -> None:
 
 
 def test_a_case_that_fails_is_told_and_others_go_on(tmp_path, capsys) -> None:
-    """Nine ranks need nine units; the tiny GPT has five. The time limit ends a run too."""
-    assert run(tmp_path, "--datasets", "gpt", "--rules", "dp", "--seeds", "1", "--simulate-ranks", "9") == 1
+    """Fifty ranks need fifty units; the tiny GPT has fewer. The time limit ends a run too."""
+    assert run(tmp_path, "--datasets", "gpt", "--rules", "dp", "--seeds", "1", "--simulate-ranks", "50") == 1
     assert "gpt 1 dp 0: ValueError: this GPT has" in capsys.readouterr().err
     assert run(tmp_path, "--datasets", "gpt", "--seeds", "1", "--seconds", "0.1") == 1
     assert "0.1 s are over and 4 of 4 cases are not finished" in capsys.readouterr().err

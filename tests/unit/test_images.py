@@ -78,7 +78,7 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path, monkeypatch) -> 
 
 
 @pytest.mark.parametrize("name, raw", [("data_batch_1", b""), ("test_batch", pickle.dumps({"labels": [1]}, 2)),
-                                       ("data_batch_2", pickle.dumps([1], 2))])
+                                       ("data_batch_2", pickle.dumps([1], 2)), ("data_batch_5", b"PK")])
 def test_damaged_files_are_named_as_such(tmp_path, name, raw) -> None:
     write(tmp_path, "python")
     (tmp_path / name).write_bytes(raw)

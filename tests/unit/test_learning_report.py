@@ -13,8 +13,8 @@ from benchmarks.learning_report import compare, finished, last, read, settings, 
 def rows(rule: str, values: list[float], dataset: str = "digits") -> list[dict[str, str]]:
     """One evaluation at the start and one at the end, per seed."""
     common = {"dataset": dataset, "rate": "1", "rule": rule, "steps": "10", "test_accuracy": "0.5", "train_loss": "1",
-              "ranks": "4", "micro_batch": "8", "parameters": "5", "graph": "True", "device": "d", "torch": "t", "python": "p", "commit": "c",
-              "data": "x"}
+              "ranks": "4", "micro_batch": "8", "parameters": "5", "graph": "True", "device": "d", "torch": "t",
+              "python": "p", "commit": "c", "data": "x"}
     return [{**common, "seed": str(seed), "step": step, "test_loss": str(value if step == "10" else 9.0)}
             for seed, value in enumerate(values) for step in ("0", "10")]
 
@@ -62,6 +62,6 @@ def test_only_common_seeds_and_finished_cases_count() -> None:
 
 def test_tables_need_no_accuracy_and_no_dp(tmp_path) -> None:
     text = tables([{**r, "test_accuracy": ""} for r in rows("cdp-v1", WORSE, "gpt")])
-    assert "| cdp-v1 | 4 | 3.0000 ± 1.2730 |  |" in text and "p (Holm)" in text
+    assert "| cdp-v1 | 4 | 3.0000 ± 1.2675 |  |" in text and "p (Holm)" in text
     (tmp_path / "rows.csv").write_text("a,b\n1,2\n3")
     assert read(tmp_path / "rows.csv") == [{"a": "1", "b": "2"}]
