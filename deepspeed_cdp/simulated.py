@@ -1,4 +1,4 @@
-"""N ranks' training in one process: cyclic data parallelism for people with one GPU, or none (design §3, the paper's eq. 4).
+"""N ranks' training in one process: cyclic data parallelism for people with one GPU, or none (design §3).
 
     theta_{t+1} = opt(theta_t, 1/N sum_r grad f_r(theta_hat_{r,t}))
 

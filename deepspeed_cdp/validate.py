@@ -77,10 +77,8 @@ class _Rank:
 
 
 def validate(plan: Plan, steps: int = 4, programs: Programs | None = None, posts: Posts | None = None) -> None:
-    """Dry-run ``steps`` steps in all three ways.
+    """Dry-run ``steps`` steps in all three ways; ``programs`` and ``posts`` stand in for the plan's own, in tests.
 
-    Args:
-        programs, posts: stand-ins for the plan's own, to show that a wrong one is found.
     Raises:
         PlanError: naming rank, step and action.
     """

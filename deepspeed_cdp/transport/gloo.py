@@ -92,7 +92,8 @@ class GlooTransport(Transport):
     their transports of one ``name`` in the same order.
 
     Args:
-        rank, size: this rank and the number of ranks in the ring.
+        rank: this rank.
+        size: the number of ranks in the ring.
         timeout_seconds: how long to wait for a peer before a HandoffError.
         store: where ranks meet; default: the store of ``torch.distributed.init_process_group``.
         name: keeps apart the transports that share a store.

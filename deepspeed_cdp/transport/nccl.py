@@ -36,7 +36,8 @@ class NcclTransport(RendezvousTransport, CudaTransport):
     (but ``broadcast`` uses the default group).
 
     Args:
-        rank, size: this rank and the number of ranks.
+        rank: this rank.
+        size: the number of ranks.
         timeout_seconds: how long the device may wait for a peer before this rank ends with an error.
         device: this rank's GPU, another one on every rank.
         store: where ranks meet; default: the store of ``torch.distributed.init_process_group``.

@@ -53,7 +53,8 @@ class PeerTransport(CudaTransport):
     """See the module's text. All ranks must make their transports in the same order.
 
     Args:
-        rank, size: this rank and the number of ranks, all of them in the default process group.
+        rank: this rank.
+        size: the number of ranks, all of them in the default process group.
         timeout_seconds: how long the device may wait for a peer before this rank ends with an error.
         device: this rank's GPU.
     Raises:
