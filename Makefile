@@ -1,4 +1,4 @@
-# make demo | test | lint | clean: all that is needed is python3, make and a C++ compiler (DeepSpeed builds one CPU op).
+# make demo | test | lint | docs | clean: all that is needed is python3, make and a C++ compiler (DeepSpeed builds one CPU op).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint docs clean
 
 # Keeps the output readable: DeepSpeed need not search for a GPU where there is none, nor torch tell of its plans.
 demo: export PYTHONWARNINGS := ignore::FutureWarning
@@ -22,12 +22,17 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 
+# The site, in build/docs; fails on broken links and on docstrings that name what is not there. (--quiet would hide both.)
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(STAMP)
+	$(BIN)/mkdocs build --strict
+
 # torch comes first: DeepSpeed's build looks for it.
 $(STAMP): pyproject.toml setup.py constraints.txt deepspeed_cdp_autoload.pth
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools torch
 	$(PIP) deepspeed
-	$(PIP) --no-build-isolation -e '.[test]'
+	$(PIP) --no-build-isolation -e '.[test,docs]'
 	touch $@
 
 clean:
