@@ -222,8 +222,7 @@ class Simulator:
 
     def _clip(self) -> None:
         """As ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one."""
-        now = torch.stack([sum((p.grad.double().square().sum() for p in stage), torch.zeros((), dtype=torch.float64,
-                           device=stage[0].device)) for stage in self._parameters if stage])
+        now = torch.stack([_square([p.grad for p in stage]) for stage in self._parameters if stage])
         exact = not self.delayed or self.threshold == self.ranks + self.stages - 1
         last = torch.zeros_like(now) if self._last is None else self._last
         for s, stage in enumerate(stage for stage in self._parameters if stage):
@@ -235,3 +234,10 @@ class Simulator:
 
 def _flat(stages: Sequence[Sequence[Any]]) -> list[Any]:
     return [item for stage in stages for item in stage]
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    """The squared norm, float64."""
+    if gradients[0].device.type == "cpu":  # in double precision, as the oracle has it
+        return torch.stack([g.double().square().sum() for g in gradients]).sum()
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()

@@ -1,4 +1,4 @@
-"""For mkdocstrings: the two bits of reStructuredText in docstrings, literal blocks and simple tables of two columns, as Markdown."""
+"""For mkdocstrings: literal blocks and tables of two columns, which docstrings have in reStructuredText, as Markdown."""
 
 import re
 from typing import Any
