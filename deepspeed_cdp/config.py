@@ -1,8 +1,8 @@
 """The `cyclic` block of ds_config.json.
 
     "cyclic": {"enabled": true, "rule": "cdp-v2", "partition_method": "auto", "units": null, "ring_size": "auto",
-               "transport": "auto", "keep_after_forward": false, "min_unit_mb": 0, "placement": "auto", "timeout_seconds": 600,
-               "weights": null}
+               "transport": "auto", "keep_after_forward": false, "min_unit_mb": 0, "warmup_steps": 0, "placement": "auto",
+               "timeout_seconds": 600, "weights": null}
 
 `parse_cyclic` turns a whole ds_config dict into a `CyclicConfig`. Every error is a ValueError of one sentence that names the
 key, its value, what is allowed and how to fix it.
@@ -32,6 +32,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "transport": ('"auto", "gloo", "nccl" and "peer"', 'use "auto" to get the fastest one that works'),
     "keep_after_forward": ("true and false", "use false unless memory is plentiful"),
     "min_unit_mb": ("a finite number of MiB, at least 0", "use 0 to hand off each module by itself"),
+    "warmup_steps": ("an integer of at least 0", "use 0 to follow the rule from the first step"),
     "placement": ('"auto", "pyramid", "pipeline" and "single"', 'use "auto"'),
     "timeout_seconds": ("a finite number of seconds above 0", "use 600 unless steps take minutes"),
     "weights": ("null or the path of a folder of safetensors files",
@@ -85,6 +86,9 @@ class CyclicConfig(DeepSpeedConfigModel):
     min_unit_mb: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Neighbouring modules of a stage are handed off as one unit until it holds this many MiB: fewer messages, less work for the
     host, more memory in flight."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """The first steps of training run under "dp", which then changes to `rule` at a flush."""
 
     placement: Literal["auto", "pyramid", "pipeline", "single"] = "auto"
     """Where the stages of a PipelineModule run."""
@@ -143,6 +147,13 @@ class CyclicConfig(DeepSpeedConfigModel):
     def _check_ring_size(cls, value: Any) -> Any:
         if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ValueError("ring_size")
+        return value
+
+    @field_validator("warmup_steps", mode="before")
+    @classmethod
+    def _check_warmup_steps(cls, value: Any) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError("warmup_steps")
         return value
 
     @field_validator("timeout_seconds", "min_unit_mb", mode="before")

@@ -94,7 +94,7 @@ class CyclicEngine(DeepSpeedEngine):
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
                             config.keep_after_forward, int(config.min_unit_mb * 2 ** 20), self._loss_scale(),
-                            **self._offloading())
+                            config.warmup_steps, **self._offloading())
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         try:
@@ -111,6 +111,8 @@ class CyclicEngine(DeepSpeedEngine):
         if self._config.cyclic_ignored:
             log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0],
                      level=logging.WARNING)
+        if warning := self.cyclic_plan.schedule.warning:
+            log_dist(warning, ranks=[0], level=logging.WARNING)
         _close_at_exit(self)
         return self._runtime.optimizer
 

@@ -14,12 +14,14 @@ from .program import build, edges, initial_posts, with_meetings
 from .scalars import Scalars
 from .transport.base import Ticket, Transport, Where
 from .walk import OutOfOrder, Owner, Place, Program
+from .warmup import Phases
 
 
 class Handoff:
     """One rank's walk through its program.
 
     Attributes:
+        plan: the one that steps are walked by until the next flush; phases: which one that is (warmup.py).
         step: steps since the last flush; global_step: since the start of training (for messages).
         round: the round of gradient accumulation that is next or under way.
         skipped: updates that were not applied because the step's gradient norm was not finite (dp and v1).
@@ -29,18 +31,18 @@ class Handoff:
         on_end: called with a step and whether its norm is not finite, when that is known and before its update (dp and v1).
     """
 
-    def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device):
+    def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device, warmup_steps: int = 0):
         self.plan, self.rank, self.transport = plan, rank, transport
-        self.schedule = plan.schedule
+        self.schedule, self.phases = plan.schedule, Phases(plan, warmup_steps)
         self.buffers = Buffers(plan, transport)
         self.scalars = Scalars(transport, self.buffers)
         self.owner: Owner | None = None
         self.on_sum: Callable[[int, torch.Tensor], None] = lambda unit, view: None
         self.on_release: Callable[[int], None] = lambda unit: None
         self.on_end: Callable[[int, bool], None] = lambda step, overflow: None
-        transport.prepare(edges(plan), deferred=True)
+        transport.prepare(sorted({edge for p in self.phases.plans for edge in edges(p)}), deferred=True)
         make = with_meetings if transport.rendezvous else build
-        self._first, self._steady = (Program.of(make(plan, rank, first)) for first in (True, False))
+        self._programs = {p.schedule: [Program.of(make(p, rank, first)) for first in (True, False)] for p in self.phases.plans}
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
                     "SUM_HELD": self._sum, "PASS_HELD": self._pass, "DONE_HELD": self._done,
                     "OFFER": self._offer, "TAKE": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
@@ -60,7 +62,9 @@ class Handoff:
     def begin(self) -> None:
         """Start from the published copy in slot 0: version 0, read by everyone (design §10)."""
         self.step = self.round = self._cursor = self._latest = 0
-        self._program = self._first
+        self.plan = self.phases.at(self.global_step)
+        self.schedule = self.plan.schedule
+        self._program, self._steady = self._programs[self.schedule]
         self._arrivals: dict[tuple, Ticket] = {}
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters

@@ -70,10 +70,14 @@ class StageOwner:
         self._fused = (fused.Adam(optimizer, self.masters, self._sums, self._published)
                        if fused.Adam.suits(optimizer, self.home, dtypes) else None)
         self.by_unit = self._fused is not None or type(optimizer).__module__.startswith("torch.optim")
-        self.at_once = self.by_unit and not clip and not handoff.schedule.exact_norm
         self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam keeps its count there)
         self.publish_all()
+
+    @property
+    def at_once(self) -> bool:
+        """Whether each unit is updated as soon as its own sum is finished, as far as the schedule goes that is followed now."""
+        return self.by_unit and not self.clip and not self.handoff.schedule.exact_norm
 
     def _view(self, region: str, i: int, slot: Slot, copy: int | None = None) -> torch.Tensor:
         plan, stage = self.handoff.plan, self.handoff.plan.schedule.owned(self.handoff.rank)

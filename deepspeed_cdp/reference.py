@@ -82,6 +82,7 @@ def train(
     grad_dtype: torch.dtype | None = None,
     on_step: Callable[[int, torch.optim.Optimizer], None] | None = None,
     scaler: Any = None,
+    warmup_steps: int = 0,
 ) -> Trained:
     """Train as N = len(stages) ranks would under threshold K, one micro-batch after the other.
 
@@ -102,6 +103,7 @@ def train(
         scaler: for fp16, DeepSpeed's loss scaler (``loss_scale``, ``update_scale(overflow)``); K = 0 or 2N-1 only. The scale of
             step t follows from the overflows of the steps <= t - 1 with K = 0, of those <= t - 2 with K = 2N-1; but the step
             after a flush sees all before.
+        warmup_steps: the first steps have K = 0; there is a flush before the others, which have ``threshold``.
 
     Sums are made in the order in which the running sum travels: round by round, rank 0 first. The sum is then cast to fp32 and
     divided by N. A parameter that got no gradient at all gets zeros.
@@ -123,8 +125,10 @@ def train(
     result = Trained({}, {}, [], [], buffers, optimizer)
 
     unheard: list[bool] = []  # overflows that the scaler has not been told of
+    configured = threshold
     for step in range(steps):
-        while scaler is not None and len(unheard) > (0 if threshold == 0 or step - 1 in flush_after else 1):
+        threshold = configured if step >= warmup_steps else 0
+        while scaler is not None and len(unheard) > (0 if threshold == 0 or step == versions.flushed_at else 1):
             scaler.update_scale(unheard.pop(0))
         scale = 1.0 if scaler is None else scaler.loss_scale
         sums: dict[str, Tensor] = {}
@@ -169,7 +173,7 @@ def train(
         result.overflows.append(overflow)
         optimizer.zero_grad(set_to_none=True)
         versions.stale, versions.fresh, versions.number = versions.fresh, _snapshot(masters), step + 1
-        if step in flush_after:
+        if step in flush_after or step == warmup_steps - 1:
             versions.stale, versions.flushed_at = versions.fresh, step + 1
 
     result.masters = {name: master.detach().clone() for name, master in masters.items()}

@@ -35,6 +35,7 @@ class Settings:
         rule, partition_method, units, keep_after_forward, min_unit_bytes (min_unit_mb): of the ``cyclic`` block.
         rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
         loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None not to scale.
+        warmup_steps: the first steps of training under ``dp``.
         offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
     """
 
@@ -47,6 +48,7 @@ class Settings:
     keep_after_forward: bool = False
     min_unit_bytes: int = 0
     loss_scale: float | Mapping[str, Any] | None = None
+    warmup_steps: int = 0
     offload: bool = False
     pin: bool = True
 
@@ -88,7 +90,7 @@ class Runtime:
         names = {p: n for n, p in module.named_parameters()}
         trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
         self.plan, layouts = make_plan(module, trained, settings, transport.size)
-        self.handoff = Handoff(self.plan, transport.rank, transport, device)
+        self.handoff = Handoff(self.plan, transport.rank, transport, device, settings.warmup_steps)
         with torch.no_grad():
             values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
             self.scale = LossScale(self.plan.schedule, settings.loss_scale)
@@ -104,7 +106,7 @@ class Runtime:
         self.binder.release_all()
         if device.type == "cuda":  # what is published first was written on this stream, and is offered from the owner's
             torch.cuda.synchronize(device)
-        self.handoff.begin()
+        self._begin()
 
     # ---- training -------------------------------------------------------------------------------------------------------
     @contextmanager
@@ -135,6 +137,8 @@ class Runtime:
         if self.binder.mode != IDLE:
             raise ValueError(f"engine.step() of step {self.handoff.global_step} came before the backward of the last forward; "
                              "call engine.backward(loss) first")
+        if self._whole is not None:  # (no micro-batch since) they are out of date now
+            self.scatter()
         step = self.handoff.global_step
         self.owner.record(step)
         self.handoff.end_step()
@@ -143,6 +147,8 @@ class Runtime:
                                       self.transport.collectives,
                                       (dict(self.transport.waited), dict(self.transport.waited_sent))))
         del self._steps_seen[:-2]
+        if self.handoff.phases.end_with(step):
+            self.flush()
 
     def check_first_loss(self, loss: torch.Tensor) -> None:
         """On the very first micro-batch: a unit that was never called may have had its parameters read from outside it.
@@ -174,7 +180,11 @@ class Runtime:
     def restart(self) -> None:
         """Publish the masters as version 0 and let the ring start anew (after a reset of the transport)."""
         self.publish()
+        self._begin()
+
+    def _begin(self) -> None:
         self.handoff.begin()
+        self.scale.adopt(self.handoff.schedule)
 
     def publish(self) -> None:
         """Write the masters into the published copies, between steps; whatever is offered from now on has them."""
@@ -270,7 +280,7 @@ class Runtime:
         before, after = self._steps_seen
         seen = {edge: n - before.nbytes.get(edge, 0) for edge, n in after.nbytes.items()}
         kinds = {"F + B": ("P", "P0", "H", "H0"), "G": ("G", "GH"), "O": ("O",)}
-        form = self.plan.received_bytes(self.handoff.rank)
+        form = self.handoff.plan.received_bytes(self.handoff.rank)
         forms = {"F + B": form["F"] + form["B"], "G": form["G"], "O": form["O"]}
         return {k: {"counted": sum(n for (stream, _), n in seen.items() if stream in streams), "closed form": forms[k]}
                 for k, streams in kinds.items()}

@@ -5,8 +5,8 @@ import pytest
 from deepspeed_cdp.config import KEYS, CyclicConfig, parse_cyclic
 
 DEFAULTS = {"enabled": False, "rule": "cdp-v2", "partition_method": "auto", "units": None, "ring_size": "auto",
-            "transport": "auto", "keep_after_forward": False, "min_unit_mb": 0.0, "placement": "auto", "timeout_seconds": 600,
-            "weights": None}
+            "transport": "auto", "keep_after_forward": False, "min_unit_mb": 0.0, "warmup_steps": 0, "placement": "auto",
+            "timeout_seconds": 600, "weights": None}
 
 
 def parse(**block):
@@ -39,7 +39,7 @@ def test_auto_is_kept_not_dropped():
 @pytest.mark.parametrize("block", [
     {"rule": "dp"}, {"rule": "cdp-v1"}, {"rule": "cdp-v2"}, {"rule": 0}, {"rule": 7}, {"partition_method": "flops"},
     {"partition_method": "type:Decoder.*"}, {"units": ["model.layers.0", "lm_head"]}, {"transport": "gloo"},
-    {"timeout_seconds": 0.5}, {"timeout_seconds": 30}, {"weights": "a/folder"}])
+    {"timeout_seconds": 0.5}, {"timeout_seconds": 30}, {"warmup_steps": 0}, {"warmup_steps": 100}, {"weights": "a/folder"}])
 def test_allowed_values_come_through_unchanged(block):
     config = parse(**block)
     assert {key: getattr(config, key) for key in block} == block and config.enabled
@@ -54,7 +54,8 @@ def test_allowed_values_come_through_unchanged(block):
     ("keep_after_forward", "auto"), ("keep_after_forward", 1),
     ("placement", "ring"), ("timeout_seconds", 0), ("timeout_seconds", -3), ("timeout_seconds", float("inf")),
     ("timeout_seconds", float("nan")), ("timeout_seconds", "600"), ("timeout_seconds", True), ("weights", ""),
-    ("weights", 3), ("enabled", "auto"),
+    ("weights", 3), ("enabled", "auto"), ("warmup_steps", -1), ("warmup_steps", True), ("warmup_steps", 2.0),
+    ("warmup_steps", "10"),
     ("enabled", 1)])
 def test_wrong_values_are_named_with_what_is_allowed_and_the_fix(key, value):
     text = error_of(parse_cyclic, {"cyclic": {"enabled": True, key: value}})
