@@ -28,7 +28,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "partition_method": ('"auto", "parameters", "uniform", "flops" or "type:REGEX" with a valid regular expression',
                          'use "auto" unless you need another'),
     "units": ("null or a list of distinct module paths as in named_modules()", "use null to let the units be found"),
-    "ring_size": ('"auto" or an integer of at least 1', 'use "auto" to put all ranks on one ring'),
+    "ring_size": ('"auto" or an integer of at least 1', 'use "auto" for a ring per host'),
     "transport": ('"auto", "gloo", "nccl" and "peer"', 'use "auto" to get the fastest one that works'),
     "keep_after_forward": ("true and false", "use false unless memory is plentiful"),
     "min_unit_mb": ("a finite number of MiB, at least 0", "use 0 to hand off each module by itself"),
@@ -74,7 +74,7 @@ class CyclicConfig(DeepSpeedConfigModel):
     """Module paths to take as units; None finds them."""
 
     ring_size: Literal["auto"] | int = "auto"
-    """Ranks per ring; "auto" is all of them."""
+    """Ranks per ring; "auto" is those of a host where there are several hosts, else all of them."""
 
     transport: Literal["auto", "gloo", "nccl", "peer"] = "auto"
     """How hand-offs travel."""
@@ -169,18 +169,17 @@ def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> N
 
     Args:
         config: the parsed block; nothing is refused while it is disabled.
-        world_size: number of ranks, where it is known; a ring of that size is supported.
+        world_size: number of ranks, where it is known; rings divide it.
     """
     if not config.enabled:
         return
-    other_ring = config.ring_size != "auto" and world_size is not None and config.ring_size != world_size
-    later = (
-        ("ring_size", other_ring, f'use "auto" or the number of ranks, {world_size}'),
-        ("placement", config.placement != "auto", 'use "auto"'),
-    )
-    for key, refused, fix in later:
-        if refused:
-            raise ValueError(f"{CYCLIC}.{key} is {_show(getattr(config, key))}, which is not supported in this version; {fix}.")
+    if config.ring_size != "auto" and world_size is not None and world_size % config.ring_size:
+        sizes = ", ".join(str(r) for r in range(1, world_size + 1) if world_size % r == 0)
+        raise ValueError(f"{CYCLIC}.ring_size is {config.ring_size}, which does not divide the {world_size} ranks; allowed are "
+                         f'"auto" and {sizes}; use "auto" for a ring per host.')
+    if config.placement != "auto":
+        raise ValueError(f"{CYCLIC}.placement is {_show(config.placement)}, which is not supported in this version; "
+                         'use "auto".')
 
 
 def parse_cyclic(param_dict: dict[str, Any], world_size: int | None = None) -> CyclicConfig:

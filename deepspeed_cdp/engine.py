@@ -25,6 +25,7 @@ from .errors import HandoffError
 from .files import CheckpointError
 from .initial import Initial
 from .plan import Plan
+from .rings import rings_of
 from .runtime import Runtime, Settings
 from .throughput import on_stream
 from .transport import connect
@@ -55,6 +56,7 @@ class CyclicEngine(DeepSpeedEngine):
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
         try:
             self._agree(model)
+            self._transport = rings_of(self._transport, config.ring_size)
             self._initial = Initial(model, config.weights, self.device)
         except BaseException:
             self._transport.close(False)

@@ -11,6 +11,7 @@ import torch
 from .buffers import Buffers
 from .plan import HELD, Action, Plan, Post
 from .program import build, edges, initial_posts, with_meetings
+from .rings import Across
 from .scalars import Scalars
 from .transport.base import Ticket, Transport, Where
 from .walk import OutOfOrder, Owner, Place, Program
@@ -48,8 +49,11 @@ class Handoff:
                     "OFFER": self._offer, "TAKE": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
-        # the owned units that have sums, in the order in which they are read; their sums are finished in the reverse order
+        # the owned units that have sums, in the order in which they are read; their sums are finished in the reverse order, but
+        # the last rank has all of them at once and reads the first unit first
         self._members = [i for i in plan.members(plan.schedule.owned(rank)) if plan.unit(i).g_bytes]
+        self._finishing = self._members if rank == plan.schedule.ranks - 1 else self._members[::-1]
+        self.across = Across(plan, transport, self.buffers, self._finishing) if plan.rings > 1 else None
         self.params: dict[int, torch.Tensor] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.global_step = 0
@@ -77,6 +81,8 @@ class Handoff:
         self.sums.clear()
         self._lost.clear()
         self.scalars.begin()
+        if self.across:
+            self.across.begin()
         for post in initial_posts(self.plan, self.rank):
             self._post(post, "before the first step")
 
@@ -296,19 +302,27 @@ class Handoff:
         where, step, stage = Place(self, a), self.step + a.version, self.schedule.owned(self.rank)
         if self.owner.at_once:
             self._free_copy(a)
-        if self.rank == self.schedule.ranks - 1:  # it has the finished sums itself, all of them, and reads the first unit at once
-            for i in self._members:
+
+        def ready(i: int) -> int:
+            """The ring's sum of the unit is in O."""
+            if self.rank == self.schedule.ranks - 1:
                 self.transport.after(self._sum_ends.pop(i, None))
-                self._average(a, i)
-        else:
-            for i in reversed(self._members):
+            else:
                 self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
-                self._average(a, i)
+            return i
+
+        def losses() -> tuple[torch.Tensor, int]:
+            self.transport.after(self._step_end)
+            loss, count = self._lost.pop(self.global_step + a.version)
+            self.transport.uses(loss)
+            return loss, count
+
+        across, views = self.across, self.owner.ring_sums
+        for i in map(ready, self._finishing) if across is None else across.exchange(ready, losses, views, where):
+            self._average(a, i)
         if a.peer is not None:
             self.scalars.receive(a.peer, where)
-        self.transport.after(self._step_end)
-        loss, count = self._lost.pop(self.global_step + a.version)
-        self.transport.uses(loss)
+        loss, count = losses() if across is None else across.total
         norms = [self._norms[i] for i in reversed(self._members) if i in self._norms]
         self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count,
                          self.global_step + a.version)
@@ -361,6 +375,8 @@ class Handoff:
                     self.owner.update(step, self.scalars.total, i, slot)
                 self._published_at[i] = self.transport.mark()
         self.owner.finish(step)
+        if self.across and not self._flushing:
+            self.across.begin()
         self._sums_used_at = self.transport.mark()
 
     def _update(self, a: Action) -> None:

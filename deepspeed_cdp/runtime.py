@@ -19,6 +19,7 @@ from .offload import OffloadedOwner
 from .optimizer import CyclicOptimizer, StageOwner
 from .partition import merged
 from .plan import HELD, Plan
+from .rings import across_bytes
 from .schedule import Schedule, threshold
 from .transport.base import Transport
 from .units import Layout, lay_out, plan_unit
@@ -89,7 +90,7 @@ class Runtime:
             raise ValueError("optimizer is SparseAdam, but gradient sums are dense; use Adam or AdamW")
         names = {p: n for n, p in module.named_parameters()}
         trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
-        self.plan, layouts = make_plan(module, trained, settings, transport.size)
+        self.plan, layouts = make_plan(module, trained, settings, transport.size, transport.rings)
         self.handoff = Handoff(self.plan, transport.rank, transport, device, settings.warmup_steps)
         with torch.no_grad():
             values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
@@ -208,7 +209,7 @@ class Runtime:
             return
         self.flush()
         lent = {p: p.data for p in self.lent}  # perhaps changed
-        where = f"rank {self.handoff.rank}, step {self.handoff.global_step}, gathering parameters"
+        where = f"rank {self.transport.label}, step {self.handoff.global_step}, gathering parameters"
         self._whole = []
         for stage in range(self.plan.schedule.ranks):
             places, nbytes = self.plan.v_layout(stage)
@@ -274,7 +275,8 @@ class Runtime:
 
     # ---- figures --------------------------------------------------------------------------------------------------------
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Bytes received in the last step, by kind, beside the closed form: F + B, G, O (see ``Plan.received_bytes``)."""
+        """Bytes received in the last step, by kind, beside the closed form: F + B, G, O (see ``Plan.received_bytes``), and with
+        several rings X, from other rings."""
         if len(self._steps_seen) < 2:
             return {}
         before, after = self._steps_seen
@@ -282,6 +284,8 @@ class Runtime:
         kinds = {"F + B": ("P", "P0", "H", "H0"), "G": ("G", "GH"), "O": ("O",)}
         form = self.handoff.plan.received_bytes(self.handoff.rank)
         forms = {"F + B": form["F"] + form["B"], "G": form["G"], "O": form["O"]}
+        if self.plan.rings > 1:
+            kinds["X"], forms["X"] = ("X", "Y"), across_bytes(self.plan, self.handoff.rank, self.transport.ring)
         return {k: {"counted": sum(n for (stream, _), n in seen.items() if stream in streams), "closed form": forms[k]}
                 for k, streams in kinds.items()}
 
@@ -316,11 +320,13 @@ class Runtime:
         self.transport.close(linger)
 
 
-def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settings, ranks: int) -> tuple[Plan, dict[int, Layout]]:
+def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settings, ranks: int,
+              rings: int = 1) -> tuple[Plan, dict[int, Layout]]:
     """The plan for a module on a ring, and the layout of each unit (HELD included).
 
     Args:
         trained: names of the parameters that the optimizer updates.
+        ranks: in each of the ``rings``.
     Raises:
         ValueError: too few units, or a wrong rule, method or unit name.
     """
@@ -342,4 +348,4 @@ def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settin
     if found.held:
         layouts[HELD] = lay_out([(n, parameters[n]) for n in found.held], trained, settings.sum_dtype)
         held = plan_unit((), 0, layouts[HELD])
-    return Plan(schedule, tuple(units), held, settings.keep_after_forward), layouts
+    return Plan(schedule, tuple(units), held, settings.keep_after_forward, rings), layouts

@@ -111,9 +111,9 @@ def test_keep_after_forward_is_allowed():
     assert parse(keep_after_forward=True).keep_after_forward is True and parse().keep_after_forward is False
 
 
-def test_ring_size_other_than_the_world_is_refused():
+def test_ring_size_divides_the_world():
     block = {"cyclic": {"enabled": True, "ring_size": 2}}
-    assert parse_cyclic(block, world_size=2).ring_size == 2
+    assert parse_cyclic(block, world_size=2).ring_size == parse_cyclic(block, world_size=4).ring_size == 2
     assert parse_cyclic(block).ring_size == 2  # the world is not known yet
-    text = error_of(parse_cyclic, block, world_size=4)
-    assert "cyclic.ring_size is 2" in text and "the number of ranks, 4" in text
+    text = error_of(parse_cyclic, block, world_size=3)
+    assert "cyclic.ring_size is 2, which does not divide the 3 ranks" in text and '"auto" and 1, 3;' in text
