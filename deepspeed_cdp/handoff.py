@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from .buffers import Buffers
+from .chain import finishing
 from .plan import HELD, Action, Plan, Post
 from .program import build, edges, initial_posts, with_meetings
 from .rings import Across
@@ -49,10 +50,9 @@ class Handoff:
                     "OFFER": self._offer, "TAKE": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
-        # the owned units that have sums, in the order in which they are read; their sums are finished in the reverse order, but
-        # the last rank has all of them at once and reads the first unit first
+        # the owned units that have sums, in the order in which they are read, and in that in which they are finished
         self._members = [i for i in plan.members(plan.schedule.owned(rank)) if plan.unit(i).g_bytes]
-        self._finishing = self._members if rank == plan.schedule.ranks - 1 else self._members[::-1]
+        self._finishing = finishing(plan, rank)
         self.across = Across(plan, transport, self.buffers, self._finishing) if plan.rings > 1 else None
         self.params: dict[int, torch.Tensor] = {}
         self.sums: dict[int, torch.Tensor] = {}

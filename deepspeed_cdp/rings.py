@@ -9,16 +9,17 @@ messages between two ranks; loss sums travel along as one more, small item.
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from .buffers import Buffers
+from .chain import PAIR, chain, first_posts
 from .layout import aligned
 from .plan import ACROSS_BYTES, Plan
 from .transport.base import Edge, Ticket, Transport, Where
 from .transport.choose import host
 
-PAIR = -2  # the item after the units: a rank's loss sum and count
 _SAME = ("sent", "received", "bytes_sent", "bytes_received", "waited", "waited_sent", "host_waits", "rendezvous", "allocate",
          "moved_on", "mark", "after", "owner_stream", "uses", "count")
 
@@ -114,57 +115,48 @@ class RingView(Transport):
 
 
 class Across:
-    """One owner's end of the chain between rings.
+    """One owner's end of the chain between rings (chain.py).
 
     Region ``X`` is laid out as ``O`` is: what comes from other rings lands in it, and at last it holds the total, which the owner
-    averages and updates with. ``O`` has the own ring's sum. The order of what an owner does, and what the other side of each
-    message relies on, with c its ring and C the number of rings::
+    averages and updates with. ``O`` has the own ring's sum, or those of this ring and all before it.
 
-        for each unit:  wait for its sum in O; unless c = 0, for X from ring c-1, and add
-                        X to ring c+1; the last ring has the total in region X: Y to ring c-1
-        for each unit:  unless c = C-1, wait for Y from ring c+1; Y to ring c-1, if there is one
-                        average (and update)
+    Attributes:
+        total: float64, [2]: loss sum and count over all rings, after ``exchange``.
     """
 
     def __init__(self, plan: Plan, transport: RingView, buffers: Buffers, order: Sequence[int]):
         """
         Args:
-            order: the owned units that have sums, as their sums are finished, the same in all rings.
+            order: the owned units that have sums, in the order of ``chain.finishing``.
         """
-        self.transport, self.ring, self.last = transport.inner, transport.ring, transport.ring == transport.rings - 1
-        self.next_to_last = transport.ring == transport.rings - 2
-        self.below, self.above = (transport.inner.rank + d * transport.size for d in (-1, 1))
+        self.transport, ring = transport.inner, transport.ring
+        self._peer = {"X": transport.inner.rank + transport.size, "Y": transport.inner.rank - transport.size}  # to whom
+        self._last, self._posts = ring == plan.rings - 1, first_posts(ring, order)
+        self._links = chain(ring, plan.rings, order)
         offsets = plan.o_layout(plan.schedule.owned(transport.rank))[0]
-        self._items = (*order, PAIR)
-        self._x, self._o, self._at = {}, {}, {}
-        for i in order:
-            self._x[i], self._o[i] = (buffers.view(region, offsets[i], plan.unit(i).g_bytes) for region in "XO")
-            self._at[i] = buffers.address("X", offsets[i])
         end = plan.regions["X"] - aligned(ACROSS_BYTES)
-        self._x[PAIR], self._at[PAIR] = buffers.view("X", end, ACROSS_BYTES), buffers.address("X", end)
-        self._own = torch.zeros(2, dtype=torch.float64, device=self._x[PAIR].device)
-        self._o[PAIR] = self._own.view(torch.uint8)
+        self._x, self._o, self._at = {}, {}, {}
+        for i, offset, nbytes in [*((i, offsets[i], plan.unit(i).g_bytes) for i in order), (PAIR, end, ACROSS_BYTES)]:
+            self._x[i], self._at[i] = buffers.view("X", offset, nbytes), buffers.address("X", offset)
+            if i != PAIR:
+                self._o[i] = buffers.view("O", offset, nbytes)
         self.total = self._x[PAIR].view(torch.float64)
-        self._posted: dict[int, Ticket] = {}
+        self._own = torch.zeros_like(self.total)  # this rank's loss sum and count
+        self._o[PAIR] = self._own.view(torch.uint8)
+        self._posted: dict[tuple[str, int], Ticket] = {}
 
     def begin(self) -> None:
         """Region X is free: let the next step's messages in."""
-        for i in self._items:
-            self._post("Y" if self.ring == 0 else "X", i)
+        for stream, i in self._posts:
+            self._post(stream, i)
 
     def _post(self, stream: str, i: int) -> None:
-        peer = self.above if stream == "Y" else self.below
-        self._posted[i] = self.transport.post(stream, peer, self._x[i])
+        self._posted[stream, i] = self.transport.post(stream, self._from(stream), self._x[i])
 
-    def _push(self, stream: str, i: int, source: torch.Tensor) -> Ticket:
-        self.transport.moved_on()
-        return self.transport.push(stream, self.above if stream == "X" else self.below, source, None, self._at[i])
+    def _from(self, stream: str) -> int:
+        return self._peer["Y" if stream == "X" else "X"]
 
-    def _receive(self, i: int, where: Where) -> None:
-        self._posted.pop(i).wait(where)
-        self.transport.moved_on()
-
-    def exchange(self, ready: Callable[[int], None], losses: Callable[[], tuple[torch.Tensor, int]],
+    def exchange(self, ready: Callable[[int], Any], losses: Callable[[], tuple[torch.Tensor, int]],
                  views: Callable[[int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]], where: Where) -> Iterator[int]:
         """Average one step's finished sums; gives each unit when its total is in region X, and nobody else reads it.
 
@@ -175,33 +167,26 @@ class Across:
         Raises:
             HandoffError: an owner in another ring is gone or late.
         """
-        sent: dict[int, Ticket] = {}
-        for i in self._items:
-            if i == PAIR:
+        transport, sent = self.transport, {}
+        for _, kind, i, stream in self._links:
+            if kind == "READY" and i == PAIR:
                 self._own[0], self._own[1] = losses()
-                ours, own = [self.total], [self._own]
-            else:
+            elif kind == "READY":
                 ready(i)
-                ours, own = views(i)
-            if self.ring:
-                self.transport.meet("X", self.below, True)
-                self._receive(i, where)
-                torch._foreach_add_(*((ours, own) if self.last else (own, ours)))
-            if self.last:
-                sent[i] = self._push("Y", i, self._x[i])
-                continue
-            sent[i] = self._push("X", i, self._o[i])
-            if self.ring:
-                self._post("Y", i)
-            if self.next_to_last:  # the last ring sends it before it sees the next unit
-                self.transport.meet("Y", self.above, True)
-        for i in self._items:
-            if not self.last:
-                if not self.next_to_last:
-                    self.transport.meet("Y", self.above, True)
-                self._receive(i, where)
-                if self.ring:
-                    self._push("Y", i, self._x[i]).wait(where)
-            sent[i].wait(where)  # O may be written again; on the last ring, X averaged in place
-            if i != PAIR:
+            elif kind == "MEET":
+                transport.meet(stream, self._from(stream), True)
+            elif kind == "RECEIVE":
+                self._posted.pop((stream, i)).wait(where)
+            elif kind == "ADD":
+                total, own = views(i) if i != PAIR else ([self.total], [self._own])
+                torch._foreach_add_(*((total, own) if self._last else (own, total)))
+            elif kind == "PUSH":
+                transport.moved_on()
+                sent[stream, i] = transport.push(stream, self._peer[stream], (self._o if stream == "X" else self._x)[i], None,
+                                                 self._at[i])
+            elif kind == "POST":
+                self._post(stream, i)
+            elif kind == "SENT":
+                sent.pop((stream, i)).wait(where)
+            elif i != PAIR:  # DONE
                 yield i

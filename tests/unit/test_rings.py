@@ -1,13 +1,20 @@
 """Rings of rings on threads: every loss and weight is the oracle's, bitwise, and the same in all rings."""
 
+import time
+import types
+from concurrent.futures import ThreadPoolExecutor
+
 import models
 import pytest
 import torch
+import torch.distributed as dist
+from gloo_pairs import GlooPairs
 from local_ring import train
 from test_runtime import adamw, named_rule, oracle, schedule, sgd
 
 from deepspeed_cdp.rings import ring_size
 from deepspeed_cdp.runtime import Settings
+from deepspeed_cdp.transport.local import Hub, LocalTransport
 
 
 def check(kind: str, rule, size: int, rings: int, make=sgd, steps: int = 6, **options):
@@ -125,6 +132,51 @@ def test_bytes_are_the_closed_form_and_there_are_no_collectives():
             assert traffic["X"]["counted"] <= 2 * (psi + 16)
             assert runtime.handoff.buffers.nbytes() == sum(runtime.plan.memory().values())
         assert len(crossed) > 2, "the test needs stages of different sizes, and a ring in the middle"
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(("size", "rings", "rule", "rounds"), [(2, 2, "cdp-v2", 1), (2, 3, "cdp-v1", 2), (1, 4, "dp", 1),
+                                                               (3, 2, "dp", 1), (2, 4, "cdp-v2", 1)])
+def test_where_both_sides_of_a_message_wait_for_each_other(size, rings, rule, rounds, strict):
+    """As over NCCL; strictly: a rank stops at each message until the other side is at it. None begins for being waited for."""
+    store, forced = dist.HashStore(), {}
+
+    def watch(runtime):
+        flush, inner = runtime.handoff.flush, runtime.transport.inner
+
+        def seen():
+            forced.setdefault(inner.rank, []).append(sum(inner.forced.values()))
+            flush()
+            inner.forced.clear()
+        runtime.handoff.flush = seen
+
+    check("mlp", rule, size, rings, rounds=rounds, clip=0.5, flush_after={2}, warmup_steps=1, change=watch,
+          connect=lambda rank: GlooPairs(rank, size * rings, 20.0, store, strict=strict))
+    assert set(forced) == set(range(size * rings)) and not any(sum(v) for v in forced.values()), forced
+
+
+class Slow(LocalTransport):
+    """What is sent between rings is read a while after it was pushed, as over a slow link."""
+
+    def __init__(self, hub: Hub, rank: int):
+        super().__init__(hub, rank)
+        self.thread = ThreadPoolExecutor(1)
+
+    def push(self, stream, dst, source, after=None, into_at=-1):
+        if stream not in ("X", "Y"):
+            return super().push(stream, dst, source, after, into_at)
+        future = self.thread.submit(self._later, stream, dst, source)
+        return types.SimpleNamespace(wait=lambda where: future.result().wait(where), done=lambda: False)
+
+    def _later(self, stream, dst, source):
+        time.sleep(0.002)
+        return LocalTransport.push(self, stream, dst, source)
+
+
+@pytest.mark.parametrize(("size", "rings", "rule"), [(2, 2, "cdp-v2"), (2, 3, "dp"), (1, 3, "cdp-v1"), (2, 3, "cdp-v1")])
+def test_nothing_is_written_that_is_still_to_be_sent(size, rings, rule):
+    hub = Hub(size * rings, 20.0)
+    check("mlp", rule, size, rings, clip=0.5 if rule != "cdp-v2" else 0.0, connect=lambda rank: Slow(hub, rank))
 
 
 def test_rings_that_do_not_average_are_seen():
