@@ -199,9 +199,9 @@ class Access:
         name = self._name(param)
         wanted = tuple(param.ds_shape) if self._owner[name] == self.runtime.handoff.rank else (0,)
         if optim_state_key is None and tuple(value.shape) != wanted:
-            raise ValueError(f"{what} of {name!r} got a value of shape {tuple(value.shape)} on rank {self.runtime.handoff.rank}, "
-                             f"whose part has {wanted} (rank {self._owner[name]} owns the parameter); give what "
-                             f"{what.replace('set', 'get')} returns")
+            raise ValueError(f"{what} of {name!r} got a value of shape {tuple(value.shape)} on rank "
+                             f"{self.runtime.transport.label}, whose part has {wanted} (rank {self._owner[name]} owns the "
+                             f"parameter); give what {what.replace('set', 'get')} returns")
         self._settle(what)
         if wanted != (0,):
             self._local_write(name, value, optim_state_key)
@@ -239,7 +239,7 @@ class Access:
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
     def _where(self, what: str) -> str:
-        return f"rank {self.runtime.handoff.rank}, step {self.runtime.handoff.global_step}, {what}"
+        return f"rank {self.runtime.transport.label}, step {self.runtime.handoff.global_step}, {what}"
 
     def _settle(self, what: str) -> None:
         runtime = self.runtime

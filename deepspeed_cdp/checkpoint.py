@@ -62,7 +62,7 @@ def save(engine: "CyclicEngine", runtime: "Runtime", save_dir: str, tag: str | N
     save_dir = os.fspath(save_dir)
     tag = check_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
     runtime.flush()
-    rank = runtime.handoff.rank
+    rank = runtime.transport.label
     where = f"rank {rank}, saving checkpoint {tag!r}"
     tags = runtime.transport.gather(tag, where)
     if len(set(tags)) > 1:
@@ -123,8 +123,23 @@ def _manifest(engine: "CyclicEngine", runtime: "Runtime", everyone: list[dict], 
 
 def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
     """This rank's files; their entries in the manifest, and the options of its groups."""
-    owner, rank = runtime.owner, runtime.handoff.rank
-    stage = f"stage_{runtime.plan.schedule.owned(rank):03d}.safetensors"
+    owner, rank = runtime.owner, runtime.transport.label
+    files = {} if runtime.transport.ring else _write_stage(runtime, folder, exclude_frozen)
+    buffers = f"buffers_{rank:03d}.safetensors"  # those of batch norm, say, differ between all ranks
+    files[buffers] = save_tensors(folder, buffers, saved_buffers(runtime.module), {})
+    if rank == 0:
+        scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
+        files["client.pt"] = save_plain(folder, "client.pt", {"client_state": client_state, "lr_scheduler": scheduler},
+                                        "client_state or the lr scheduler's state")
+    return {"files": files, "options": [plain_options({k: v for k, v in g.items() if k != "params"})
+                                        for g in owner.optimizer.param_groups],
+            "owns": [bool(g["params"]) for g in owner.optimizer.param_groups]}
+
+
+def _write_stage(runtime: "Runtime", folder: str, exclude_frozen: bool) -> dict[str, Any]:
+    """The owned stage's file and its entry; with several rings all have the same, and ring 0 writes it."""
+    owner = runtime.owner
+    stage = f"stage_{runtime.plan.schedule.owned(runtime.handoff.rank):03d}.safetensors"
     tensors: dict[str, torch.Tensor] = {f"param/{n}": p.detach() for n, p in owner.masters.items()}
     if not exclude_frozen:
         tensors |= {f"frozen/{n}": t for n, t in owner.frozen.items()}
@@ -135,16 +150,7 @@ def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state
     tensors["scalars"] = runtime.handoff.scalars.vector
     if stage != "stage_000.safetensors":
         del tensors["scalars"]
-    files = {stage: save_tensors(folder, stage, tensors, {"state": json.dumps(trees)})}
-    buffers = f"buffers_{rank:03d}.safetensors"
-    files[buffers] = save_tensors(folder, buffers, saved_buffers(runtime.module), {})
-    if rank == 0:
-        scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
-        files["client.pt"] = save_plain(folder, "client.pt", {"client_state": client_state, "lr_scheduler": scheduler},
-                                        "client_state or the lr scheduler's state")
-    return {"files": files, "options": [plain_options({k: v for k, v in g.items() if k != "params"})
-                                        for g in owner.optimizer.param_groups],
-            "owns": [bool(g["params"]) for g in owner.optimizer.param_groups]}
+    return {stage: save_tensors(folder, stage, tensors, {"state": json.dumps(trees)})}
 
 
 def _spread_counts(optimizer: torch.optim.Optimizer) -> None:
@@ -184,7 +190,7 @@ def load(engine: "CyclicEngine", runtime: "Runtime", load_dir: str, tag: str | N
     if custom_load_fn is not None:
         raise ValueError("custom_load_fn is given, but the cyclic engine loads by parameter name; leave it out of "
                          "load_checkpoint()")
-    rank, gather, load_dir = runtime.handoff.rank, runtime.transport.gather, os.fspath(load_dir)
+    rank, gather, load_dir = runtime.transport.label, runtime.transport.gather, os.fspath(load_dir)
     where = f"rank {rank}, loading a checkpoint from {load_dir!r}"
     optimizer_states, scheduler_states = optimizer_states and not module_only, scheduler_states and not module_only
     latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
@@ -228,7 +234,7 @@ def _raise_together(folder: str, problems: list[str | None]) -> None:
 def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bool, optimizer_states: bool,
           scheduler_states: bool) -> dict[str, Any]:
     """What this rank needs, checked and in memory; nothing is changed."""
-    owner, rank, folder = runtime.owner, runtime.handoff.rank, stored.folder
+    owner, rank, folder = runtime.owner, runtime.transport.label, stored.folder
     every = {n for n, _ in runtime.module.named_parameters()}
     trained = {n for stage in runtime.plan.stages for n in stage}
     homes = {n: stored.name_of(n) for n in every}
@@ -257,7 +263,8 @@ def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bo
         raise CheckpointError(f"{folder} has {len(stored.groups or ())} parameter groups and the optimizer {len(groups)}; build "
                               "the optimizer as it was, or pass load_optimizer_states=False")
     mine = {homes[n] for n in own}
-    stored.verify(rank, runtime.transport.size, [*mine, *(n for n, home in tied.items() if home in mine)])
+    ranks = runtime.transport.size * runtime.transport.rings
+    stored.verify(rank, ranks, [*mine, *(n for n, home in tied.items() if home in mine)])
     for name, home in tied.items():
         if home in mine and not torch.equal(stored.value(name), stored.value(home)):
             raise CheckpointError(f"{folder} has two values for {name!r} and {home!r}, one parameter in the model; {fix}")

@@ -1,8 +1,8 @@
 """The `cyclic` block of ds_config.json.
 
     "cyclic": {"enabled": true, "rule": "cdp-v2", "partition_method": "auto", "units": null, "ring_size": "auto",
-               "transport": "auto", "keep_after_forward": false, "min_unit_mb": 0, "placement": "auto", "timeout_seconds": 600,
-               "weights": null}
+               "transport": "auto", "keep_after_forward": false, "min_unit_mb": 0, "warmup_steps": 0, "placement": "auto",
+               "timeout_seconds": 600, "weights": null}
 
 `parse_cyclic` turns a whole ds_config dict into a `CyclicConfig`. Every error is a ValueError of one sentence that names the
 key, its value, what is allowed and how to fix it.
@@ -28,10 +28,11 @@ KEYS: dict[str, tuple[str, str]] = {
     "partition_method": ('"auto", "parameters", "uniform", "flops" or "type:REGEX" with a valid regular expression',
                          'use "auto" unless you need another'),
     "units": ("null or a list of distinct module paths as in named_modules()", "use null to let the units be found"),
-    "ring_size": ('"auto" or an integer of at least 1', 'use "auto" to put all ranks on one ring'),
+    "ring_size": ('"auto" or an integer of at least 1', 'use "auto" for a ring per host'),
     "transport": ('"auto", "gloo", "nccl" and "peer"', 'use "auto" to get the fastest one that works'),
     "keep_after_forward": ("true and false", "use false unless memory is plentiful"),
     "min_unit_mb": ("a finite number of MiB, at least 0", "use 0 to hand off each module by itself"),
+    "warmup_steps": ("an integer of at least 0", "use 0 to follow the rule from the first step"),
     "placement": ('"auto", "pyramid", "pipeline" and "single"', 'use "auto"'),
     "timeout_seconds": ("a finite number of seconds above 0", "use 600 unless steps take minutes"),
     "weights": ("null or the path of a folder of safetensors files",
@@ -73,7 +74,7 @@ class CyclicConfig(DeepSpeedConfigModel):
     """Module paths to take as units; None finds them."""
 
     ring_size: Literal["auto"] | int = "auto"
-    """Ranks per ring; "auto" is all of them."""
+    """Ranks per ring; "auto" is those of a host where there are several hosts, else all of them."""
 
     transport: Literal["auto", "gloo", "nccl", "peer"] = "auto"
     """How hand-offs travel."""
@@ -85,6 +86,9 @@ class CyclicConfig(DeepSpeedConfigModel):
     min_unit_mb: float = Field(0.0, ge=0, allow_inf_nan=False)
     """Neighbouring modules of a stage are handed off as one unit until it holds this many MiB: fewer messages, less work for the
     host, more memory in flight."""
+
+    warmup_steps: int = Field(0, ge=0)
+    """The first steps of training run under "dp", which then changes to `rule` at a flush."""
 
     placement: Literal["auto", "pyramid", "pipeline", "single"] = "auto"
     """Where the stages of a PipelineModule run."""
@@ -145,6 +149,13 @@ class CyclicConfig(DeepSpeedConfigModel):
             raise ValueError("ring_size")
         return value
 
+    @field_validator("warmup_steps", mode="before")
+    @classmethod
+    def _check_warmup_steps(cls, value: Any) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError("warmup_steps")
+        return value
+
     @field_validator("timeout_seconds", "min_unit_mb", mode="before")
     @classmethod
     def _check_number(cls, value: Any) -> Any:
@@ -158,18 +169,17 @@ def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> N
 
     Args:
         config: the parsed block; nothing is refused while it is disabled.
-        world_size: number of ranks, where it is known; a ring of that size is supported.
+        world_size: number of ranks, where it is known; rings divide it.
     """
     if not config.enabled:
         return
-    other_ring = config.ring_size != "auto" and world_size is not None and config.ring_size != world_size
-    later = (
-        ("ring_size", other_ring, f'use "auto" or the number of ranks, {world_size}'),
-        ("placement", config.placement != "auto", 'use "auto"'),
-    )
-    for key, refused, fix in later:
-        if refused:
-            raise ValueError(f"{CYCLIC}.{key} is {_show(getattr(config, key))}, which is not supported in this version; {fix}.")
+    if config.ring_size != "auto" and world_size is not None and world_size % config.ring_size:
+        sizes = ", ".join(str(r) for r in range(1, world_size + 1) if world_size % r == 0)
+        raise ValueError(f"{CYCLIC}.ring_size is {config.ring_size}, which does not divide the {world_size} ranks; allowed are "
+                         f'"auto" and {sizes}; use "auto" for a ring per host.')
+    if config.placement != "auto":
+        raise ValueError(f"{CYCLIC}.placement is {_show(config.placement)}, which is not supported in this version; "
+                         'use "auto".')
 
 
 def parse_cyclic(param_dict: dict[str, Any], world_size: int | None = None) -> CyclicConfig:

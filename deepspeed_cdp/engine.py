@@ -25,6 +25,7 @@ from .errors import HandoffError
 from .files import CheckpointError
 from .initial import Initial
 from .plan import Plan
+from .rings import rings_of
 from .runtime import Runtime, Settings
 from .throughput import on_stream
 from .transport import connect
@@ -55,6 +56,7 @@ class CyclicEngine(DeepSpeedEngine):
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
         try:
             self._agree(model)
+            self._transport = rings_of(self._transport, config.ring_size)
             self._initial = Initial(model, config.weights, self.device)
         except BaseException:
             self._transport.close(False)
@@ -94,7 +96,7 @@ class CyclicEngine(DeepSpeedEngine):
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
                             config.keep_after_forward, int(config.min_unit_mb * 2 ** 20), self._loss_scale(),
-                            **self._offloading())
+                            config.warmup_steps, **self._offloading())
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         try:
@@ -111,6 +113,8 @@ class CyclicEngine(DeepSpeedEngine):
         if self._config.cyclic_ignored:
             log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0],
                      level=logging.WARNING)
+        if warning := self.cyclic_plan.schedule.warning:
+            log_dist(warning, ranks=[0], level=logging.WARNING)
         _close_at_exit(self)
         return self._runtime.optimizer
 

@@ -9,17 +9,21 @@ from collections.abc import Callable
 import torch
 
 from .buffers import Buffers
+from .chain import finishing
 from .plan import HELD, Action, Plan, Post
 from .program import build, edges, initial_posts, with_meetings
+from .rings import Across
 from .scalars import Scalars
 from .transport.base import Ticket, Transport, Where
 from .walk import OutOfOrder, Owner, Place, Program
+from .warmup import Phases
 
 
 class Handoff:
     """One rank's walk through its program.
 
     Attributes:
+        plan: the one that steps are walked by until the next flush; phases: which one that is (warmup.py).
         step: steps since the last flush; global_step: since the start of training (for messages).
         round: the round of gradient accumulation that is next or under way.
         skipped: updates that were not applied because the step's gradient norm was not finite (dp and v1).
@@ -29,25 +33,27 @@ class Handoff:
         on_end: called with a step and whether its norm is not finite, when that is known and before its update (dp and v1).
     """
 
-    def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device):
+    def __init__(self, plan: Plan, rank: int, transport: Transport, device: torch.device, warmup_steps: int = 0):
         self.plan, self.rank, self.transport = plan, rank, transport
-        self.schedule = plan.schedule
+        self.schedule, self.phases = plan.schedule, Phases(plan, warmup_steps)
         self.buffers = Buffers(plan, transport)
         self.scalars = Scalars(transport, self.buffers)
         self.owner: Owner | None = None
         self.on_sum: Callable[[int, torch.Tensor], None] = lambda unit, view: None
         self.on_release: Callable[[int], None] = lambda unit: None
         self.on_end: Callable[[int, bool], None] = lambda step, overflow: None
-        transport.prepare(edges(plan), deferred=True)
+        transport.prepare(sorted({edge for p in self.phases.plans for edge in edges(p)}), deferred=True)
         make = with_meetings if transport.rendezvous else build
-        self._first, self._steady = (Program.of(make(plan, rank, first)) for first in (True, False))
+        self._programs = {p.schedule: [Program.of(make(p, rank, first)) for first in (True, False)] for p in self.phases.plans}
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
                     "SUM_HELD": self._sum, "PASS_HELD": self._pass, "DONE_HELD": self._done,
                     "OFFER": self._offer, "TAKE": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
                     "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
-        # the owned units that have sums, in the order in which they are read; their sums are finished in the reverse order
+        # the owned units that have sums, in the order in which they are read, and in that in which they are finished
         self._members = [i for i in plan.members(plan.schedule.owned(rank)) if plan.unit(i).g_bytes]
+        self._finishing = finishing(plan, rank)
+        self.across = Across(plan, transport, self.buffers, self._finishing) if plan.rings > 1 else None
         self.params: dict[int, torch.Tensor] = {}
         self.sums: dict[int, torch.Tensor] = {}
         self.global_step = 0
@@ -60,7 +66,9 @@ class Handoff:
     def begin(self) -> None:
         """Start from the published copy in slot 0: version 0, read by everyone (design §10)."""
         self.step = self.round = self._cursor = self._latest = 0
-        self._program = self._first
+        self.plan = self.phases.at(self.global_step)
+        self.schedule = self.plan.schedule
+        self._program, self._steady = self._programs[self.schedule]
         self._arrivals: dict[tuple, Ticket] = {}
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
@@ -73,6 +81,8 @@ class Handoff:
         self.sums.clear()
         self._lost.clear()
         self.scalars.begin()
+        if self.across:
+            self.across.begin()
         for post in initial_posts(self.plan, self.rank):
             self._post(post, "before the first step")
 
@@ -292,19 +302,27 @@ class Handoff:
         where, step, stage = Place(self, a), self.step + a.version, self.schedule.owned(self.rank)
         if self.owner.at_once:
             self._free_copy(a)
-        if self.rank == self.schedule.ranks - 1:  # it has the finished sums itself, all of them, and reads the first unit at once
-            for i in self._members:
+
+        def ready(i: int) -> int:
+            """The ring's sum of the unit is in O."""
+            if self.rank == self.schedule.ranks - 1:
                 self.transport.after(self._sum_ends.pop(i, None))
-                self._average(a, i)
-        else:
-            for i in reversed(self._members):
+            else:
                 self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
-                self._average(a, i)
+            return i
+
+        def losses() -> tuple[torch.Tensor, int]:
+            self.transport.after(self._step_end)
+            loss, count = self._lost.pop(self.global_step + a.version)
+            self.transport.uses(loss)
+            return loss, count
+
+        across, views = self.across, self.owner.ring_sums
+        for i in map(ready, self._finishing) if across is None else across.exchange(ready, losses, views, where):
+            self._average(a, i)
         if a.peer is not None:
             self.scalars.receive(a.peer, where)
-        self.transport.after(self._step_end)
-        loss, count = self._lost.pop(self.global_step + a.version)
-        self.transport.uses(loss)
+        loss, count = losses() if across is None else across.total
         norms = [self._norms[i] for i in reversed(self._members) if i in self._norms]
         self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count,
                          self.global_step + a.version)
@@ -357,6 +375,8 @@ class Handoff:
                     self.owner.update(step, self.scalars.total, i, slot)
                 self._published_at[i] = self.transport.mark()
         self.owner.finish(step)
+        if self.across and not self._flushing:
+            self.across.begin()
         self._sums_used_at = self.transport.mark()
 
     def _update(self, a: Action) -> None:

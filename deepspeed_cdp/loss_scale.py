@@ -57,9 +57,13 @@ class LossScale:
         self.scaler: LossScalerBase = CreateLossScaler(torch.half, 1.0 if dynamic or loss_scale is None else float(loss_scale),
                                                        dynamic, dict(loss_scale) if dynamic else None)
         self.scaling = loss_scale is not None
+        self.adopt(schedule)
+        self.restart(0)
+
+    def adopt(self, schedule: Schedule) -> None:
+        """After a flush: steps follow this schedule from now on (see warmup.py)."""
         self._delay = (1 if schedule.threshold == 0 else 2) if schedule.exact_norm else None
         self._told_at = 0 if schedule.threshold == 0 and schedule.ranks > 1 else 1  # steps from a step to the end that knows it
-        self.restart(0)
 
     def restart(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Go on with ``step``, between steps after a flush; ``state`` is that of ``state_dict``, or None to stay as it is."""

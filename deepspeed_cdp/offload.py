@@ -23,6 +23,7 @@ class OffloadedOwner(StageOwner):
     """
 
     home = torch.device("cpu")
+    at_once = False  # all units' copies are under way before the first one's update waits for its own
 
     def __init__(self, *args: Any, pin: bool = True):
         """As ``StageOwner``.
@@ -38,8 +39,6 @@ class OffloadedOwner(StageOwner):
         self._norm2: tuple[int, torch.Tensor] | None = None  # step and the norm to clip it by, on the host
         super().__init__(*args)
         self.by_unit = self.by_unit or type(self.optimizer).__module__ in BY_UNIT
-        # Never at once: all units' copies are under way before the first one's update waits for its own.
-        self.at_once = False
 
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pin and self._device.type == "cuda")

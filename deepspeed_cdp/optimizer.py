@@ -59,9 +59,10 @@ class StageOwner:
                 self.frozen[name] = value.to(self.home, copy=True)
         self._published = [{n: self._view("V", i, s, c) for n, (i, s) in self.slots.items()} for c in range(handoff.plan.copies)]
         self._sums: dict[int, dict[str, torch.Tensor]] = {i: {} for i in places}
+        self._ring_sums: dict[int, list[torch.Tensor]] = {}
         for n, (i, s) in self.slots.items():
             if s.sum_offset >= 0:
-                self._sums[i][n] = self._view("O", i, s)
+                self._sums[i][n] = self._view("O" if handoff.across is None else "X", i, s)
         # torch's own optimizers keep their state by parameter, so units can be updated one by one; and if nothing is clipped by
         # a norm of the whole step, as soon as each one's sum is finished.
         self._grads: dict[int, list[torch.Tensor]] = {}  # averaged, of units not updated yet (empty lists if fused)
@@ -70,10 +71,14 @@ class StageOwner:
         self._fused = (fused.Adam(optimizer, self.masters, self._sums, self._published)
                        if fused.Adam.suits(optimizer, self.home, dtypes) else None)
         self.by_unit = self._fused is not None or type(optimizer).__module__.startswith("torch.optim")
-        self.at_once = self.by_unit and not clip and not handoff.schedule.exact_norm
         self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam keeps its count there)
         self.publish_all()
+
+    @property
+    def at_once(self) -> bool:
+        """Whether each unit is updated as soon as its own sum is finished, as far as the schedule goes that is followed now."""
+        return self.by_unit and not self.clip and not self.handoff.schedule.exact_norm
 
     def _view(self, region: str, i: int, slot: Slot, copy: int | None = None) -> torch.Tensor:
         plan, stage = self.handoff.plan, self.handoff.plan.schedule.owned(self.handoff.rank)
@@ -132,7 +137,14 @@ class StageOwner:
 
     def _divisor(self, step: int) -> float:
         """What turns the step's sums of scaled gradients into averages."""
-        return self.handoff.schedule.ranks * self.scale.of(step)
+        return self.handoff.plan.rings * self.handoff.schedule.ranks * self.scale.of(step)
+
+    def ring_sums(self, unit: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A unit's sums in region X, over all rings, and in region O, of the own ring (see rings.py)."""
+        own = self._ring_sums.get(unit)
+        if own is None:
+            own = self._ring_sums[unit] = [self._view("O", unit, self.slots[n][1]) for n in self._sums[unit]]
+        return list(self._sums[unit].values()), own
 
     @torch.no_grad()
     def advance(self, step: int, unit: int, slot: int | None, urgent: bool) -> torch.Tensor:

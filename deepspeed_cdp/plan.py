@@ -26,6 +26,7 @@ from typing import NamedTuple
 from .layout import Lifetime, aligned, allocate, gates
 from .schedule import Schedule
 
+ACROSS_BYTES = 16  # loss sum and count, which the owners of several rings add up beside the sums (rings.py)
 HELD = -1  # the index of the held unit, where actions name a unit
 END, START = 0, 1  # at equal logical time, ends come before starts
 
@@ -114,12 +115,14 @@ class Plan:
         held: parameters kept through the whole round, as one more unit of stage 0, or None.
         keep_after_forward: keep the parameters of every stage but the first from the forward to the backward; else only those
             of the last two, with which no more bytes are in use at once (but what is laid out has a few more gaps).
+        rings: how many average their sums (rings.py); all have this plan.
     """
 
     schedule: Schedule
     units: tuple[Unit, ...]
     held: Unit | None = None
     keep_after_forward: bool = False
+    rings: int = 1
 
     def __post_init__(self) -> None:
         stages = [u.stage for u in self.units]
@@ -281,13 +284,15 @@ class Plan:
     def regions(self) -> dict[str, int]:
         """Bytes of every region, the same on all ranks (one-sided transports address a peer's memory by offset): ``P``, ``G``;
         ``H0``, ``H1``: held parameters of two rounds in turn; ``GH``; ``O``; ``V0`` (and ``V1``): published versions; ``S``:
-        scalars.
+        scalars; ``X``: sums of other rings, and of all of them.
         """
         stages = range(self.schedule.ranks)
         sizes = {"P": self.p_layout[2], "G": self.g_layout[2], "O": max(self.o_layout(s)[1] for s in stages)}
         if self.held and self.schedule.ranks > 1:
             sizes |= {"H0": aligned(self.held.p_bytes), "H1": aligned(self.held.p_bytes), "GH": aligned(self.held.g_bytes)}
         sizes |= {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}
+        if self.rings > 1:
+            sizes["X"] = sizes["O"] + aligned(ACROSS_BYTES)
         return sizes | {"S": 2 * aligned(8 * (self.schedule.ranks + 5))}
 
     def memory(self) -> dict[str, int]:
@@ -296,7 +301,7 @@ class Plan:
         ``in flight`` parameters and sums (about 2 stages each), finished ``sums``, ``published`` copies (about a stage each), a
         few ``scalars``.
         """
-        kinds = {"P": "in flight", "G": "in flight", "H": "in flight", "O": "sums", "V": "published", "S": "scalars"}
+        kinds = {"P": "in flight", "G": "in flight", "H": "in flight", "O": "sums", "X": "sums", "V": "published", "S": "scalars"}
         total = dict.fromkeys(kinds.values(), 0)
         for name, nbytes in self.regions.items():
             total[kinds[name[0]]] += nbytes

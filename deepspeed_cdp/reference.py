@@ -9,6 +9,8 @@ where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K and theta_{t-1}^s ot
 K = N-1 is CDP-v2, K = 2N-1 is CDP-v1. All indices count from 0 (the paper's i = rank + 1, j = stage + 1).
 """
 
+import functools
+import itertools
 import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
@@ -82,8 +84,10 @@ def train(
     grad_dtype: torch.dtype | None = None,
     on_step: Callable[[int, torch.optim.Optimizer], None] | None = None,
     scaler: Any = None,
+    warmup_steps: int = 0,
+    rings: int = 1,
 ) -> Trained:
-    """Train as N = len(stages) ranks would under threshold K, one micro-batch after the other.
+    """Train as N = len(stages) ranks would under threshold K, or ``rings`` times as many; one micro-batch after the other.
 
     Args:
         module: a template, left as it is: its parameters give the start, its buffers every rank's start.
@@ -102,6 +106,9 @@ def train(
         scaler: for fp16, DeepSpeed's loss scaler (``loss_scale``, ``update_scale(overflow)``); K = 0 or 2N-1 only. The scale of
             step t follows from the overflows of the steps <= t - 1 with K = 0, of those <= t - 2 with K = 2N-1; but the step
             after a flush sees all before.
+        rings: of N ranks each. World rank w is rank w % N of ring w // N and reads that rank's versions; ``batches`` and the
+            result have world ranks. The sums of the rings are added in their order, then divided by N times ``rings``.
+        warmup_steps: the first steps have K = 0; there is a flush before the others, which have ``threshold``.
 
     Sums are made in the order in which the running sum travels: round by round, rank 0 first. The sum is then cast to fp32 and
     divided by N. A parameter that got no gradient at all gets zeros.
@@ -116,38 +123,42 @@ def train(
     dtypes = {name: parameter.dtype for name, parameter in trained.items()}
     masters = {name: nn.Parameter(parameter.detach().float().clone()) for name, parameter in trained.items()}
     optimizer = make_optimizer(list(masters.items()))
-    buffers = [{name: buffer.detach().clone() for name, buffer in module.named_buffers()} for _ in range(ranks)]
+    buffers = [{name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+               for _ in range(ranks * rings)]
     start = _snapshot(masters)
     versions = _Versions(fresh=start, stale=start)
     last_squares = [0.0] * ranks
     result = Trained({}, {}, [], [], buffers, optimizer)
 
     unheard: list[bool] = []  # overflows that the scaler has not been told of
+    configured = threshold
     for step in range(steps):
-        while scaler is not None and len(unheard) > (0 if threshold == 0 or step - 1 in flush_after else 1):
+        threshold = configured if step >= warmup_steps else 0
+        while scaler is not None and len(unheard) > (0 if threshold == 0 or step == versions.flushed_at else 1):
             scaler.update_scale(unheard.pop(0))
         scale = 1.0 if scaler is None else scaler.loss_scale
-        sums: dict[str, Tensor] = {}
-        for rnd in range(rounds):
-            for rank in range(ranks):
-                leaves = {}
-                for name in trained:
-                    read = version(threshold, ranks, step, rnd, rank, stage_of[name], versions.flushed_at)
-                    source = versions.fresh if read == versions.number else versions.stale
-                    leaves[name] = source[name].to(dtypes[name], copy=True).requires_grad_()
+        by_ring: list[dict[str, Tensor]] = [{} for _ in range(rings)]
+        for ring, rnd, rank in itertools.product(range(rings), range(rounds), range(ranks)):
+            world, sums = ring * ranks + rank, by_ring[ring]
+            leaves = {}
+            for name in trained:
+                read = version(threshold, ranks, step, rnd, rank, stage_of[name], versions.flushed_at)
+                source = versions.fresh if read == versions.number else versions.stale
+                leaves[name] = source[name].to(dtypes[name], copy=True).requires_grad_()
 
-                def call(*args: Any, leaves: dict[str, Tensor] = leaves, rank: int = rank, **kwargs: Any) -> Any:
-                    return functional_call(module, {**buffers[rank], **leaves}, args, kwargs)
+            def call(*args: Any, leaves: dict[str, Tensor] = leaves, rank: int = world, **kwargs: Any) -> Any:
+                return functional_call(module, {**buffers[rank], **leaves}, args, kwargs)
 
-                value = loss(call, batches(step, rnd, rank))
-                result.losses[step, rnd, rank] = float(value.detach())
-                value = value / rounds if scaler is None else value / rounds * scale
-                gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
-                for name, gradient in zip(leaves, gradients, strict=True):
-                    if gradient is not None:
-                        gradient = gradient.to(grad_dtype or dtypes[name])
-                        sums[name] = sums[name] + gradient if name in sums else gradient
-        averaged = {name: sums[name].float() / (ranks * scale) if name in sums else torch.zeros_like(master)
+            value = loss(call, batches(step, rnd, world))
+            result.losses[step, rnd, world] = float(value.detach())
+            value = value / rounds if scaler is None else value / rounds * scale
+            gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+            for name, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    gradient = gradient.to(grad_dtype or dtypes[name])
+                    sums[name] = sums[name] + gradient if name in sums else gradient
+        total = functools.reduce(_added, by_ring)
+        averaged = {name: total[name].float() / (ranks * rings * scale) if name in total else torch.zeros_like(master)
                     for name, master in masters.items()}
         squares = [math.fsum(float(averaged[name].double().square().sum()) for name in stage if name in averaged)
                    for stage in stages]
@@ -169,7 +180,7 @@ def train(
         result.overflows.append(overflow)
         optimizer.zero_grad(set_to_none=True)
         versions.stale, versions.fresh, versions.number = versions.fresh, _snapshot(masters), step + 1
-        if step in flush_after:
+        if step in flush_after or step == warmup_steps - 1:
             versions.stale, versions.flushed_at = versions.fresh, step + 1
 
     result.masters = {name: master.detach().clone() for name, master in masters.items()}
@@ -182,6 +193,11 @@ def _clip_norms(threshold: int, now: Sequence[float], last: Sequence[float]) -> 
     if threshold in (0, 2 * len(now) - 1):
         return [math.sqrt(math.fsum(now))] * len(now)
     return [math.sqrt(math.fsum((*now[stage:], *last[:stage]))) for stage in stages]
+
+
+def _added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Sums of two rings, in this order; a parameter may have none in one of them."""
+    return {name: a[name] + b[name] if name in a and name in b else (a if name in a else b)[name] for name in {**a, **b}}
 
 
 def _snapshot(masters: dict[str, nn.Parameter]) -> dict[str, Tensor]:

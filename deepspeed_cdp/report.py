@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 def report(engine: "CyclicEngine", runtime: "Runtime") -> str:
     """Collective: engine, rule, stages and their sizes, and what was counted in the last step beside the closed form."""
     plan, s = runtime.plan, runtime.plan.schedule
-    where = f"rank {runtime.handoff.rank}, engine.report(), which every rank must call"
+    where = f"rank {runtime.transport.label}, engine.report(), which every rank must call"
     everyone = runtime.transport.gather({"traffic": runtime.traffic(), "messages": runtime.messages(),
                                          "collectives": runtime.collectives_in_steps,
                                          "bytes": runtime.handoff.buffers.nbytes()}, where)
     psi = sum(u.p_bytes for u in (*plan.units, *([plan.held] if plan.held else [])))
     lines = [f"engine      {type(engine).__name__} over {runtime.transport.name}",
              f"rule        {runtime.settings.rule} (K = {s.threshold}) on {s.ranks} ranks, {s.rounds} micro-batch(es) per rank "
-             "and step",
+             "and step" + (f"; {plan.rings} such rings" if plan.rings > 1 else ""),
              f"model       {psi / 2 ** 20:.1f} MiB of parameters in {len(plan.units)} units"
              + (f" and {len(plan.held.trainable) + len(plan.held.frozen)} held parameter(s)" if plan.held else ""), ""]
     rows = [("stage", "owner", "units", "MiB", "from", "to")]
@@ -29,11 +29,16 @@ def report(engine: "CyclicEngine", runtime: "Runtime") -> str:
     lines += _table(rows) + [""]
     rows = [("rank", "messages", "F + B MiB", "closed form", "G MiB", "closed form", "O MiB", "closed form", "collectives",
              "buffers MiB")]
+    kinds = ["F + B", "G", "O"]
+    if plan.rings > 1:
+        kinds.append("X")
+        rows = [(*rows[0][:8], "X MiB", "closed form", *rows[0][8:])]
     for rank, x in enumerate(everyone):
         t = x["traffic"]
-        cells = [f"{t[k][c] / 2 ** 20:.3f}" if t else "-" for k in ("F + B", "G", "O") for c in ("counted", "closed form")]
+        cells = [f"{t[k][c] / 2 ** 20:.3f}" if t else "-" for k in kinds for c in ("counted", "closed form")]
         rows.append((str(rank), str(x["messages"]), *cells, str(x["collectives"]), f"{x['bytes'] / 2 ** 20:.2f}"))
-    lines += ["received in the last step (F, B: parameters; G: running gradient sums; O: finished ones):"]
+    lines += ["received in the last step (F, B: parameters; G: running gradient sums; O: finished ones"
+              + ("; X: from other rings):" if plan.rings > 1 else "):")]
     return "\n".join(lines + _table(rows))
 
 

@@ -19,6 +19,7 @@ from .offload import OffloadedOwner
 from .optimizer import CyclicOptimizer, StageOwner
 from .partition import merged
 from .plan import HELD, Plan
+from .rings import across_bytes
 from .schedule import Schedule, threshold
 from .transport.base import Transport
 from .units import Layout, lay_out, plan_unit
@@ -35,6 +36,7 @@ class Settings:
         rule, partition_method, units, keep_after_forward, min_unit_bytes (min_unit_mb): of the ``cyclic`` block.
         rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
         loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None not to scale.
+        warmup_steps: the first steps of training under ``dp``.
         offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
     """
 
@@ -47,6 +49,7 @@ class Settings:
     keep_after_forward: bool = False
     min_unit_bytes: int = 0
     loss_scale: float | Mapping[str, Any] | None = None
+    warmup_steps: int = 0
     offload: bool = False
     pin: bool = True
 
@@ -87,8 +90,8 @@ class Runtime:
             raise ValueError("optimizer is SparseAdam, but gradient sums are dense; use Adam or AdamW")
         names = {p: n for n, p in module.named_parameters()}
         trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
-        self.plan, layouts = make_plan(module, trained, settings, transport.size)
-        self.handoff = Handoff(self.plan, transport.rank, transport, device)
+        self.plan, layouts = make_plan(module, trained, settings, transport.size, transport.rings)
+        self.handoff = Handoff(self.plan, transport.rank, transport, device, settings.warmup_steps)
         with torch.no_grad():
             values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
             self.scale = LossScale(self.plan.schedule, settings.loss_scale)
@@ -104,7 +107,7 @@ class Runtime:
         self.binder.release_all()
         if device.type == "cuda":  # what is published first was written on this stream, and is offered from the owner's
             torch.cuda.synchronize(device)
-        self.handoff.begin()
+        self._begin()
 
     # ---- training -------------------------------------------------------------------------------------------------------
     @contextmanager
@@ -135,6 +138,8 @@ class Runtime:
         if self.binder.mode != IDLE:
             raise ValueError(f"engine.step() of step {self.handoff.global_step} came before the backward of the last forward; "
                              "call engine.backward(loss) first")
+        if self._whole is not None:  # (no micro-batch since) they are out of date now
+            self.scatter()
         step = self.handoff.global_step
         self.owner.record(step)
         self.handoff.end_step()
@@ -143,6 +148,8 @@ class Runtime:
                                       self.transport.collectives,
                                       (dict(self.transport.waited), dict(self.transport.waited_sent))))
         del self._steps_seen[:-2]
+        if self.handoff.phases.end_with(step):
+            self.flush()
 
     def check_first_loss(self, loss: torch.Tensor) -> None:
         """On the very first micro-batch: a unit that was never called may have had its parameters read from outside it.
@@ -174,7 +181,11 @@ class Runtime:
     def restart(self) -> None:
         """Publish the masters as version 0 and let the ring start anew (after a reset of the transport)."""
         self.publish()
+        self._begin()
+
+    def _begin(self) -> None:
         self.handoff.begin()
+        self.scale.adopt(self.handoff.schedule)
 
     def publish(self) -> None:
         """Write the masters into the published copies, between steps; whatever is offered from now on has them."""
@@ -198,7 +209,7 @@ class Runtime:
             return
         self.flush()
         lent = {p: p.data for p in self.lent}  # perhaps changed
-        where = f"rank {self.handoff.rank}, step {self.handoff.global_step}, gathering parameters"
+        where = f"rank {self.transport.label}, step {self.handoff.global_step}, gathering parameters"
         self._whole = []
         for stage in range(self.plan.schedule.ranks):
             places, nbytes = self.plan.v_layout(stage)
@@ -264,14 +275,17 @@ class Runtime:
 
     # ---- figures --------------------------------------------------------------------------------------------------------
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Bytes received in the last step, by kind, beside the closed form: F + B, G, O (see ``Plan.received_bytes``)."""
+        """Bytes received in the last step, by kind, beside the closed form: F + B, G, O (see ``Plan.received_bytes``), and with
+        several rings X, from other rings."""
         if len(self._steps_seen) < 2:
             return {}
         before, after = self._steps_seen
         seen = {edge: n - before.nbytes.get(edge, 0) for edge, n in after.nbytes.items()}
         kinds = {"F + B": ("P", "P0", "H", "H0"), "G": ("G", "GH"), "O": ("O",)}
-        form = self.plan.received_bytes(self.handoff.rank)
+        form = self.handoff.plan.received_bytes(self.handoff.rank)
         forms = {"F + B": form["F"] + form["B"], "G": form["G"], "O": form["O"]}
+        if self.plan.rings > 1:
+            kinds["X"], forms["X"] = ("X", "Y"), across_bytes(self.plan, self.handoff.rank, self.transport.ring)
         return {k: {"counted": sum(n for (stream, _), n in seen.items() if stream in streams), "closed form": forms[k]}
                 for k, streams in kinds.items()}
 
@@ -306,11 +320,13 @@ class Runtime:
         self.transport.close(linger)
 
 
-def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settings, ranks: int) -> tuple[Plan, dict[int, Layout]]:
+def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settings, ranks: int,
+              rings: int = 1) -> tuple[Plan, dict[int, Layout]]:
     """The plan for a module on a ring, and the layout of each unit (HELD included).
 
     Args:
         trained: names of the parameters that the optimizer updates.
+        ranks: in each of the ``rings``.
     Raises:
         ValueError: too few units, or a wrong rule, method or unit name.
     """
@@ -332,4 +348,4 @@ def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settin
     if found.held:
         layouts[HELD] = lay_out([(n, parameters[n]) for n in found.held], trained, settings.sum_dtype)
         held = plan_unit((), 0, layouts[HELD])
-    return Plan(schedule, tuple(units), held, settings.keep_after_forward), layouts
+    return Plan(schedule, tuple(units), held, settings.keep_after_forward, rings), layouts

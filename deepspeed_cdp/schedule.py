@@ -81,6 +81,17 @@ class Schedule:
         return 2 * self.ranks * (self.rounds - 1) + last
 
     @property
+    def warning(self) -> str:
+        """For a K that cannot be met without waiting, how long a step takes; else nothing."""
+        if not self.stalls:
+            return ""
+        n, plain = self.ranks, 2 * self.ranks * self.rounds
+        return (f"cyclic.rule has K = {self.threshold} on a ring of {n} ranks, so every step waits for versions that are not "
+                f"there yet: it takes {self.period} stage times (2N = {2 * n} for each micro-batch, but 4N-2K = "
+                f"{4 * n - 2 * self.threshold} for the last) instead of {plain}, {self.period / plain:.2f} times as long; use "
+                f"\"cdp-v2\" (K = {n - 1}), the smallest K without waiting, unless you want it so")
+
+    @property
     def exact_norm(self) -> bool:
         """Whether every update can wait for the whole step's gradient norm (dp and v1)."""
         return self.threshold in (0, 2 * self.ranks - 1)

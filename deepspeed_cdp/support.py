@@ -61,8 +61,9 @@ def _stage_not_3(value: Any, config: Any) -> bool:
 
 def _late(config: Any) -> bool:
     """Whether the rule updates stages before the step's last overflow is known."""
-    rule = config.cyclic_config.rule
-    return rule == "cdp-v2" or isinstance(rule, int) and rule not in (0, 2 * config.world_size - 1)
+    rule, size = config.cyclic_config.rule, config.cyclic_config.ring_size
+    ring = config.world_size if size == "auto" else size
+    return rule == "cdp-v2" or isinstance(rule, int) and rule not in (0, 2 * ring - 1)
 
 
 def _fp16_late(value: Any, config: Any) -> bool:

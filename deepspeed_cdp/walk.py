@@ -39,6 +39,9 @@ class Owner(Protocol):
     def discard(self) -> None:
         """Forget what has been averaged: the step is skipped."""
 
+    def ring_sums(self, unit: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A unit's sums over all rings and of the own ring, parameter by parameter, where there are several rings."""
+
     def finish(self, step: int) -> None:
         """The update of ``step`` is complete."""
 
@@ -89,4 +92,4 @@ class Place:
         else:
             unit = h.plan.unit(a.unit)
             stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'held parameters'}"
-        return f"rank {h.rank}, step {self.step}, stage {stage}, {what}"
+        return f"rank {h.transport.label}, step {self.step}, stage {stage}, {what}"

@@ -7,6 +7,7 @@ from typing import Any
 import models
 import torch
 
+from deepspeed_cdp.rings import RingView
 from deepspeed_cdp.runtime import Runtime, Settings
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.delayed import Delayed
@@ -40,18 +41,20 @@ def run_ranks(size: int, work: Callable[[int, Any], Any], seconds: float = 30.0,
 
 
 def train(kind: str, size: int, settings: Settings, make_optimizer, steps: int, flush_after=(), on_step=None, dtype=None,
-          delay: float = 0.0, seed: int = 0, change=None, connect=None) -> dict[str, Any]:
+          delay: float = 0.0, seed: int = 0, change=None, connect=None, ring_size: int | None = None) -> dict[str, Any]:
     """Train ``kind`` as ``models.batch`` gives the data; returns rank 0's whole state, the losses, the runtimes.
 
     Args:
         make_optimizer: from named parameters.
         on_step: called with (step, optimizer) before ``runtime.step()``.
+        ring_size: ranks of each ring; all of them without it.
         change: called with each rank's runtime before the first step (to break something).
     """
     losses: dict[tuple[int, int, int], float] = {}
 
     def work(rank: int, transport: Any) -> tuple[dict, Runtime]:
         module = built[rank]
+        transport = transport if ring_size is None else RingView(transport, ring_size)
         runtime = Runtime(module, make_optimizer(list(module.named_parameters())), settings, transport, torch.device("cpu"))
         if change:
             change(runtime)

@@ -57,6 +57,7 @@ class Transport(ABC):
 
     Attributes:
         rank, size: this rank and the number of ranks in the ring.
+        label: this rank's number in the world, for people; rings: how many there are, ring: this rank's (rings.py).
         sent: messages pushed, by (stream, peer).
         received: messages waited for and landed, by (stream, peer).
         bytes_sent, bytes_received: the same in bytes.
@@ -68,6 +69,7 @@ class Transport(ABC):
     name: str
     host_waits = True  # whether it is the host that waits for messages; else a stream of the device does, untimed
     rendezvous = False  # whether both sides of a message must begin it at the same place of the ranks' common order
+    rings, ring = 1, 0
 
     def __init__(self, rank: int, size: int, timeout_seconds: float):
         self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
@@ -78,6 +80,10 @@ class Transport(ABC):
         self.waited: Counter[tuple[str, int]] = Counter()
         self.waited_sent: Counter[tuple[str, int]] = Counter()
         self.collectives = 0
+
+    @property
+    def label(self) -> int:
+        return self.rank
 
     def count(self, edge: tuple[str, int], nbytes: int) -> None:
         """A message was received."""

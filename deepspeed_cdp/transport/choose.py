@@ -98,21 +98,26 @@ def _refusal(kind: str, reason: str, fix: str | None) -> ValueError:
     return ValueError(f"cyclic.transport is {kind!r}, which cannot work here: {reason}; {ALLOWED}{advice}.")
 
 
-def observe(device: torch.device) -> Facts:
-    """What this rank sees; allocates a little symmetric memory to find out whether it can."""
-    host = socket.gethostname()
+def host() -> str:
+    """Names this machine."""
+    name = socket.gethostname()
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:  # containers of different machines may share a name
-            host += "/" + boot.read().strip()
+            name += "/" + boot.read().strip()
     except OSError:
         pass
+    return name
+
+
+def observe(device: torch.device) -> Facts:
+    """What this rank sees; allocates a little symmetric memory to find out whether it can."""
     if device.type != "cuda":
-        return Facts(host, device.type)
+        return Facts(host(), device.type)
     index = device.index if device.index is not None else torch.cuda.current_device()
     names = [str(getattr(torch.cuda.get_device_properties(i), "uuid", f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{i}"))
              for i in range(torch.cuda.device_count())]
     reached = [n for i, n in enumerate(names) if i != index and torch.cuda.can_device_access_peer(index, i)]
-    return Facts(host, "cuda", names[index], names, reached, _peer_trouble(device), _nccl_trouble())
+    return Facts(host(), "cuda", names[index], names, reached, _peer_trouble(device), _nccl_trouble())
 
 
 def _peer_trouble(device: torch.device) -> str:

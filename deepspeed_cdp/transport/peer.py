@@ -22,10 +22,11 @@ from deepspeed_cdp.transport.cuda import Awaited, CudaTransport, Event, Watch
 from deepspeed_cdp.transport.lanes import quiet_streams
 from deepspeed_cdp.transport.meeting import Meeting
 
-STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "S", "T")
+STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "S", "T", "X", "Y")
 _STREAMED = ("credit", "G", "P", "O", "P0", "H0")  # CUDA streams, those that wait most first
-_LANES = {"P": "P", "H": "P", "G": "G", "GH": "G", "O": "O", "S": "S", "T": "S"}  # pushes that share a CUDA stream
-_OWNERS = ("O", "S", "T")  # their credits are given from the owner's stream, which must not hold up the others
+_LANES = {"P": "P", "H": "P", "G": "G", "GH": "G", "O": "O", "S": "S", "T": "S",
+          "X": "X", "Y": "X"}  # pushes that share a CUDA stream
+_OWNERS = ("O", "S", "T", "X", "Y")  # their credits are given from the owner's stream, which must not hold up the others
 _POISON = 1 << 30  # added to a word, it lets every wait on it pass
 
 
@@ -77,6 +78,7 @@ class PeerTransport(CudaTransport):
         streams, self.lanes = quiet_streams(len(_STREAMED), device, self.driver)
         self._streams = dict(zip(_STREAMED, streams))
         self._streams["S"] = self._owner
+        self._streams["X"] = torch.cuda.Stream(device, priority=-1)  # other rings may be late: in nobody's way
         self._lanes = {lane: stream.cuda_stream for lane, stream in self._streams.items()}
         self._point = self.driver.event()  # the latest point of a stream that others follow
         self._point_on: int | None = None  # which stream, while it has not moved on (the default stream's handle is 0)

@@ -224,10 +224,11 @@ def oracle(job: Job, stages: Any, world: int, trained: set[str] | None = None,
         if step and schedulers:
             schedulers[0].step()
 
-    return reference.train(module, stages, threshold(job.rule, world), lambda t, m, r: models.batch(job.kind, t, m, r),
+    return reference.train(module, stages, threshold(job.rule, len(stages)), lambda t, m, r: models.batch(job.kind, t, m, r),
                            lambda call, x: models.loss(call, job.kind, x), make, job.steps, rounds=job.rounds, clip=job.clip,
                            flush_after={*job.flush_after, *job.eval_after}, on_step=on_step,
-                           grad_dtype=torch.float32 if job.sum_fp32 else None)
+                           grad_dtype=torch.float32 if job.sum_fp32 else None,
+                           warmup_steps=job.cyclic.get("warmup_steps", 0), rings=world // len(stages))
 
 
 def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 0.0, atol: float = 0.0) -> None:

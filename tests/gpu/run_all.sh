@@ -1,10 +1,10 @@
 #!/bin/bash
 # Everything here in sequence, each item with a time limit; a table of item, outcome and seconds last.
 # Usage: tests/gpu/run_all.sh OUT SECONDS [RANKS ...]     (ranks: 2 4 by default; CPU=1 proves the scripts without GPUs)
-# OUT gets parity.log, stress.log, cases.log, failures.log, sanitizer.log and table.txt. ITEMS="stress cases" runs only those.
+# OUT gets parity.log, stress.log, cases.log, rings.log, failures.log, sanitizer.log and table.txt. ITEMS="stress cases" runs only those.
 out=${1:?where to write}; budget=${2:?seconds for everything}; shift 2
 ranks=${*:-2 4}
-here=$(dirname "$(realpath "$0")"); python=${PYTHON:-python}; items=" ${ITEMS:-parity stress cases failures sanitizer} "
+here=$(dirname "$(realpath "$0")"); python=${PYTHON:-python}; items=" ${ITEMS:-parity stress cases rings failures sanitizer} "
 cpu=${CPU:+--cpu}; begun=$SECONDS
 mkdir -p "$out"; : >"$out/table.txt"
 export PYTHONPATH=$(realpath "$here/../..")${PYTHONPATH:+:$PYTHONPATH}
@@ -42,6 +42,11 @@ for n in $ranks; do
             $(run "$n" rank_cases.py --budget @BUDGET@ accumulate clip_v1 save_load two_engines)
         item "cases, $n ranks, one hardware queue" cases.log 120 env CUDA_DEVICE_MAX_CONNECTIONS=1 \
             $(run "$n" rank_cases.py --budget @BUDGET@ accumulate clip_v1 save_load two_engines)
+    fi
+    if wanted rings && [ "$n" = 4 ]; then
+        for transport in $([ -n "$cpu" ] && echo auto || echo peer nccl); do
+            item "rings of 2, $n ranks, $transport" rings.log 200 $(run "$n" rank_rings.py $cpu --transport $transport --budget @BUDGET@)
+        done
     fi
     wanted failures && item "failures, $n ranks" failures.log 330 "$python" "$here/rank_failures.py" $cpu --ranks "$n" --budget @BUDGET@
     if wanted failures && [ -z "$cpu" ]; then

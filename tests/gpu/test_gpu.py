@@ -72,6 +72,12 @@ def ranks_run(ranks: int, script: str, *arguments: str, seconds: float = 300, **
     return launched(command, seconds + 45, **environment)
 
 
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_rings_of_rings_and_the_warm_up(transport):
+    needs(4)
+    ranks_run(4, "rank_rings.py", "--transport", transport)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_synchronize_read_and_empty_cache_in_every_step(ranks):
     needs(ranks)

@@ -5,8 +5,8 @@ import pytest
 from deepspeed_cdp.config import KEYS, CyclicConfig, parse_cyclic
 
 DEFAULTS = {"enabled": False, "rule": "cdp-v2", "partition_method": "auto", "units": None, "ring_size": "auto",
-            "transport": "auto", "keep_after_forward": False, "min_unit_mb": 0.0, "placement": "auto", "timeout_seconds": 600,
-            "weights": None}
+            "transport": "auto", "keep_after_forward": False, "min_unit_mb": 0.0, "warmup_steps": 0, "placement": "auto",
+            "timeout_seconds": 600, "weights": None}
 
 
 def parse(**block):
@@ -39,7 +39,7 @@ def test_auto_is_kept_not_dropped():
 @pytest.mark.parametrize("block", [
     {"rule": "dp"}, {"rule": "cdp-v1"}, {"rule": "cdp-v2"}, {"rule": 0}, {"rule": 7}, {"partition_method": "flops"},
     {"partition_method": "type:Decoder.*"}, {"units": ["model.layers.0", "lm_head"]}, {"transport": "gloo"},
-    {"timeout_seconds": 0.5}, {"timeout_seconds": 30}, {"weights": "a/folder"}])
+    {"timeout_seconds": 0.5}, {"timeout_seconds": 30}, {"warmup_steps": 0}, {"warmup_steps": 100}, {"weights": "a/folder"}])
 def test_allowed_values_come_through_unchanged(block):
     config = parse(**block)
     assert {key: getattr(config, key) for key in block} == block and config.enabled
@@ -54,7 +54,8 @@ def test_allowed_values_come_through_unchanged(block):
     ("keep_after_forward", "auto"), ("keep_after_forward", 1),
     ("placement", "ring"), ("timeout_seconds", 0), ("timeout_seconds", -3), ("timeout_seconds", float("inf")),
     ("timeout_seconds", float("nan")), ("timeout_seconds", "600"), ("timeout_seconds", True), ("weights", ""),
-    ("weights", 3), ("enabled", "auto"),
+    ("weights", 3), ("enabled", "auto"), ("warmup_steps", -1), ("warmup_steps", True), ("warmup_steps", 2.0),
+    ("warmup_steps", "10"),
     ("enabled", 1)])
 def test_wrong_values_are_named_with_what_is_allowed_and_the_fix(key, value):
     text = error_of(parse_cyclic, {"cyclic": {"enabled": True, key: value}})
@@ -110,9 +111,9 @@ def test_keep_after_forward_is_allowed():
     assert parse(keep_after_forward=True).keep_after_forward is True and parse().keep_after_forward is False
 
 
-def test_ring_size_other_than_the_world_is_refused():
+def test_ring_size_divides_the_world():
     block = {"cyclic": {"enabled": True, "ring_size": 2}}
-    assert parse_cyclic(block, world_size=2).ring_size == 2
+    assert parse_cyclic(block, world_size=2).ring_size == parse_cyclic(block, world_size=4).ring_size == 2
     assert parse_cyclic(block).ring_size == 2  # the world is not known yet
-    text = error_of(parse_cyclic, block, world_size=4)
-    assert "cyclic.ring_size is 2" in text and "the number of ranks, 4" in text
+    text = error_of(parse_cyclic, block, world_size=3)
+    assert "cyclic.ring_size is 2, which does not divide the 3 ranks" in text and '"auto" and 1, 3;' in text

@@ -52,7 +52,7 @@ def check(size, rule, loss_scale, monkeypatch, steps=9, **options):
     want = reference.train(module, got["runtimes"][0].plan.stages, threshold(rule, size),
                            lambda t, m, r: models.batch(kind, t, m, r), lambda call, x: models.loss(call, kind, x), adamw, steps,
                            rounds=settings.rounds, clip=settings.clip, grad_dtype=settings.sum_dtype,
-                           flush_after=flush_after, scaler=scaler)
+                           flush_after=flush_after, scaler=scaler, warmup_steps=settings.warmup_steps)
     for rows in seen.values():
         assert [scale for _, scale, _ in rows] == want.scales
     assert set(seen) == set(range(size))
@@ -71,6 +71,14 @@ def _half(loss):
             return loss(call, kind, x)
         return loss(lambda v: call(v.half()).float(), kind, x)
     return of
+
+
+@pytest.mark.parametrize("warmup", [1, 3, 6])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_warm_up_has_its_own_delay(size, warmup, monkeypatch):
+    """Overflows before the switch, at it and after it; the scale's window runs on."""
+    want, _ = check(size, "cdp-v1", dynamic(20, window=2), monkeypatch, steps=12, clip=0.3, warmup_steps=warmup)
+    assert any(want.overflows[:warmup]) and len(set(want.scales[warmup:])) > 1, "the test needs overflows and changes"
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

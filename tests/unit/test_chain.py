@@ -1,0 +1,108 @@
+"""The chains between rings: the dry-run passes every plan, and rejects wrong ones."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_plan import plans
+
+from deepspeed_cdp.chain import PAIR, Link, chain, finishing, validate
+from deepspeed_cdp.plan import Plan, Unit
+from deepspeed_cdp.schedule import Schedule
+from deepspeed_cdp.validate import PlanError
+
+
+def plan(ranks: int, k: int, rings: int, rounds: int = 1) -> Plan:
+    """Two units a stage, one without sums; held parameters."""
+    units = tuple(Unit(f"u{i}", i // 2, (f"u{i}.w",), (), 256 * (i + 1), 0 if i == 3 else 512 * (i + 1))
+                  for i in range(2 * ranks))
+    return Plan(Schedule(ranks, k, rounds), units, Unit("", 0, ("tied",), (), 512, 256), False, rings)
+
+
+@pytest.mark.parametrize("rings", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_every_rule_passes(ranks, rings):
+    for k in range(2 * ranks):
+        validate(plan(ranks, k, rings, 1 + k % 2))
+
+
+@settings(max_examples=25, deadline=None)
+@given(plans(st.integers(1, 3)), st.integers(2, 4))
+def test_any_plan_passes(one, rings):
+    validate(Plan(one.schedule, one.units, one.held, one.keep_after_forward, rings), steps=3)
+
+
+def links_of(one: Plan) -> list[list[tuple[Link, ...]]]:
+    return [[chain(c, one.rings, finishing(one, r)) for r in range(one.schedule.ranks)] for c in range(one.rings)]
+
+
+def rejected(one: Plan, ring: int, rank: int, wrong: list[Link]) -> str:
+    links = links_of(one)
+    links[ring][rank] = tuple(wrong)
+    with pytest.raises(PlanError) as error:
+        validate(one, links=links)
+    assert re.match(r"(nothing moves any more: )?rank \d, step \d", str(error.value)), error.value
+    return str(error.value)
+
+
+@pytest.mark.parametrize("k", [0, 1, 3])
+@pytest.mark.parametrize("kind", ["READY", "RECEIVE", "ADD", "PUSH", "POST"])
+def test_a_link_that_is_missing_is_found(kind, k):
+    one, tried = plan(2, k, 3), 0
+    for ring, ranks in enumerate(links_of(one)):
+        for rank, good in enumerate(ranks):
+            for at, link in enumerate(good):
+                if link.kind == kind:
+                    rejected(one, ring, rank, [*good[:at], *good[at + 1:]])
+                    tried += 1
+    assert tried >= 4
+
+
+def test_a_link_done_twice_is_found():
+    one = plan(2, 1, 3)
+    for ring, ranks in enumerate(links_of(one)):
+        for rank, good in enumerate(ranks):
+            for at, link in enumerate(good):
+                if link.kind in ("RECEIVE", "ADD", "PUSH", "POST"):
+                    rejected(one, ring, rank, [*good[:at + 1], link, *good[at + 1:]])
+
+
+def test_rings_that_take_their_units_in_different_orders_are_found():
+    one = plan(2, 1, 2)
+    for ring in (0, 1):
+        units = finishing(one, 1)
+        assert len(units) > 1
+        assert re.search("lands where|not earlier", rejected(one, ring, 1, list(chain(ring, 2, units[::-1]))))
+
+
+def test_a_credit_given_too_early_is_found():
+    """Y is let in while X still lies there."""
+    one = plan(2, 1, 3)
+    good = list(links_of(one)[1][0])
+    at = next(i for i, link in enumerate(good) if link.kind == "POST")
+    add = next(i for i, link in enumerate(good) if link.kind == "ADD")
+    assert "still in use" in rejected(one, 1, 0, [*good[:add], good[at], *good[add:at], *good[at + 1:]])
+
+
+def test_a_circle_is_found():
+    """Ring 0 wants the total of each item before it sends the sum of it."""
+    one = plan(2, 1, 2)
+    good = list(links_of(one)[0][0])
+    push = next(i for i, link in enumerate(good) if link.kind == "PUSH")
+    total = next(i for i, link in enumerate(good) if link.kind == "RECEIVE")
+    assert "nothing moves" in rejected(one, 0, 0, [*good[:push], good[total], *good[push:total], *good[total + 1:]])
+
+
+@pytest.mark.parametrize("rings", [2, 3, 5])
+def test_keys_rise_and_messages_wait_for_smaller_ones(rings):
+    chains = [chain(c, rings, (4, 2)) for c in range(rings)]
+    for links in chains:
+        assert [link.key for link in links] == sorted(link.key for link in links)
+    for c, links in enumerate(chains):
+        for link in links:
+            if link.kind == "RECEIVE":
+                sender = chains[c - 1 if link.stream == "X" else c + 1]
+                push = next(x for x in sender if x.kind == "PUSH" and (x.item, x.stream) == (link.item, link.stream))
+                assert push.key < link.key
+    assert all(sum(link.kind == "DONE" for link in links) == 3 and links[-1].item == PAIR for links in chains)
