@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, kind in (("engines", str), ("model", str), ("micro_batch", int), ("sequence", int), ("steps", int),
                        ("windows", int), ("warmup", int), ("jitter_ms", float), ("repeats", int), ("out", str), ("build", str),
-                       ("commit", str), ("seconds", float), ("trace", str), ("bandwidth_limit", float)):
+                       ("commit", str), ("seconds", float), ("trace", str), ("bandwidth_limit", float), ("layer_ms", float)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     for name in ("compile", "cpu", "no_host_sync"):
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
@@ -64,7 +64,7 @@ class Measurement:
         self.config = models.configuration(args.model, host_sync=not args.no_host_sync)
         sharded = name in engines.SHARDED and (args.build == "sharded" or args.build == "auto" and args.model == "llama-8b")
         self.job = engines.Job(name, self.config, device, torch.bfloat16 if self.cuda else torch.float32, args.micro_batch,
-                               args.compile, sharded, args.bandwidth_limit)
+                               args.compile, sharded, args.bandwidth_limit, args.layer_ms)
         generator = torch.Generator().manual_seed(self.rank)
         shape = args.micro_batch, args.sequence
         self.batches = [torch.randint(0, self.config.vocab_size, shape, generator=generator).to(device) for _ in range(4)]
@@ -133,6 +133,8 @@ class Measurement:
         pooled = sorted(t for x in everyone for t in x["times"])
         tokens = args.micro_batch * args.sequence / slowest["step_ms"] * 1000
         device_name = torch.cuda.get_device_name() if self.cuda else "CPU"
+        if args.layer_ms:
+            device_name += f" (layers sleep {args.layer_ms:g} and {2 * args.layer_ms:g} ms)"
         peak_flops = next((v for k, v in PEAK_FLOPS.items() if k in device_name), None)
         flops = models.flops_per_token(self.config, args.sequence)
         return {
