@@ -65,7 +65,7 @@ def save(engine: "CyclicEngine", runtime: "Runtime", save_dir: str, tag: str | N
     tag = check_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
     runtime.flush()
     rank = runtime.handoff.rank
-    where = f"rank {rank}, saving checkpoint {tag!r}"
+    where = f"rank {rank}, step {runtime.handoff.global_step}, saving checkpoint {tag!r}"
     tags = runtime.transport.gather(tag, where)
     if len(set(tags)) > 1:
         raise CheckpointError(f"tag is {tag!r} on rank {rank} but the ranks have {sorted(set(tags))}; give the same tag on every "
@@ -187,7 +187,7 @@ def load(engine: "CyclicEngine", runtime: "Runtime", load_dir: str, tag: str | N
         raise ValueError("custom_load_fn is given, but the cyclic engine loads by parameter name; leave it out of "
                          "load_checkpoint()")
     rank, gather, load_dir = runtime.handoff.rank, runtime.transport.gather, os.fspath(load_dir)
-    where = f"rank {rank}, loading a checkpoint from {load_dir!r}"
+    where = f"rank {rank}, step {runtime.handoff.global_step}, loading a checkpoint from {load_dir!r}"
     optimizer_states, scheduler_states = optimizer_states and not module_only, scheduler_states and not module_only
     latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
     found, problem = None, None

@@ -1,13 +1,13 @@
 """The long run: thousands of disturbed steps, evaluations, saves, one rank killed and all resumed, against an undisturbed run.
 
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else ranks that torchrun restarts meet in the store of those before (torch 2.13)
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # else torch 2.13 lets restarted ranks read the addresses of those before
     torchrun --standalone --nproc-per-node 2 --max-restarts 1 tests/long/run.py --cpu --steps 5000 --out FOLDER
     torchrun --standalone --nproc-per-node 4 --max-restarts 1 tests/long/run.py --minutes 20 --out FOLDER
 
-First an undisturbed run, then one in which every rank sleeps, synchronizes and reads at random, and in whose middle the last one
-kills itself with SIGKILL; torchrun starts all ranks anew and they go on from the last checkpoint. Both evaluate and save after the
-same steps, so they flush alike. Passed, if then the files of the last checkpoint (masters, moments, norms) and all losses are
-equal bit by bit, and neither memory nor open files nor threads have grown. FOLDER gets samples.csv and summary.json.
+First an undisturbed run, then one in which every rank sleeps, synchronizes and reads at random, and in whose middle the last
+rank kills itself with SIGKILL; torchrun starts all ranks anew and they go on from the last checkpoint. Both evaluate and save
+after the same steps, so they flush alike. Passed, if then the last checkpoints (masters, moments, norms, buffers) and all losses
+are equal bit by bit, and neither memory nor open files nor threads have grown. FOLDER gets samples.csv and summary.json.
 """
 
 import csv
