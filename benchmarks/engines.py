@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Job:
         dtype: of the passes.
         compiled: torch.compile every decoder layer.
         sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
+        layer_ms: how long each decoder layer sleeps in its forward; in its backward twice that (CPU only).
         bandwidth: GB/s that each stream of hand-offs is held to, 0 for as fast as it goes (cdp engines only).
     """
 
@@ -40,6 +42,7 @@ class Job:
     compiled: bool = False
     sharded: bool = False
     bandwidth: float = 0.0
+    layer_ms: float = 0.0
 
 
 def make(job: Job) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
@@ -50,6 +53,7 @@ def make(job: Job) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
     if job.name not in ("compute", "ddp"):
         return _deepspeed(job)
     model = models.build(job.config, job.device, job.dtype)
+    _slow_down(job, model)
     _compile(job, model)
     return _compute(model) if job.name == "compute" else _ddp(model), None
 
@@ -62,6 +66,31 @@ def _compile(job: Job, model: torch.nn.Module) -> None:
     if job.compiled:
         for layer in model.model.layers:
             layer.forward = torch.compile(layer.forward)
+
+
+class _Slept(torch.autograd.Function):
+    """The identity, which takes time."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+def _slow_down(job: Job, model: torch.nn.Module) -> None:
+    """Let layers take time that no other process can take away from them."""
+    def after(layer: torch.nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return _Slept.apply(output[0], job.layer_ms / 1000), *output[1:]
+        return _Slept.apply(output, job.layer_ms / 1000)
+    for layer in model.model.layers if job.layer_ms else ():
+        layer.register_forward_hook(after)
 
 
 def _loss(model: Callable, batch: torch.Tensor) -> torch.Tensor:
@@ -105,6 +134,7 @@ def _fsdp2(job: Job) -> Callable:
         model = models.build(job.config, torch.device("meta"), torch.float32)
     else:
         model = models.build(job.config, job.device, job.dtype).float()
+    _slow_down(job, model)
     policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=job.dtype)
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
@@ -137,6 +167,7 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     sharded = job.sharded and not cyclic
     with deepspeed.zero.Init(config_dict_or_path=config) if sharded else nullcontext():
         model = models.build(job.config, job.device, job.dtype)
+    _slow_down(job, model)
     if sharded:
         models.randomize([(p, p.ds_tensor) for p in model.parameters()], dist.get_rank())
     if cyclic:

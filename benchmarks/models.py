@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.sizes import SIZES
 
 VOCABULARY = 32000
+SMALL = ("llama-tiny", "llama-6m")  # for CPUs: bytes as tokens
 UNMASKED = "sdpa_unmasked"  # Hugging Face's sdpa under a name for which it prepares no mask
 
 
@@ -23,7 +24,7 @@ def configuration(name: str, host_sync: bool = True) -> LlamaConfig:
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         AttentionInterface.register(UNMASKED, sdpa_attention_forward)
-    return LlamaConfig(vocab_size=256 if name == "llama-tiny" else VOCABULARY, hidden_size=hidden, intermediate_size=intermediate,
+    return LlamaConfig(vocab_size=256 if name in SMALL else VOCABULARY, hidden_size=hidden, intermediate_size=intermediate,
                        num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
                        max_position_embeddings=4096, use_cache=False, tie_word_embeddings=False,
                        attn_implementation="sdpa" if host_sync else UNMASKED)

@@ -27,7 +27,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     for name, kind in (("engines", str), ("model", str), ("micro_batch", int), ("sequence", int), ("steps", int),
                        ("windows", int), ("warmup", int), ("jitter_ms", float), ("repeats", int), ("out", str), ("build", str),
-                       ("commit", str), ("seconds", float), ("trace", str), ("bandwidth_limit", float)):
+                       ("commit", str), ("seconds", float), ("trace", str), ("bandwidth_limit", float), ("layer_ms", float)):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     for name in ("compile", "cpu", "no_host_sync"):
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
@@ -64,12 +64,13 @@ class Measurement:
         self.config = models.configuration(args.model, host_sync=not args.no_host_sync)
         sharded = name in engines.SHARDED and (args.build == "sharded" or args.build == "auto" and args.model == "llama-8b")
         self.job = engines.Job(name, self.config, device, torch.bfloat16 if self.cuda else torch.float32, args.micro_batch,
-                               args.compile, sharded, args.bandwidth_limit)
+                               args.compile, sharded, args.bandwidth_limit, args.layer_ms)
         generator = torch.Generator().manual_seed(self.rank)
         shape = args.micro_batch, args.sequence
         self.batches = [torch.randint(0, self.config.vocab_size, shape, generator=generator).to(device) for _ in range(4)]
         self.late = random.Random(1000 + self.rank)
         self.cycles_per_ms = limited.cycles_per_second(device) / 1000 if self.cuda and args.jitter_ms else 0.0
+        self.ends: list[float] = []  # of every step, by a clock that all ranks of one host share (CPU only)
         self.step: Any = None
         self.engine: Any = None
 
@@ -81,7 +82,7 @@ class Measurement:
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         self.step, self.engine = engines.make(self.job)
-        first_peak, received = 0.0, [0] * (args.windows + 1)
+        first_peak, received, waited = 0.0, [0] * (args.windows + 1), [0.0] * (args.windows + 1)
 
         def between(step: int) -> None:
             """On the host, before a step: the device is not asked, and nobody waits."""
@@ -89,7 +90,7 @@ class Measurement:
             window, inside = divmod(step - args.warmup, args.steps)
             if window < 0 or inside:
                 return
-            received[window] = self._received()
+            received[window], waited[window] = self._received(), self._waited()
             if window == 0:
                 first_peak = self._peak()
                 if self.cuda:
@@ -105,6 +106,8 @@ class Measurement:
             measured.append(self._row(window, {
                 "times": times[first - 1:first - 1 + args.steps], "steady": steady, "peak": max(first_peak, steady),
                 "received": (received[window + 1] - received[window]) / args.steps / 2 ** 20,
+                "waited": 1000 * (waited[window + 1] - waited[window]) / args.steps,
+                "ends": self.ends[first:first + args.steps],
                 "loss": float(losses[first + args.steps - 1])}))
         self.progress.advance("")
         if args.trace and name.startswith(args.trace):
@@ -132,6 +135,8 @@ class Measurement:
         pooled = sorted(t for x in everyone for t in x["times"])
         tokens = args.micro_batch * args.sequence / slowest["step_ms"] * 1000
         device_name = torch.cuda.get_device_name() if self.cuda else "CPU"
+        if args.layer_ms:
+            device_name += f" (layers sleep {args.layer_ms:g} and {2 * args.layer_ms:g} ms)"
         peak_flops = next((v for k, v in PEAK_FLOPS.items() if k in device_name), None)
         flops = models.flops_per_token(self.config, args.sequence)
         return {
@@ -147,7 +152,9 @@ class Measurement:
             "steady_gib": round(max(x["steady"] for x in everyone), 3) if self.cuda else "",
             "host_sync": not args.no_host_sync, "bandwidth_gb_s": args.bandwidth_limit or "",
             "build": "sharded" if self.job.sharded else "full", "python": platform.python_version(),
-            "transformers": transformers.__version__}
+            "transformers": transformers.__version__,
+            "waited_ms_by_rank": " ".join(f"{x['waited']:.2f}" for x in everyone) if self._host_waits() else "",
+            "behind_ms_by_rank": " ".join(_behind(a["ends"], b["ends"]) for a, b in zip(everyone, everyone[1:]))}
 
     def _steps(self, count: int, before: Callable[[int], None] = lambda step: None) -> tuple[list[float], list[torch.Tensor]]:
         """Milliseconds from the end of each step to the end of the next, and every loss.
@@ -173,6 +180,7 @@ class Measurement:
         if self.cuda:
             torch.cuda.synchronize()
             return [a.elapsed_time(b) for a, b in zip(marks, marks[1:])], losses
+        self.ends = marks
         return [1000 * (b - a) for a, b in zip(marks, marks[1:])], losses
 
     def _peak(self) -> float:
@@ -189,6 +197,14 @@ class Measurement:
     def _received(self) -> int:
         transport = self._transport()
         return sum(transport.bytes_received.values()) if transport is not None else 0
+
+    def _host_waits(self) -> bool:
+        return getattr(self._transport(), "host_waits", False)
+
+    def _waited(self) -> float:
+        """Seconds so far that this rank's host was held up by hand-offs."""
+        transport = self._transport()
+        return sum((*transport.waited.values(), *transport.waited_sent.values())) if self._host_waits() else 0.0
 
     def _profile(self, folder: Path) -> None:
         """Where the host's time goes: backward on this thread, too."""
@@ -212,6 +228,11 @@ class Measurement:
             self._steps(2)
         if self.rank in (1, self.size - 1):
             profiler.export_chrome_trace(str(folder / f"trace_{self.name}_rank{self.rank}.json.gz"))
+
+
+def _behind(a: list[float], b: list[float]) -> str:
+    """Median milliseconds from the end of a rank's step to its neighbour's end of the same step; "" without a common clock."""
+    return f"{1000 * statistics.median(y - x for x, y in zip(a, b)):.2f}" if a and b else ""
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ def _table(setting: tuple[str, ...], engines: dict[str, list[dict[str, str]]], l
         "peak GiB": lambda n: _median(engines[n], "peak_gib", ".2f"),
         "GiB after warm-up": lambda n: _median(engines[n], "steady_gib", ".2f"),
         "MiB received per step": lambda n: _median(engines[n], "received_mib_per_step", ".0f"),
+        "waits, ms per step by rank": lambda n: _by_rank(engines[n], "waited_ms_by_rank"),
+        "ends behind the rank before, ms": lambda n: _by_rank(engines[n], "behind_ms_by_rank"),
     }
     body = {head: [cell(n) for n in engines] for head, cell in columns.items()}
     body = {head: cells for head, cells in body.items() if any(cells)}  # no column without a figure
@@ -68,6 +70,12 @@ def _median(some: list[dict[str, str]], field: str, form: str) -> str:
     """"" if it is not known."""
     values = [float(r[field]) for r in some if r[field] != ""]
     return format(statistics.median(values), form) if values else ""
+
+
+def _by_rank(some: list[dict[str, str]], field: str) -> str:
+    """Medians of a field that holds a figure per rank; "" if it is not known."""
+    known = [[float(x) for x in r[field].split()] for r in some if r[field].split()]
+    return ", ".join(f"{statistics.median(column):.1f}" for column in zip(*known))
 
 
 def generated(name: str, words: Sequence[str] = ()) -> str:

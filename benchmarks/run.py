@@ -18,7 +18,8 @@ from benchmarks import report, rows
 from benchmarks.sizes import SIZES
 
 ENGINES = ("compute", "ddp", "fsdp2", "zero3", "zero3-leaf", "cdp-v2", "cdp-v1")
-PASSED_ON = ("engines", "sequence", "steps", "windows", "warmup", "repeats", "seconds", "trace", "build", "bandwidth_limit")
+PASSED_ON = ("engines", "sequence", "steps", "windows", "warmup", "repeats", "seconds", "trace", "build", "bandwidth_limit",
+             "layer_ms")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -49,6 +50,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
                         help="OMP_NUM_THREADS of each rank: what DeepSpeedCPUAdam steps with in ...-offload")
     parser.add_argument("--trace", default="", help="also record a profiler trace of engines whose name starts so")
     parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--layer-ms", type=float, default=0.0, help="with --cpu: each decoder layer sleeps this long in its "
+                        "forward and twice as long in its backward, as if a device that shares no core with anybody computed it")
     parser.add_argument("--seconds", type=float, default=120, help="no engine may take longer than this")
     parser.add_argument("--topic", default="run", help="ends the name of the default for --out")
     parser.add_argument("--out", default="", help="default: benchmarks/results/DATE_HARDWARE_TOPIC")
@@ -66,6 +69,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error(f"--bandwidth-limit holds back hand-offs and {others[0]!r} has none; use it with cdp engines only")
     if args.bandwidth_limit < 0:
         parser.error(f"--bandwidth-limit is {args.bandwidth_limit:g}; it must be above 0 GB/s")
+    if args.layer_ms and not args.cpu:
+        parser.error(f"--layer-ms is {args.layer_ms:g}, but GPUs compute by themselves; use it with --cpu")
     if min(args.steps, args.windows, args.warmup, args.threads) < 1:
         parser.error("--steps, --windows, --warmup and --threads must each be at least 1")
     return args

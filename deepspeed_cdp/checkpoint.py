@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from .engine import CyclicEngine
     from .runtime import Runtime
 
+ELEMENTWISE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}  # state that has its parameter's shape
+
 SCRIPT = '''"""Writes a checkpoint's weights in fp32: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] (--help)."""
 
 import sys
@@ -63,7 +65,7 @@ def save(engine: "CyclicEngine", runtime: "Runtime", save_dir: str, tag: str | N
     tag = check_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
     runtime.flush()
     rank = runtime.transport.label
-    where = f"rank {rank}, saving checkpoint {tag!r}"
+    where = f"rank {rank}, step {runtime.handoff.global_step}, saving checkpoint {tag!r}"
     tags = runtime.transport.gather(tag, where)
     if len(set(tags)) > 1:
         raise CheckpointError(f"tag is {tag!r} on rank {rank} but the ranks have {sorted(set(tags))}; give the same tag on every "
@@ -191,7 +193,7 @@ def load(engine: "CyclicEngine", runtime: "Runtime", load_dir: str, tag: str | N
         raise ValueError("custom_load_fn is given, but the cyclic engine loads by parameter name; leave it out of "
                          "load_checkpoint()")
     rank, gather, load_dir = runtime.transport.label, runtime.transport.gather, os.fspath(load_dir)
-    where = f"rank {rank}, loading a checkpoint from {load_dir!r}"
+    where = f"rank {rank}, step {runtime.handoff.global_step}, loading a checkpoint from {load_dir!r}"
     optimizer_states, scheduler_states = optimizer_states and not module_only, scheduler_states and not module_only
     latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
     found, problem = None, None
@@ -272,8 +274,16 @@ def _read(engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bo
              "state": {n: stored.state(homes[n]) for n in owner.masters if optimizer_states and homes[n] in stored.trained},
              "groups": stored.groups, "scalars": stored.scalars(runtime.plan.stages), "counters": stored.counters,
              "client_state": stored.client_state, "lr_scheduler": stored.lr_scheduler, "loss_scale": stored.loss_scale}
-    for state in found["state"].values():
+    for name, state in found["state"].items():
         _fit_counts(owner.optimizer, state)
+        for key in ELEMENTWISE & state.keys():
+            value = state[key]
+            if value is not None and (not isinstance(value, torch.Tensor) or value.shape != owner.masters[name].shape):
+                raise CheckpointError(f"the optimizer's {key!r} of parameter {name!r} in {folder} has not the parameter's shape; "
+                                      "pass load_optimizer_states=False")
+    for mine, theirs in zip(groups, stored.groups if optimizer_states else ()):
+        for key in theirs.keys() & mine.keys() - {"params"}:
+            _like(folder, key, theirs[key], mine[key])
     if scheduler_states and hasattr(engine.lr_scheduler, "load_state_dict") and found["lr_scheduler"] is not None:
         _try_scheduler(engine.lr_scheduler, found["lr_scheduler"], folder)
     return found
@@ -285,6 +295,19 @@ def _fits(folder: str, what: str, kind: Any, mine: torch.Tensor) -> None:
         raise CheckpointError(f"{what} is {tuple(kind.shape)} in {folder} and {tuple(mine.shape)} in the model")
     if kind.dtype.is_floating_point != mine.is_floating_point():
         raise CheckpointError(f"{what} is {kind.dtype} in {folder} and {mine.dtype} in the model")
+
+
+def _like(folder: str, key: str, value: Any, mine: Any) -> None:
+    """A group's option is of the kind that the optimizer has, so that no step fails on it later."""
+    def number(x: Any) -> bool:
+        return isinstance(x, (int, float, torch.Tensor)) and not isinstance(x, bool)
+    if isinstance(mine, (list, tuple)):
+        good = isinstance(value, (list, tuple)) and len(value) == len(mine) and all(map(number, value)) == all(map(number, mine))
+    else:
+        good = mine is None or value is None or (number(value) if number(mine) else isinstance(value, type(mine)))
+    if not good:
+        raise CheckpointError(f"the optimizer's {key!r} is {ascii(value)[:80]} in {folder} and {mine!r} in the optimizer; "
+                              "build it as it was, or pass load_optimizer_states=False")
 
 
 def _try_scheduler(scheduler: Any, state: Any, folder: str) -> None:

@@ -31,10 +31,10 @@ KEYS: dict[str, tuple[str, str]] = {
     "ring_size": ('"auto" or an integer of at least 1', 'use "auto" for a ring per host'),
     "transport": ('"auto", "gloo", "nccl" and "peer"', 'use "auto" to get the fastest one that works'),
     "keep_after_forward": ("true and false", "use false unless memory is plentiful"),
-    "min_unit_mb": ("a finite number of MiB, at least 0", "use 0 to hand off each module by itself"),
+    "min_unit_mb": ("a number of MiB from 0 to 1e9", "use 0 to hand off each module by itself"),
     "warmup_steps": ("an integer of at least 0", "use 0 to follow the rule from the first step"),
     "placement": ('"auto", "pyramid", "pipeline" and "single"', 'use "auto"'),
-    "timeout_seconds": ("a finite number of seconds above 0", "use 600 unless steps take minutes"),
+    "timeout_seconds": ("a number of seconds from 0.01 to 1e6", "use 600 unless steps take minutes"),
     "weights": ("null or the path of a folder of safetensors files",
                 "use null unless the model is on the meta device"),
 }
@@ -83,7 +83,7 @@ class CyclicConfig(DeepSpeedConfigModel):
     """Keep the forward's parameters of every stage but the first for the backward, not only the last two stages': less traffic,
     more memory on rings of four and more."""
 
-    min_unit_mb: float = Field(0.0, ge=0, allow_inf_nan=False)
+    min_unit_mb: float = Field(0.0, ge=0, le=1e9, allow_inf_nan=False)
     """Neighbouring modules of a stage are handed off as one unit until it holds this many MiB: fewer messages, less work for the
     host, more memory in flight."""
 
@@ -93,7 +93,7 @@ class CyclicConfig(DeepSpeedConfigModel):
     placement: Literal["auto", "pyramid", "pipeline", "single"] = "auto"
     """Where the stages of a PipelineModule run."""
 
-    timeout_seconds: float = Field(600.0, gt=0, allow_inf_nan=False)
+    timeout_seconds: float = Field(600.0, ge=0.01, le=1e6, allow_inf_nan=False)  # as milliseconds in 32 bits
     """How long a rank waits for a hand-off before it ends with an error."""
 
     weights: str | None = None

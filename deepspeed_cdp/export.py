@@ -136,7 +136,7 @@ def _groups(stored: Stored) -> list[dict[str, Any]]:
     groups = [{**g, "params": [n for n in g["params"] if n in stored.trained]} for g in stored.groups]
     if outside := set(stored.trained) - {n for g in groups for n in g["params"]}:
         raise CheckpointError(f"parameter {min(outside)!r} of {stored.folder} is in none of the optimizer's groups")
-    return [{k: tuple(v) if k == "betas" else v for k, v in g.items()} for g in groups]
+    return [{k: tuple(v) if k == "betas" and isinstance(v, list) else v for k, v in g.items()} for g in groups]
 
 
 def _states(stored: Stored, names: list[str], tick: Tick) -> Iterator[tuple[str, dict[str, torch.Tensor], dict[str, Any]]]:
@@ -179,7 +179,7 @@ def _model_states(stored: Stored, shapes: list[dict[str, tuple]], rank: int, ran
             "frozen_param_shapes": None if stored.frozen_left_out else {n: torch.Size(k.shape) for n, k in stored.frozen.items()},
             "frozen_param_fragments": None if stored.frozen_left_out else {n: part(n) for n in stored.frozen},
             "shared_params": stored.shared, "lr_scheduler": stored.lr_scheduler, "data_sampler": None, "random_ltd": None,
-            "skipped_steps": stored.counters.get("skipped_steps", 0), "global_steps": stored.counters["global_steps"],
+            "skipped_steps": stored.counters.get("skipped_steps", 0), "global_steps": stored.counters.get("global_steps", 0),
             "global_samples": stored.counters.get("global_samples", 0), "dp_world_size": ranks, "mp_world_size": 1,
             "ds_config": {}, "ds_version": deepspeed_version, **stored.client_state}
 
@@ -258,6 +258,9 @@ def write_zero3(stored: Stored, out: str, ranks: int, sub_group_size: int = 10**
 def write_universal(stored: Stored, out: str, replace: bool = False, tick: Tick = lambda name: None) -> dict[str, Any]:
     """DeepSpeed's universal format, as ``ds_to_universal.py`` makes it of ZeRO-3. One parameter is in memory at a time."""
     groups = _groups(stored)
+    if homeless := [n for n in stored.trained if os.path.basename(n) != n or n in ("", ".", "..") or "\0" in n]:
+        raise CheckpointError(f"parameter {homeless[0]!r} of {stored.folder} cannot be the name of a folder, which the universal "
+                              "format has for each; use to-zero3")
     if any("exp_avg" not in stored.state(n) or "exp_avg_sq" not in stored.state(n) for n in list(stored.trained)[:1]):
         raise CheckpointError(f"the optimizer's state in {stored.folder} is not Adam's, and the universal format of ZeRO-3 is "
                               "for Adam only; use to-zero3")

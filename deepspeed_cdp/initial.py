@@ -135,8 +135,7 @@ def keys_of(folder: str) -> dict[str, str]:
     """
     index = os.path.join(folder, INDEX)
     if os.path.isfile(index):
-        with open(index) as file:
-            paths = sorted({os.path.join(folder, name) for name in json.load(file)["weight_map"].values()})
+        paths = [os.path.join(folder, name) for name in _indexed(folder, index)]
     else:
         paths = sorted(glob.glob(os.path.join(glob.escape(folder), "*.safetensors")))
     if not paths:
@@ -150,6 +149,21 @@ def keys_of(folder: str) -> dict[str, str]:
             raise ValueError(f"cyclic.weights is {folder!r}, whose file {os.path.basename(path)!r} cannot be read "
                              f"({str(error).splitlines()[0]}); download or save it again") from None
     return keys
+
+
+def _indexed(folder: str, index: str) -> list[str]:
+    """The files that an index names, all of them in its folder."""
+    try:
+        with open(index, encoding="utf-8") as file:
+            names = set(json.load(file)["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"cyclic.weights is {folder!r}, whose {INDEX} is no index of safetensors files "
+                         f"({type(error).__name__}); download or save it again") from None
+    for name in names:
+        if not isinstance(name, str) or os.path.basename(name) != name or name in ("", ".", "..") or "\0" in name:
+            raise ValueError(f"cyclic.weights is {folder!r}, whose {INDEX} names the file {ascii(name)[:80]}, which is not in "
+                             "its folder; download or save it again")
+    return sorted(names)
 
 
 def read(path: str, key: str) -> torch.Tensor:

@@ -10,10 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
+from . import manifest as form
 from .files import CheckpointError, digest, digest_json, load_plain
+from .manifest import COUNTERS
 
+__all__ = ["COUNTERS", "MANIFEST", "Cyclic", "Kind", "Stored", "manifest_text", "pack_state", "plain_options", "unpack_state"]
 MANIFEST, FORMAT = "cyclic.json", 1
-COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 class Kind(NamedTuple):
@@ -113,14 +115,20 @@ def pack_state(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def unpack_state(tree: Any, read: Any) -> Any:
-    """The value of ``pack_state``'s tree; ``read`` gives a tensor by name."""
-    kind, content = next(iter(tree.items()))
+    """The value of ``pack_state``'s tree; ``read`` gives a tensor by name.
+
+    Raises:
+        ValueError, TypeError: it is no such tree.
+    """
+    (kind, content), = tree.items() if isinstance(tree, dict) else [(None, None)]
     if kind == "tensor":
         return read(content)
     if kind == "dict":
         return {k: unpack_state(v, read) for k, v in content}
     if kind in ("list", "tuple"):
         return (tuple if kind == "tuple" else list)(unpack_state(v, read) for v in content)
+    if kind != "plain" or isinstance(content, (dict, list)):
+        raise ValueError(f"{ascii(tree)[:80]} is no state of an optimizer")
     return content
 
 
@@ -160,8 +168,6 @@ class Cyclic(Stored):
         self._files: dict[str, dict] = manifest["files"]
         for name, entry in self._files.items():
             path = os.path.join(folder, name)
-            if os.path.basename(name) != name or name in ("", ".", "..") or "\\" in name:
-                raise CheckpointError(f"{os.path.join(folder, MANIFEST)} names the file {name!r}, which is not in its folder")
             if not os.path.isfile(path):
                 raise CheckpointError(f"{path} is missing")
             if os.path.getsize(path) != entry["nbytes"]:
@@ -196,6 +202,7 @@ class Cyclic(Stored):
         if manifest.get("format") != FORMAT:
             raise CheckpointError(f"{path} has format {manifest.get('format')!r} and this version reads {FORMAT}; load it with "
                                   f"deepspeed_cdp {manifest.get('deepspeed_cdp')}")
+        form.check(manifest, path)
         return manifest
 
     def close(self) -> None:
@@ -209,7 +216,10 @@ class Cyclic(Stored):
             path = os.path.join(self.folder, name)
             if (name in read or i % ranks == rank) and digest(path) != self._files[name]["sha256"]:
                 raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's")
-        client = load_plain(os.path.join(self.folder, "client.pt"))
+        path = os.path.join(self.folder, "client.pt")
+        client = load_plain(path)
+        if not (isinstance(client, dict) and isinstance(client.get("client_state"), dict) and "lr_scheduler" in client):
+            raise CheckpointError(f"{path} has no client_state and lr_scheduler: it is not what save_checkpoint writes")
         self.client_state, self.lr_scheduler = client["client_state"], client["lr_scheduler"]
 
     def _buffer_file(self, rank: int) -> str:
@@ -221,10 +231,11 @@ class Cyclic(Stored):
             path = os.path.join(self.folder, name)
             try:
                 file = self._stack.enter_context(safe_open(path, "pt"))
-                shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}
+                slices = {key: file.get_slice(key) for key in file.keys()}
+                kinds = {key: Kind(tuple(x.get_shape()), _SAFETENSORS.get(x.get_dtype())) for key, x in slices.items()}
             except Exception as error:
                 raise CheckpointError(f"{path} is damaged ({error})") from error
-            if shapes != {key: shape for key, (_, shape) in self._files[name]["tensors"].items()}:
+            if kinds != {key: _kind(entry) for key, entry in self._files[name]["tensors"].items()}:
                 raise CheckpointError(f"{path} does not hold the tensors that the manifest says")
             self._opened[name] = file
         return self._opened[name]
@@ -237,18 +248,36 @@ class Cyclic(Stored):
 
     def state(self, name: str) -> dict[str, Any]:
         home = self._homes[f"param/{name}"]
-        if home not in self._trees:
-            self._trees[home] = json.loads(self._open(home).metadata()["state"])
-        return {k: unpack_state(v, self._tensor) for k, v in self._trees[home].get(name, {}).items()}
+        try:
+            if home not in self._trees:
+                self._trees[home] = json.loads(self._open(home).metadata()["state"])
+            return {k: unpack_state(v, self._tensor) for k, v in self._trees[home].get(name, {}).items()}
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            raise CheckpointError(f"{os.path.join(self.folder, home)} has no state of an optimizer that makes sense for {name!r} "
+                                  f"({type(error).__name__}: {ascii(error)[:80]})") from error
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
         return self._open(self._buffer_file(rank)).get_tensor(name)
 
     def scalars(self, stages: Any) -> torch.Tensor | None:
-        same = json.loads(json.dumps(stages)) == self._manifest["stages"] and "scalars" in self._homes
-        return self._tensor("scalars") if same else None
+        if json.loads(json.dumps(stages)) != self._manifest["stages"] or "scalars" not in self._homes:
+            return None
+        found, wanted = _kind(self._files[self._homes["scalars"]]["tensors"]["scalars"]), Kind((len(stages) + 5,), torch.float64)
+        if found != wanted:
+            raise CheckpointError(f"{os.path.join(self.folder, self._homes['scalars'])} has norms and losses of "
+                                  f"{found.shape} {found.dtype}, which must be {wanted.shape} {wanted.dtype}")
+        return self._tensor("scalars")
 
 
 def _kind(entry: Sequence[Any]) -> Kind:
+    """Of an entry that ``manifest.check`` has seen."""
     dtype, shape = entry
-    return Kind(tuple(shape), getattr(torch, dtype))
+    return Kind(tuple(shape), form.dtype_of(dtype))
+
+
+_SAFETENSORS = {  # dtypes as safetensors' headers name them
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz}

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .plan import HELD, Action, Plan, Post
+from .plan_form import OWN, PASSES, PlanError, check_form
 from .program import build, initial_posts
 
 Programs = Callable[[int, bool], Sequence[Action]]
@@ -27,14 +28,6 @@ Key = tuple[int, bool, int, int]  # (step, after the step's passes, logical time
 Tag = tuple  # ("p", unit, version) or ("g", unit, step, micro-batches summed)
 Place = tuple[str, int]  # region and offset; slots of H are offsets 0 and 1, copies of V are regions V0 and V1
 BEFORE: Key = (-1, False, 0, 0)  # the first action
-SUMS = ("SUM", "SUM_HELD")
-PASSES = ("PASS", "PASS_HELD")
-OWN = ("NORM", "TOTAL", "UPDATE", "OFFER", "TAKE")
-MESSAGES = ("READ", "RELAY", "OFFER", *SUMS, *PASSES)  # kinds that name the bytes of a unit
-
-
-class PlanError(AssertionError):
-    """A plan that breaks a rule; the message names rank, step and action."""
 
 
 class _Push(NamedTuple):  # a message on its way
@@ -86,31 +79,9 @@ def validate(plan: Plan, steps: int = 4, programs: Programs | None = None, posts
     for r in range(plan.schedule.ranks):
         before = posts(r) if posts else initial_posts(plan, r)
         made[r] = [(programs(r, first) if programs else build(plan, r, first)) for first in (True, False)], before
-        _check_form(plan, r, *made[r])
+        check_form(plan, r, *made[r])
     for blocking, barrier in ((False, False), (True, False), (False, True)):
         DryRun(plan, steps, lambda r, first: made[r][0][not first], lambda r: made[r][1], blocking, barrier).run()
-
-
-def _check_form(plan: Plan, r: int, programs: Sequence[Sequence[Action]], before: Sequence[Post]) -> None:
-    """What can be said without running: programs are in logical order; bytes are the unit's, inside the buffer."""
-    stage = plan.schedule.owned(r)
-    ends = {"P": plan.p_layout[2], "G": plan.g_layout[2], "O": plan.o_layout(stage)[1], "V": plan.v_layout(stage)[1]}
-
-    def check(x: Action | Post, where: str, a: Action | str) -> None:
-        nbytes = plan.unit(x.unit).g_bytes if x.region in ("G", "GH", "O") else plan.unit(x.unit).p_bytes
-        if x.nbytes != nbytes or not 0 <= x.offset <= ends.get(x.region, nbytes) - nbytes:
-            raise PlanError(f"{where}: {a}: {x.region}[{x.offset}:{x.offset + x.nbytes}] is not unit {x.unit}, of {nbytes} bytes")
-
-    for post in before:
-        check(post, f"rank {r}, step 0", "before the first action")
-    for step, program in enumerate(programs):
-        where, last = f"rank {r}, step {step}", program[0]
-        for a in program:
-            if a.key < last.key:
-                raise PlanError(f"{where}: {a}: comes after {last}, which is later in logical time")
-            last = a
-            for x in ((a,) if a.kind in MESSAGES else ()) + a.posts:
-                check(x, where, a)
 
 
 class DryRun:
@@ -148,7 +119,7 @@ class DryRun:
                 while rank.step <= self.steps and not (self.barrier and rank.step > floor):
                     if rank.cursor == len(rank.program):
                         self._end_step(rank)
-                    elif not self._try(rank, rank.program[rank.cursor]):
+                    elif not self._tried(rank, rank.program[rank.cursor]):
                         break
                     moved = True
             if all(rank.step >= self.steps for rank in self.ranks):
@@ -159,6 +130,14 @@ class DryRun:
         for push in itertools.chain(*self.pushes.values()):
             if (push.tag[2] + 1 if push.action.kind == "OFFER" else push.step) < self.steps:  # in which it is taken at last
                 raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never taken")
+
+    def _tried(self, rank: _Rank, a: Action) -> bool:
+        try:
+            return self._try(rank, a)
+        except PlanError:
+            raise
+        except (LookupError, ValueError, TypeError, AssertionError) as error:  # it speaks of what no plan has
+            raise self._error(rank, f"makes no sense ({type(error).__name__}: {error})") from error
 
     # ---- names -------------------------------------------------------------------------------------------------
     def _error(self, rank: _Rank, reason: str) -> PlanError:

@@ -79,6 +79,17 @@ class Pool:
             raise RemoteError("\n".join(self._report(rank, outcomes[rank]) for rank in late))
         return [Failure(value) if kind == "raised" else value for kind, value in outcomes]
 
+    def start(self, world: int, env: dict[int, dict[str, str]]) -> None:
+        """Start workers, some of them with an environment of their own from their very beginning (LD_PRELOAD, say)."""
+        for rank in range(len(self._workers), world):
+            before = {key: os.environ.get(key) for key in env.get(rank, {})}
+            os.environ.update(env.get(rank, {}))
+            try:
+                self._workers.append(_Worker(rank))
+            finally:
+                for key, value in before.items():
+                    os.environ.pop(key) if value is None else os.environ.update({key: value})
+
     def close(self) -> None:
         """Kill all workers."""
         for worker in self._workers:

@@ -4,6 +4,7 @@ import logging
 
 import torch
 
+from deepspeed_cdp import __version__
 from deepspeed_cdp.errors import HandoffError
 
 from .base import Transport
@@ -18,14 +19,20 @@ def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: tor
         kind: "auto" or the name of a transport.
         device: where parameters live.
     Raises:
-        ValueError: it cannot work on these devices.
+        ValueError: it cannot work on these devices, or ranks have other versions of this package.
         HandoffError: not all ranks came within ``timeout_seconds``.
     """
     from deepspeed.utils import log_dist
 
     where = f"rank {rank}, connecting the {size} ranks"
     meeting = Meeting(rank, size, timeout_seconds, None, "deepspeed_cdp_choice", where)
-    facts = [Facts(**there) for there in meeting.exchange(observe(device).as_dict(), where)]
+    everyone = meeting.exchange({"version": __version__, **observe(device).as_dict()}, where)
+    versions = [there.pop("version", "of before 0.1") for there in everyone]  # first of all: what follows may differ
+    other = next((r for r, version in enumerate(versions) if version != __version__), None)
+    if other is not None:
+        raise ValueError(f"deepspeed_cdp version is {__version__!r} on rank {rank} but {versions[other]!r} on rank {other}; "
+                         "start every rank with the same config, model and package versions")
+    facts = [Facts(**there) for there in everyone]
     name, reason = choose(kind, facts)
     transport, trouble = None, ""
     if name == "peer":

@@ -1,0 +1,47 @@
+"""What can be said of a plan without running it: every action names a unit, a rank and bytes that there are. Pure, no torch."""
+
+from collections.abc import Sequence
+
+from .plan import HELD, ORDER, Action, Plan, Post
+
+SUMS = ("SUM", "SUM_HELD")
+PASSES = ("PASS", "PASS_HELD")
+OWN = ("NORM", "TOTAL", "UPDATE", "OFFER", "TAKE")
+MESSAGES = ("READ", "RELAY", "OFFER", *SUMS, *PASSES)  # kinds that name the bytes of a unit
+
+
+class PlanError(AssertionError):
+    """A plan that breaks a rule; the message names rank, step and action."""
+
+
+def check_form(plan: Plan, r: int, programs: Sequence[Sequence[Action]], before: Sequence[Post]) -> None:
+    """Programs are in logical order; bytes are the unit's, inside the buffer.
+
+    Raises:
+        PlanError: naming rank, step and action.
+    """
+    stage = plan.schedule.owned(r)
+    ends = {"P": plan.p_layout[2], "G": plan.g_layout[2], "O": plan.o_layout(stage)[1], "V": plan.v_layout(stage)[1]}
+    known = {*range(len(plan.units)), *([HELD] if plan.held else [])}
+
+    def check(x: Action | Post, where: str, a: Action | str) -> None:
+        if x.unit not in known:
+            raise PlanError(f"{where}: {a}: there is no unit {x.unit}")
+        nbytes = plan.unit(x.unit).g_bytes if x.region in ("G", "GH", "O") else plan.unit(x.unit).p_bytes
+        if x.nbytes != nbytes or not 0 <= x.offset <= ends.get(x.region, nbytes) - nbytes:
+            raise PlanError(f"{where}: {a}: {x.region}[{x.offset}:{x.offset + x.nbytes}] is not unit {x.unit}, of {nbytes} bytes")
+
+    for post in before:
+        check(post, f"rank {r}, step 0", "before the first action")
+    for step, program in enumerate(programs):
+        where, last = f"rank {r}, step {step}", None
+        if not program:
+            raise PlanError(f"{where}: nothing to do")
+        for a in program:
+            if a.kind not in ORDER or a.peer is not None and a.peer not in range(plan.schedule.ranks):
+                raise PlanError(f"{where}: {a}: there is no such kind or rank")
+            if last is not None and a.key < last.key:
+                raise PlanError(f"{where}: {a}: comes after {last}, which is later in logical time")
+            last = a
+            for x in ((a,) if a.kind in MESSAGES else ()) + a.posts:
+                check(x, where, a)
