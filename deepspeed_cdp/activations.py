@@ -12,12 +12,13 @@ which are there anyway. What a kernel needs only while it runs, and gradients on
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode
 
 from .discover import _MORE_FLOPS, Example
@@ -141,8 +142,8 @@ def track(module: torch.nn.Module, example: Example, clock: str = "flops") -> Pr
     Raises:
         ValueError: unknown clock, "seconds" on the meta device, or an output without gradient.
     """
-    tensors = [*module.parameters(), *module.buffers()]
-    devices = {t.device.type for t in tensors}
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    devices = {t.device.type for t in tensors.values()}
     if clock not in ("flops", "seconds") or (clock == "seconds" and "meta" in devices):
         raise ValueError(f"clock is {clock!r}, but must be 'flops', or 'seconds' on a device that computes; use 'flops'")
     counter = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
@@ -153,32 +154,51 @@ def track(module: torch.nn.Module, example: Example, clock: str = "flops") -> Pr
         return time.perf_counter()
 
     now = seconds if clock == "seconds" else lambda: float(counter.get_total_flops())
-    training, module.training = module.training, True
     modes = [(m, m.training) for m in module.modules()]
     module.train()
+    args, kwargs = tuple(example.args), dict(example.kwargs)
     try:
-        with counter if clock == "flops" else nullcontext():
-            tracker = Tracker(tensors, now)
+        with ExitStack() as stack:
+            if "meta" in devices:
+                mode = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+                tensors = {name: _fake(t) for name, t in tensors.items()}
+                args, kwargs = tree_map_only(torch.Tensor, _fake, (args, kwargs))
+                assert mode is not None
+            if clock == "flops":
+                stack.enter_context(counter)
+            tracker = Tracker(tensors.values(), now)
             with tracker.hooks():
-                loss = loss_of(module(*example.args, **example.kwargs))
+                output = torch.func.functional_call(module, tensors, args, kwargs) if "meta" in devices else module(*args, **kwargs)
+                loss = loss_of(output)
+            del output
             turn = now()
             loss.backward()
             del loss
             end = now()
     finally:
-        for m, mode in modes:
-            m.training = mode
-        module.training = training
+        for m, training in modes:
+            m.training = training
         for p in module.parameters():
             p.grad = None
-    begin, total = tracker.events[0][0], end - tracker.events[0][0]
+    return _profile(tracker.events, turn, end, clock)
+
+
+def _fake(t: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape on a CPU that computes nothing, where attention takes the fused kernel, as it does on GPUs; on the
+    meta device it would not."""
+    made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
+    return torch.nn.Parameter(made, t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
+
+
+def _profile(events: list[tuple[float, int]], turn: float, end: float, clock: str) -> Profile:
+    begin, total = events[0][0], end - events[0][0]
+    scale = total or 1.0
     steps: dict[float, int] = {}
-    for when, live in tracker.events:
-        steps[min((when - begin) / (total or 1.0), 1.0)] = live  # the last of several at one time
-    # several events may share a time: what is saved before the first product, say. The peak must not be lost among them
-    top = max(tracker.events, key=lambda e: e[1])
-    at = min((top[0] - begin) / (total or 1.0), 1.0)
-    steps[at] = max(steps[at], top[1])
-    steps[1.0] = 0
+    for when, live in events:
+        steps[min((when - begin) / scale, 1.0)] = live  # the last of several at one time
+    # what is saved before the first product, say, shares its time; the peak must not be lost among them
+    when, live = max(events, key=lambda e: e[1])
+    at = min((when - begin) / scale, 1.0)
+    steps[at], steps[1.0] = max(steps[at], live), 0
     times = tuple(sorted(steps))
-    return Profile(times, tuple(steps[t] for t in times), (turn - begin) / (total or 1.0), clock, total)
+    return Profile(times, tuple(steps[t] for t in times), (turn - begin) / scale, clock, total)

@@ -7,6 +7,7 @@ Exit codes: 0 done; 1 it was done and something is wrong (a checkpoint, this mac
 """
 
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -59,6 +60,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv[0] == "convert":
         from deepspeed_cdp import convert
         return convert.main(argv[1:], "deepspeed-cdp convert")
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # what DeepSpeed says when it is imported; errors are still shown
     try:
         if argv[0] not in COMMANDS:
             raise UserError(f"command is {argv[0]!r}; allowed are {', '.join(COMMANDS)}; choose one of these")
@@ -75,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    finally:
+        logging.disable(disabled)
 
 
 if __name__ == "__main__":

@@ -68,9 +68,9 @@ class Run:
         return len(self.starts) // 2
 
     def period(self) -> float:
-        """Seconds per step, over the settled ones: from the end of one to the end of a later one, mean over ranks."""
+        """Seconds per step over the settled ones, of the slowest rank, which the others follow in the end."""
         a, ranks = self.settled() - 1, range(len(self.ends[0]))
-        return sum(self.ends[-1][r] - self.ends[a][r] for r in ranks) / len(ranks) / (len(self.ends) - 1 - a)
+        return max(self.ends[-1][r] - self.ends[a][r] for r in ranks) / (len(self.ends) - 1 - a)
 
     def offsets(self) -> list[float]:
         """Settled delay D of each rank behind the one before it, in seconds; N-1 numbers."""
