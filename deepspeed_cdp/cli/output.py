@@ -56,6 +56,11 @@ def whole(text: str) -> int:
     return at_least(1, whole=True)(text)
 
 
+def rule(text: str) -> str | int:
+    """An argparse type: a rule's name or its K."""
+    return int(text) if text.isdigit() else text
+
+
 def several(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """An argparse type: values with commas between them."""
     return lambda text: [parse(part) for part in text.split(",")]

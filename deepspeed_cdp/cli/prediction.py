@@ -11,7 +11,7 @@ from deepspeed_cdp.runtime import make_plan
 from deepspeed_cdp.simulation.times import Hardware, Times, Work, changed, times
 
 from . import models, settings
-from .output import UserError, positive, size, whole
+from .output import UserError, positive, rule, size, whole
 
 
 class Prediction(NamedTuple):
@@ -29,11 +29,6 @@ class Prediction(NamedTuple):
     times: Times
     hardware: Hardware
     source: str
-
-
-def rule(text: str) -> str | int:
-    """An argparse type: a rule's name or its K."""
-    return int(text) if text.isdigit() else text
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:

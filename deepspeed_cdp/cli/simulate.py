@@ -117,10 +117,10 @@ def figures(args: argparse.Namespace, go: Callable[..., Any], schedule: Schedule
     for jitter in jitters if ring <= 1024 else ():
         got = go(jitter=jitter, steps=max(args.steps or 60, 8) if ring <= 128 else args.steps or 8).period()
         n = ring * rings
-        disturbed.append({"jitter": jitter, "period": got, "own_delay": jitter / 2, "ring_adds": got - period - jitter / 2,
-                          "barrier_adds": jitter * (n / (n + 1) - 0.5)})
+        disturbed.append({"jitter": jitter, "period": got, "longer": got - period, "own_delay": jitter / 2,
+                          "with_barrier": jitter * n / (n + 1)})
     late = []
-    for x in [f * pass_time for f in (0.25, 0.5, 1, 2, 4, ring, 2 * ring)] if ring <= 512 else ():
+    for x in [f * pass_time for f in sorted({0.25, 0.5, 1, 2, 4, ring, 2 * ring})] if ring <= 512 else ():
         after = go(late=x)
         late.append({"late": x, "others_end_later": max(b - a for r, (a, b) in enumerate(zip(_ends(calm, exact), _ends(after, exact)))
                                                          if r != ring // 2 or ring == 1)})
@@ -154,9 +154,9 @@ def text(r: dict[str, Any]) -> str:
         lines.append(f"between rings   {milliseconds(r['exchange'])} until a unit's sums have been along all rings and back")
     if r["jitter"]:
         lines += ["", "every rank late in every step, uniformly:"]
-        rows = [("  up to", "period", "own delay", "the ring adds", "a barrier per step would add")]
-        rows += [(f"  {milliseconds(e['jitter'])}", milliseconds(e["period"]), milliseconds(e["own_delay"]),
-                  milliseconds(e["ring_adds"]), milliseconds(e["barrier_adds"])) for e in r["jitter"]]
+        rows = [("  up to", "period", "longer by", "mean own delay", "longer with a barrier per step")]
+        rows += [(f"  {milliseconds(e['jitter'])}", milliseconds(e["period"]), milliseconds(e["longer"]),
+                  milliseconds(e["own_delay"]), milliseconds(e["with_barrier"])) for e in r["jitter"]]
         lines += columns(rows)
     if r["late_once"]:
         lines += ["", f"rank {r['ring_size'] // 2} late once; the last step of the other ranks of its ring then ends later by up to:"]
