@@ -5,8 +5,8 @@ whenever autograd saves a tensor or lets one go. ``Profile`` extrapolates to N w
 cyclic schedule, each 1/N of a step after the one before (Section 4.1: constant, and about half for large N if the curve is a
 triangle).
 
-What counts: every storage that a saved-tensor hook sees, once, however many tensors share it; not parameters, buffers or their views,
-which are there anyway. What a kernel needs only while it runs, and gradients on their way, are not in it.
+What counts: every storage that a saved-tensor hook sees, once, however many tensors share it; not parameters, buffers or their
+views, which are there anyway. What a kernel needs only while it runs, and gradients on their way, are not in it.
 """
 
 import time
@@ -56,8 +56,8 @@ class Profile:
         return workers * self.peak
 
     def in_turn(self, workers: int) -> list[int]:
-        """Live bytes of ``workers``, each 1/N of a step after the one before, at 1/POINTS, 2/POINTS, ... of a step and where one's
-        peak is; it repeats every 1/N."""
+        """Live bytes of ``workers``, each 1/N of a step after the one before, at 1/POINTS, 2/POINTS, ... of a step and where
+        one's peak is; it repeats every 1/N."""
         peak = self.times[self.live.index(self.peak)]
         places = [i / POINTS for i in range(POINTS)] + [peak]
         return [sum(self.at(x + i / workers) for i in range(workers)) for x in places]
@@ -168,7 +168,8 @@ def track(module: torch.nn.Module, example: Example, clock: str = "flops") -> Pr
                 stack.enter_context(counter)
             tracker = Tracker(tensors.values(), now)
             with tracker.hooks():
-                output = torch.func.functional_call(module, tensors, args, kwargs) if "meta" in devices else module(*args, **kwargs)
+                fake = "meta" in devices
+                output = torch.func.functional_call(module, tensors, args, kwargs) if fake else module(*args, **kwargs)
                 loss = loss_of(output)
             del output
             turn = now()
@@ -184,8 +185,8 @@ def track(module: torch.nn.Module, example: Example, clock: str = "flops") -> Pr
 
 
 def _fake(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape on a CPU that computes nothing, where attention takes the fused kernel, as it does on GPUs; on the
-    meta device it would not."""
+    """A tensor of the same shape on a CPU that computes nothing, where attention takes the fused kernel, as it does on GPUs; on
+    the meta device it would not."""
     made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
     return torch.nn.Parameter(made, t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
 

@@ -1,4 +1,5 @@
-"""Table 1 of the paper as functions: what N micro-batches cost in memory, traffic and devices, with and without the cyclic schedule.
+"""Table 1 of the paper as functions: what N micro-batches cost in memory, traffic and devices, with and without the cyclic
+schedule.
 
 Pure, no torch. Symbols, as in the paper:
 
@@ -71,7 +72,8 @@ class Cost:
 
 
 def cyclic_activations(n: int) -> float:
-    """Activations of N micro-batches on one device under the cyclic schedule, in Psi_A: the sum of 1/N, 2/N, ..., N/N (Section 4.1).
+    """Activations of N micro-batches on one device under the cyclic schedule, in Psi_A: the sum of 1/N, 2/N, ..., N/N (Section
+    4.1).
 
     At any time the micro-batches have i/N of the model's activations live, each i once: constant, and half of N for large N.
     """

@@ -227,7 +227,8 @@ class CyclicEngine(DeepSpeedEngine):
 
     @contextmanager
     def cyclic_trace(self, path: str) -> Iterator[None]:
-        """Record passes, waits, hand-offs and updates of the steps inside, and write them to ``path`` (trace.json: trace.rank0.json).
+        """Record passes, waits, hand-offs and updates of the steps inside, and write them to ``path`` (trace.json:
+        trace.rank0.json).
 
         Between steps only; not collective, but ``deepspeed-cdp timeline --from`` wants every rank's file. See trace.py.
 

@@ -1,12 +1,12 @@
 """Records when a rank's passes, waits, hand-offs and updates happen; off by default (``engine.cyclic_trace``).
 
-A recorder stands between the walk (handoff.py) and its actions for as long as it is on; without one nothing is changed. On CPUs it
-reads ``perf_counter``; on GPUs it records events on the stream that does the work and reads them when it stops, so nothing waits for
-the device inside a step. (It does once before the first step and once after the last.)
+A recorder stands between the walk (handoff.py) and its actions for as long as it is on; without one nothing is changed. On CPUs
+it reads ``perf_counter``; on GPUs it records events on the stream that does the work and reads them when it stops, so nothing
+waits for the device inside a step. (It does once before the first step and once after the last.)
 
-One time axis: each rank's file holds its monotonic clock and its wall clock at the start. Processes of one host (same boot id) share
-the monotonic clock, so these are aligned exactly; hosts are aligned by their wall clocks, as well as these are kept. A GPU's events
-are placed by one event that the host recorded, with the device idle, when the trace began.
+One time axis: each rank's file holds its monotonic clock and its wall clock at the start. Processes of one host (same boot id)
+share the monotonic clock, so these are aligned exactly; hosts are aligned by their wall clocks, as well as these are kept. A
+GPU's events are placed by one event that the host recorded, with the device idle, when the trace began.
 """
 
 import json

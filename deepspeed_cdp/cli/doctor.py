@@ -1,4 +1,4 @@
-"""``deepspeed-cdp doctor``: what is installed, whether it is registered, how GPUs reach each other, and a self-test on this machine."""
+"""``deepspeed-cdp doctor``: what is installed, whether it is registered, how GPUs reach each other, and a self-test here."""
 
 import argparse
 import importlib.metadata
@@ -26,8 +26,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--no-self-test", action="store_true", help="look only; train nothing")
     parser.add_argument("--ranks", type=whole, help="of the self-test; default: all GPUs, or 2 CPU processes")
-    parser.add_argument("--seconds", type=positive, default=180, help="how long the self-test may take; default: 180 (about 10 are "
-                        "enough once DeepSpeed has compiled its CPU operator)")
+    parser.add_argument("--seconds", type=positive, default=180, help="how long the self-test may take; default: 180 (about 10 "
+                        "are enough once DeepSpeed has compiled its CPU operator)")
     parser.add_argument("--trace", metavar="FILE", help="record the self-test (see timeline --from)")
 
 
@@ -37,7 +37,8 @@ def run(args: argparse.Namespace) -> int:
                               "environment": environment()}
     problems = list(result["environment"])
     if not result["registration"]["active"]:
-        problems.append(f"a \"cyclic\" block has no effect in scripts that do not import deepspeed_cdp: {result['registration']['why']}")
+        problems.append('a "cyclic" block has no effect in scripts that do not import deepspeed_cdp: '
+                        + result["registration"]["why"])
     if result["versions"]["deepspeed"] is None:
         problems.append("deepspeed is not installed: pip install deepspeed")
     if args.no_self_test:
@@ -70,14 +71,13 @@ def versions() -> dict[str, str | None]:
 
 def registration() -> dict[str, Any]:
     """Whether a script that only imports deepspeed gets the engine; asked of a fresh interpreter."""
-    code = ("import sys; before = any(getattr(f, '__name__', '') == 'DeepSpeedCDPFinder' for f in sys.meta_path); import deepspeed; "
-            "print('RESULT', int(before), int(hasattr(deepspeed.initialize, '__deepspeed_cdp_stock__')))")
+    code = "import deepspeed; print('RESULT', int(hasattr(deepspeed.initialize, '__deepspeed_cdp_stock__')))"
     env = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
     words = next((line.split() for line in done.stdout.splitlines() if line.startswith("RESULT")), None)
     folders = dict.fromkeys([sysconfig.get_paths()["purelib"], *(p for p in sys.path if p.endswith("site-packages"))])
     files = [str(p) for folder in folders for p in Path(folder).glob("deepspeed_cdp_autoload.pth")]
-    active = words is not None and words[2] == "1"
+    active = words is not None and words[1] == "1"
     if active:
         why = "the installed .pth file registers it when deepspeed is imported"
     elif os.environ.get("DEEPSPEED_CDP_AUTOLOAD") == "0":
@@ -104,8 +104,8 @@ def devices() -> dict[str, Any]:
         transport, why = choose("auto", facts)
     except ValueError as error:
         transport, why = None, str(error)
-    return {"gpus": [torch.cuda.get_device_name(i) for i in range(count)], "peer_access": access, "transport": transport, "why": why,
-            "troubles": {k: v for k, v in troubles.items() if v}}
+    return {"gpus": [torch.cuda.get_device_name(i) for i in range(count)], "peer_access": access, "transport": transport,
+            "why": why, "troubles": {k: v for k, v in troubles.items() if v}}
 
 
 def environment() -> list[str]:
@@ -127,7 +127,8 @@ def self_test(ranks: int, seconds: float, trace: str | None = None) -> dict[str,
         result = os.path.join(folder, "result.json")
         command = [sys.executable, "-m", f"{__package__}.selftest", kind, result, *([os.path.abspath(trace)] if trace else [])]
         root = str(Path(__file__).parents[2])
-        base = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": kind,
+        base = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "DS_ACCELERATOR": kind,
                 "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         base.setdefault("OMP_NUM_THREADS", "1")
         logs = [open(os.path.join(folder, f"{r}.log"), "w+") for r in range(ranks)]  # noqa: SIM115
@@ -156,7 +157,8 @@ def _wait(started: list[subprocess.Popen], until: float) -> str:
     while any(p.poll() is None for p in started):
         failed = [r for r, p in enumerate(started) if p.poll() not in (None, 0)]
         if failed and not why:
-            why, until = f"rank {failed[0]} ended with exit code {started[failed[0]].returncode}", min(until, time.monotonic() + 10)
+            why = f"rank {failed[0]} ended with exit code {started[failed[0]].returncode}"
+            until = min(until, time.monotonic() + 10)
         if time.monotonic() > until:
             why = why or "it took too long (--seconds)"
             for p in started:
@@ -173,7 +175,8 @@ def text(r: dict[str, Any]) -> str:
              f"registration  {'active' if r['registration']['active'] else 'not active'}: {r['registration']['why']}"]
     if d["gpus"]:
         lines.append("GPUs          " + ", ".join(f"{i}: {name}" for i, name in enumerate(d["gpus"])))
-        rows = [("peer access", *range(len(d["gpus"])))] + [(i, *("yes" if x else "no" for x in row)) for i, row in enumerate(d["peer_access"])]
+        rows = [("peer access", *range(len(d["gpus"])))]
+        rows += [(i, *("yes" if x else "no" for x in row)) for i, row in enumerate(d["peer_access"])]
         lines += ["  " + line for line in columns(rows)]
     lines.append(f"transport     {d['transport'] or 'none works'}: {d['why']}")
     lines += [f"  {name} does not work: {why}" for name, why in d["troubles"].items()]
@@ -181,7 +184,10 @@ def text(r: dict[str, Any]) -> str:
         lines.append("self-test     not run")
     else:
         what = f"{t['ranks']} ranks on {t['device']}, {t['seconds']:.0f} s"
-        lines.append(f"self-test     passed: {what}, over {t['transport']}: {t['steps']} steps equal the oracle's to {t['difference']:.1g}, no "
-                     "collective in a step" if t["passed"] else f"self-test     FAILED: {what}: {t['why']}")
+        if t["passed"]:
+            lines.append(f"self-test     passed: {what}, over {t['transport']}: {t['steps']} steps equal the oracle's to "
+                         f"{t['difference']:.1g}, no collective in a step")
+        else:
+            lines.append(f"self-test     FAILED: {what}: {t['why']}")
     lines += [f"problem: {p}" for p in r["problems"]]
     return "\n".join(lines)

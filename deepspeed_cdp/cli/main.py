@@ -1,9 +1,11 @@
 """``deepspeed-cdp COMMAND``: see a plan, predict it, draw it, and check this machine, without training.
 
-Built on argparse: it is in the standard library, and ``python -m deepspeed_cdp.convert`` uses it already. Each command is a module
-with ``add(parser)`` and ``run(args) -> int`` (its exit code), imported only when it is asked for, so that ``costs`` needs no torch.
+Built on argparse: it is in the standard library, and ``python -m deepspeed_cdp.convert`` uses it already. Each command is a
+module with ``add(parser)`` and ``run(args) -> int`` (its exit code), imported only when it is asked for, so that ``costs``
+needs no torch.
 
-Exit codes: 0 done; 1 it was done and something is wrong (a checkpoint, this machine); 2 wrong arguments or input, in one sentence.
+Exit codes: 0 done; 1 it was done and something is wrong (a checkpoint, this machine); 2 wrong arguments or input, in one
+sentence.
 """
 
 import importlib

@@ -24,8 +24,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of parameters and floating-point inputs; default: fp32")
     parser.add_argument("--device", default="meta", help="meta (default): nothing is computed; cpu or cuda: a real forward and "
                         "backward with random weights")
-    parser.add_argument("--clock", choices=("flops", "seconds"), default="flops", help="what a step's time is measured in; default: "
-                        "flops, the same on every machine")
+    parser.add_argument("--clock", choices=("flops", "seconds"), default="flops", help="what a step's time is measured in; "
+                        "default: flops, the same on every machine")
     parser.add_argument("--out", metavar="FILE", help="write the figure to FILE.png and .svg, and its rows to FILE.csv")
     parser.add_argument("--title", help="of the figure; default: the model's class")
 
@@ -39,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     result: dict[str, Any] = {
         "model": loaded.name, "batch": loaded.batch, "dtype": args.dtype, "device": args.device, "clock": profile.clock,
         "total": profile.total, "peak": profile.peak, "forward_ends": profile.turn, "workers": rows}
-    lines = [f"{loaded.name}, micro-batch {loaded.batch}, {args.dtype}, on {args.device}; time in {profile.clock}, the forward takes "
-             f"{100 * profile.turn:.0f} %", f"one worker: {human(profile.peak)} at its peak", ""]
+    lines = [f"{loaded.name}, micro-batch {loaded.batch}, {args.dtype}, on {args.device}; time in {profile.clock}, the forward "
+             f"takes {100 * profile.turn:.0f} %", f"one worker: {human(profile.peak)} at its peak", ""]
     lines += columns([("workers", "together", "in turn", "less")] +
                      [(r["workers"], human(r["together"]), human(r["in_turn"]), f"{100 * r['saving']:.1f} %") for r in rows])
     if args.out:
@@ -105,7 +105,8 @@ def write(out: str, profile: Profile, rows: list[dict[str, Any]], title: str) ->
                        label="together")
             panel.plot([100 * x for x in xs], [sum(profile.at(x + i / n) for i in range(n)) / scale for x in xs], color="#4c72b0",
                        lw=1.4, label="in turn")
-            panel.set(title=f"{n} workers: {100 * row['saving']:.0f} % less", xlabel=f"% of a step ({profile.clock})", xlim=(0, 100),
+            panel.set(title=f"{n} workers: {100 * row['saving']:.0f} % less", xlabel=f"% of a step ({profile.clock})",
+                      xlim=(0, 100),
                       ylabel=unit)
             panel.set_ylim(0, 1.15 * row["together"] / scale)
             panel.legend(frameon=False, fontsize=8, loc="upper right", ncols=2, borderaxespad=0)

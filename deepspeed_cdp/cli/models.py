@@ -30,14 +30,15 @@ class Loaded(NamedTuple):
 def add(parser: argparse.ArgumentParser) -> None:
     """Options that say which model and which batch."""
     parser.add_argument("--model", required=True, metavar="hf:PATH|python:MODULE:FUNC",
-                        help="a Hugging Face config (its folder or JSON file), or a function that returns a module, or a module and "
-                        "one micro-batch (a tensor, a tuple or a dict of keyword arguments); it is called under "
+                        help="a Hugging Face config (its folder or JSON file), or a function that returns a module, or a module "
+                        "and one micro-batch (a tensor, a tuple or a dict of keyword arguments); it is called under "
                         "torch.device('meta')")
-    parser.add_argument("--class", dest="class_name", metavar="NAME", help="hf: the class of transformers; default: the first of the "
-                        "config's architectures")
+    parser.add_argument("--class", dest="class_name", metavar="NAME", help="hf: the class of transformers; default: the first of "
+                        "the config's architectures")
     parser.add_argument("--micro-batch", type=whole, metavar="B", help="hf: samples per micro-batch; default: the ds_config's "
                         "train_micro_batch_size_per_gpu, else 1")
-    parser.add_argument("--sequence", type=whole, metavar="S", help="hf: tokens per sample; default: 2048, or what the model allows")
+    parser.add_argument("--sequence", type=whole, metavar="S", help="hf: tokens per sample; default: 2048, or what the model "
+                        "allows")
 
 
 def load(spec: str, dtype: torch.dtype = torch.float32, micro_batch: int = 1, sequence: int | None = None,
@@ -68,7 +69,8 @@ def _hugging_face(path: str, dtype: torch.dtype, micro_batch: int, sequence: int
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path!r} is no Hugging Face config ({str(error).splitlines()[0]}); give a folder with config.json") from None
+        why = str(error).splitlines()[0]
+        raise UserError(f"{path!r} is no Hugging Face config ({why}); give a folder with config.json") from None
     name = class_name or next(iter(getattr(config, "architectures", None) or ()), None)
     if name is None:
         raise UserError(f"the config {path!r} names no architecture; choose a class with --class, such as LlamaForCausalLM")
@@ -113,7 +115,7 @@ def _python(module_name: str, function: str, dtype: torch.dtype) -> Loaded:
         made = make()
     module, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, torch.nn.Module):
-        raise UserError(f"{module_name}.{function}() returned {type(made).__name__}; return an nn.Module, or a module and a batch")
+        raise UserError(f"{module_name}.{function}() returned {type(made).__name__}; return an nn.Module, or one and a batch")
     module = module.to("meta", dtype)
     module.train()
     example = example_of(module) if batch is None else _example(batch)

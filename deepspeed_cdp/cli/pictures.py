@@ -1,4 +1,4 @@
-"""Draws passes on a time axis, a row per rank: for schedules and recorded runs. matplotlib is imported when something is drawn."""
+"""Draws passes on a time axis, a row per rank: schedules and recorded runs. matplotlib is imported when something is drawn."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +63,8 @@ def draw(bars: Sequence[Bar], ranks: int, paths: Sequence[str], title: str, axis
         for a in arrows:
             axes.annotate("", (a.received, a.dst - 0.36 if a.dst > a.src else a.dst + 0.36),
                           (a.sent, a.src + 0.36 if a.dst > a.src else a.src - 0.36), zorder=4,
-                          arrowprops={"arrowstyle": "-|>", "lw": 0.5, "color": "#333333", "mutation_scale": 5, "shrinkA": 0, "shrinkB": 0})
+                          arrowprops={"arrowstyle": "-|>", "lw": 0.4, "color": "#666666", "mutation_scale": 5, "shrinkA": 0,
+                                      "shrinkB": 0})
         axes.set(ylim=(ranks - 0.5, -0.5), xlim=(low, high), xlabel=axis, title=title)
         axes.set_yticks(range(ranks), [f"rank {r}" for r in range(ranks)])
         axes.tick_params(axis="y", length=0)
@@ -73,7 +74,8 @@ def draw(bars: Sequence[Bar], ranks: int, paths: Sequence[str], title: str, axis
             handles.append(Patch(facecolor="#bbbbbb", hatch="////", edgecolor="white", label="one update behind"))
         if waits:
             handles.append(Patch(color="#cccccc", label="waits"))
-        figure.legend(handles=handles, ncols=min(len(handles), max(4, int(width))), frameon=False, fontsize=8, loc="outside lower center")
+        figure.legend(handles=handles, ncols=min(len(handles), max(4, int(width))), frameon=False, fontsize=8,
+                      loc="outside lower center")
         for path in paths:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
             figure.savefig(path, dpi=150, metadata={"Date": None} if path.endswith(".svg") else None)

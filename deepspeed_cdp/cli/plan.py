@@ -106,19 +106,22 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
     sizes, times = [x["parameter_bytes"] for x in stages], [x["seconds"] for x in stages]
     big = max(stages, key=lambda x: x["parameter_bytes"])
     if max(sizes) > 1.25 * sum(sizes) / n:
-        found.append(f"stage {big['stage']} holds {max(sizes) / (sum(sizes) / n):.2f} times the mean stage's bytes, and every rank "
-                     'allocates buffers for the largest; set cyclic.partition_method to "parameters", or split its largest module '
+        found.append(f"stage {big['stage']} holds {max(sizes) / (sum(sizes) / n):.2f} times the mean stage's bytes, and every "
+                     f"rank "
+                     'allocates buffers for the largest; set cyclic.partition_method to "parameters", or split its largest '
+                     'module '
                      "with cyclic.units")
     if max(times) > 1.25 * sum(times) / n:
         slow = max(stages, key=lambda x: x["seconds"])["stage"]
-        found.append(f"stage {slow} takes {max(times) / (sum(times) / n):.2f} times the mean stage's time, which leaves stragglers "
+        found.append(f"stage {slow} takes {max(times) / (sum(times) / n):.2f} times the mean stage's time, which leaves "
+                     f"stragglers "
                      'less slack; set cyclic.partition_method to "flops", or list finer modules in cyclic.units')
     if r["held"] and r["held"]["bytes"] > 0.1 * r["model"]["bytes"]:
         found.append(f"held parameters ({', '.join(r['held']['names'][:2])}{', ...' if len(r['held']['names']) > 2 else ''}) are "
                      f"{100 * r['held']['bytes'] / r['model']['bytes']:.0f} % of the model and stay on every rank through each "
                      "micro-batch, twice; untie them (tie_word_embeddings), or call their modules once")
     if n > 1 and min(x["units"] for x in stages) < 2:
-        found.append(f"a stage has a single unit, so buffers take whole stages and hand-offs begin late; list finer modules in "
+        found.append("a stage has a single unit, so buffers take whole stages and hand-offs begin late; list finer modules in "
                      f"cyclic.units, or use at most {max(len(r['units']) // 2, 1)} ranks")
     if len(r["units"]) > 1 and r["model"]["bytes"] / len(r["units"]) < 2**20 and n > 1:
         found.append("units hold less than 1 MiB on average, so the host's work per message will weigh more than predicted; set "
@@ -131,8 +134,8 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
         found.append(f"a rank needs {human(most)} of {human(device_memory)}; use more ranks, a smaller micro-batch, activation "
                      "checkpointing, or offload_optimizer")
     if r["threshold"] < n - 1:
-        found.append(f"rule {r['rule']} (K = {r['threshold']}) stalls in every step, since it reads versions before they exist; use "
-                     "cdp-v2 if a delay of one update is allowed")
+        found.append(f"rule {r['rule']} (K = {r['threshold']}) stalls in every step, since it reads versions before they exist; "
+                     "use cdp-v2 if a delay of one update is allowed")
     return found
 
 
@@ -151,15 +154,16 @@ def text(r: dict[str, Any]) -> str:
     lines += columns([("rank", *kinds)] + [(i, *(human(row[k]) for k in kinds)) for i, row in enumerate(r["memory"])])
     received = r["traffic"]["received"]
     mean = {k: sum(x[k] for x in received) / len(received) for k in received[0]}
-    lines += ["", f"received per rank and step: {human(sum(mean.values()))} (" + ", ".join(f"{k} {human(v)}" for k, v in mean.items())
+    lines += ["", f"received per rank and step: {human(sum(mean.values()))} ("
+              + ", ".join(f"{k} {human(v)}" for k, v in mean.items())
               + f"; F, B parameters, G running sums, O finished ones) in {r['traffic']['messages']} messages; the link is busy "
               f"{100 * r['traffic']['link_busy']:.0f} % of a step", "",
               f"predicted step: {milliseconds(time['step'])}, {time['of_compute']:.3f} of compute-only speed; beyond the passes, "
               f"{r['dominates']} is most"]
     rows = [(k, milliseconds(v), f"{100 * v / time['step']:.1f} %") for k, v in time["parts"].items()]
     lines += columns([(f"  {a}", b, c) for a, b, c in rows])
-    lines += [f"  (passes: {time['from']}; hand-offs at {h['bandwidth'] / 1e9:.0f} GB/s and {h['latency'] * 1e6:.0f} us, device memory "
-              f"at {h['memory'] / 1e9:.0f} GB/s; the host's time is not in it)", ""]
+    lines += [f"  (passes: {time['from']}; hand-offs at {h['bandwidth'] / 1e9:.0f} GB/s and {h['latency'] * 1e6:.0f} us, device "
+              f"memory at {h['memory'] / 1e9:.0f} GB/s; the host's time is not in it)", ""]
     most = max(row["total"] for row in r["memory"])
     rows = [("engine", "most memory", "received per rank", "messages", "step"),
             ("cyclic", human(most), human(max(sum(x.values()) for x in received)), r["traffic"]["messages"],

@@ -34,12 +34,12 @@ class Prediction(NamedTuple):
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Options for speeds; the defaults are an H100 host's."""
     h = Hardware()
-    parser.add_argument("--step-ms", type=positive, metavar="MS", help="measured time of a step's passes alone (forward and backward, "
-                        "no communication, no optimizer); default: from operations and --tflops")
-    parser.add_argument("--tflops", type=positive, metavar="T", help=f"what passes reach; default: {h.flops / 1e12:.0f}, 40 %% of an "
-                        "H100's dense bf16")
-    parser.add_argument("--bandwidth", type=positive, metavar="GB/S", help=f"of a hand-off; default: {h.bandwidth / 1e9:.0f}, copy "
-                        "engines over NVLink")
+    parser.add_argument("--step-ms", type=positive, metavar="MS", help="measured time of a step's passes alone (forward and "
+                        "backward, no communication, no optimizer); default: from operations and --tflops")
+    parser.add_argument("--tflops", type=positive, metavar="T", help=f"what passes reach; default: {h.flops / 1e12:.0f}, 40 %% "
+                        "of an H100's dense bf16")
+    parser.add_argument("--bandwidth", type=positive, metavar="GB/S", help=f"of a hand-off; default: {h.bandwidth / 1e9:.0f}, "
+                        "copy engines over NVLink")
     parser.add_argument("--latency-us", type=positive, metavar="US", help=f"of a hand-off; default: {h.latency * 1e6:.0f}")
     parser.add_argument("--memory-bandwidth", type=positive, metavar="GB/S", help=f"of the device; default: {h.memory / 1e9:.0f}")
     parser.add_argument("--collective-bandwidth", type=positive, metavar="GB/S",
@@ -52,8 +52,10 @@ def hardware_of(args: argparse.Namespace, update_bytes: float | None = None) -> 
         value = getattr(args, name)
         return None if value is None else value * factor
 
-    return changed(Hardware(), flops=scaled("tflops", 1e12), bandwidth=scaled("bandwidth", 1e9), latency=scaled("latency_us", 1e-6),
-                   memory=scaled("memory_bandwidth", 1e9), collective=scaled("collective_bandwidth", 1e9), update_bytes=update_bytes)
+    return changed(Hardware(), flops=scaled("tflops", 1e12), bandwidth=scaled("bandwidth", 1e9),
+                   latency=scaled("latency_us", 1e-6),
+                   memory=scaled("memory_bandwidth", 1e9), collective=scaled("collective_bandwidth", 1e9),
+                   update_bytes=update_bytes)
 
 
 def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -79,7 +81,8 @@ def predict(args: argparse.Namespace, ranks: int | None = None) -> Prediction:
     ranks = ranks or args.ranks
     with contextlib.redirect_stdout(io.StringIO()):
         config = settings.read(args.config, ranks, args.rule)
-        loaded = models.load(args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence, args.class_name)
+        loaded = models.load(args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence,
+                             args.class_name)
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
         plan, layouts = make_plan(loaded.module, trained, config.settings, ranks)
     paths = [path for unit in plan.units for path in unit.modules]
@@ -87,8 +90,8 @@ def predict(args: argparse.Namespace, ranks: int | None = None) -> Prediction:
     flops = {u.name: u.flops for u in found.units}
     traced = all(f is not None for f in flops.values()) and any(flops.values())
     if not traced and args.step_ms is None:
-        raise UserError("the model's forward could not be followed with this batch, so its operations are not known; give a measured "
-                        "time with --step-ms, or a batch that works")
+        raise UserError("the model's forward could not be followed with this batch, so its operations are not known; give a "
+                        "measured time with --step-ms, or a batch that works")
     hardware = hardware_of(args, settings.UPDATE_BYTES[config.states])
     work = []
     for i, unit in enumerate(plan.units):
@@ -98,5 +101,6 @@ def predict(args: argparse.Namespace, ranks: int | None = None) -> Prediction:
     held = sum(s.shape.numel() for s in layouts[HELD].trained) if plan.held else 0
     compute = None if args.step_ms is None else args.step_ms / 1e3
     given = times(plan, work, hardware, held, compute)
-    what = "measured" if compute else f"{sum(w.forward for w in work) * 3 / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"
+    total = sum(w.forward for w in work) * 3
+    what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"
     return Prediction(loaded, config, plan, work, held, given, hardware, what)

@@ -1,6 +1,7 @@
 """One rank of the doctor's self-test: a tiny model trained by the engine, as a user's script would, and compared with the oracle.
 
-Started as ``python -m deepspeed_cdp.cli.selftest DEVICE RESULT [TRACE]`` with torchrun's environment variables; rank 0 writes RESULT.
+Started as ``python -m deepspeed_cdp.cli.selftest DEVICE RESULT [TRACE]`` with torchrun's environment variables; rank 0 writes
+RESULT.
 """
 
 import contextlib
@@ -54,7 +55,8 @@ def main(kind: str, result: str, trace: str | None = None) -> None:
     model = Net(2 * ranks)
     start = Net(2 * ranks)
     start.load_state_dict(model.state_dict())
-    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0, "zero_optimization": {"stage": 3}, "log_level": "error",
+    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0, "zero_optimization": {"stage": 3},
+              "log_level": "error",
               "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}, "cyclic": {"enabled": True, "rule": RULE,
                                                                                                "timeout_seconds": 60}}
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -71,7 +73,8 @@ def main(kind: str, result: str, trace: str | None = None) -> None:
         difference = max(float((state[n].float() - p).abs().max()) for n, p in oracle.masters.items())
         largest = max(float(p.detach().abs().max()) for p in oracle.masters.values())
         with open(result, "w") as file:
-            json.dump({"transport": name, "collectives": collectives, "difference": difference, "largest": largest, "steps": STEPS}, file)
+            json.dump({"transport": name, "collectives": collectives, "difference": difference, "largest": largest,
+                       "steps": STEPS}, file)
     engine.destroy()
     dist.destroy_process_group()
 

@@ -23,16 +23,18 @@ STEPS = 24
 def add(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     prediction.add(parser, required=False)
-    parser.add_argument("--parameters", type=positive, metavar="COUNT", help="without a model: parameters of a model of equal stages "
-                        "(1.35e9); --step-ms gives its time")
+    parser.add_argument("--parameters", type=positive, metavar="COUNT", help="without a model: parameters of a model of equal "
+                        "stages (1.35e9); --step-ms gives its time")
     parser.add_argument("--bytes-per-parameter", type=positive, default=2.0, help="without a model; default: 2")
     parser.add_argument("--units", type=whole, default=4, help="without a model: units per stage; default: 4")
-    parser.add_argument("--ring-size", type=whole, metavar="R", help="ranks per ring: --ranks is then several rings; default: --ranks")
+    parser.add_argument("--ring-size", type=whole, metavar="R", help="ranks per ring: --ranks is then several rings; default: "
+                        "--ranks")
     parser.add_argument("--ring-bandwidth", type=positive, default=50.0, metavar="GB/S", help="between the owners of a stage in "
                         "different rings; default: 50, a network card of 400 Gbit/s")
-    parser.add_argument("--jitter-ms", type=several(at_least(0)), default=None, metavar="MS,...", help="each rank begins each step "
-                        "late by a time between 0 and this, uniform; default: 5, 10 and 20 %% of a step")
-    parser.add_argument("--steps", type=at_least(4, True), default=None, help=f"steps to simulate; default: {STEPS}, fewer for large rings")
+    parser.add_argument("--jitter-ms", type=several(at_least(0)), default=None, metavar="MS,...", help="each rank begins each "
+                        "step late by a time between 0 and this, uniform; default: 5, 10 and 20 %% of a step")
+    parser.add_argument("--steps", type=at_least(4, True), default=None, help=f"steps to simulate; default: {STEPS}, fewer for "
+                        "large rings")
     parser.add_argument("--seed", type=at_least(0, True), default=0, help="of the delays; default: 0")
     parser.add_argument("--method", choices=("auto", "events", "waves"), default="auto", help="events: every action of the plan; "
                         "waves: whole stages, for large rings; default: auto")
@@ -122,8 +124,8 @@ def figures(args: argparse.Namespace, go: Callable[..., Any], schedule: Schedule
     late = []
     for x in [f * pass_time for f in sorted({0.25, 0.5, 1, 2, 4, ring, 2 * ring})] if ring <= 512 else ():
         after = go(late=x)
-        late.append({"late": x, "others_end_later": max(b - a for r, (a, b) in enumerate(zip(_ends(calm, exact), _ends(after, exact)))
-                                                         if r != ring // 2 or ring == 1)})
+        lost = [b - a for a, b in zip(_ends(calm, exact), _ends(after, exact))]
+        late.append({"late": x, "others_end_later": max(lost[:ring // 2] + lost[ring // 2 + 1:], default=lost[0])})
     felt = [e["late"] for e in late if e["others_end_later"] < 0.1 * e["late"]]
     return {"ranks": args.ranks, "ring_size": ring, "rings": rings, "threshold": schedule.threshold, "rounds": schedule.rounds,
             "method": "events" if exact else "waves", "period": period, "busy": busy, "pass": pass_time, "idle": calm.idle(),
@@ -148,8 +150,8 @@ def text(r: dict[str, Any]) -> str:
     lines = [f"{r['source']}", f"{where}, K = {r['threshold']}; simulated: {how}", "",
              f"period          {milliseconds(r['period'])} per step; a rank's passes take {milliseconds(r['busy'])} of it",
              f"idle            {_spread([100 * x for x in r['idle']], lambda x: f'{x:.1f} %')}",
-             f"delay D         {_spread([1e3 * x for x in r['offsets']], lambda x: f'{x:.1f}')} ms behind the rank before; a stage's pass "
-             f"takes {milliseconds(r['pass'])}" if r["offsets"] else "delay D         one rank"]
+             f"delay D         {_spread([1e3 * x for x in r['offsets']], lambda x: f'{x:.1f}')} ms behind the rank before; a "
+             f"stage's pass takes {milliseconds(r['pass'])}" if r["offsets"] else "delay D         one rank"]
     if r["exchange"]:
         lines.append(f"between rings   {milliseconds(r['exchange'])} until a unit's sums have been along all rings and back")
     if r["jitter"]:
@@ -159,8 +161,9 @@ def text(r: dict[str, Any]) -> str:
                   milliseconds(e["own_delay"]), milliseconds(e["with_barrier"])) for e in r["jitter"]]
         lines += columns(rows)
     if r["late_once"]:
-        lines += ["", f"rank {r['ring_size'] // 2} late once; the last step of the other ranks of its ring then ends later by up to:"]
-        lines += columns([("  late by", "others end later by")] + [(f"  {milliseconds(e['late'])}", milliseconds(e["others_end_later"]))
-                                                                for e in r["late_once"]])
+        lines += ["", f"rank {r['ring_size'] // 2} late once; the last step of the other ranks of its ring then ends later by up "
+                  "to:"]
+        rows = [("  late by", "others end later by")]
+        lines += columns(rows + [(f"  {milliseconds(e['late'])}", milliseconds(e["others_end_later"])) for e in r["late_once"]])
         lines.append(f"slack: others feel less than a tenth of a single delay of up to {milliseconds(r['slack'])}")
     return "\n".join(lines)

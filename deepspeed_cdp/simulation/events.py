@@ -233,10 +233,9 @@ class Simulation:
         rank.passes += self.times.passes[unit, backward]
         self.run.passes.append(Pass(rank.number, rank.step, round, unit, backward, begin, rank.passes, begin - rank.blocked))
         rank.blocked = rank.passes
-        first, last = (round, unit, backward) == (0, 0, False), (round, unit, backward) == (self.plan.schedule.rounds - 1, 0, True)
-        if first:
+        if (round, unit, backward) == (0, 0, False):
             self.run.starts[rank.step][rank.number] = begin
-        if last:
+        if (round, unit, backward) == (self.plan.schedule.rounds - 1, 0, True):
             self.run.ends[rank.step][rank.number] = rank.passes
 
     def _wait(self, rank: _Rank, a: Action) -> bool:

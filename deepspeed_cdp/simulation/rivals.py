@@ -1,7 +1,7 @@
 """What ZeRO-3, FSDP2 and DDP would need for the same model: bytes, messages, time. Pure closed forms and one overlap per unit.
 
-They are lower bounds: collectives run at their full bandwidth from the first byte, beside the passes, and the host is always ahead.
-Measured steps of ZeRO-3, whose host work per module is large, were up to twice as long (docs/performance.md).
+They are lower bounds: collectives run at their full bandwidth from the first byte, beside the passes, and the host is always
+ahead. Measured steps of ZeRO-3, whose host work per module is large, were up to twice as long (docs/performance.md).
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,8 @@ class Rival:
     """One engine's figures, per rank.
 
     Attributes:
-        states: bytes of parameters, gradients, masters and optimizer state that stay; working: of whole units and gradients in use.
+        states: bytes of parameters, gradients, masters and optimizer state that stay; working: of whole units and gradients in
+            use.
         received: bytes per step; messages: collectives per step; seconds: per step.
     """
 

@@ -2,8 +2,8 @@
 
 The model, per rank and step:
 
-- a forward takes its operations over ``flops``, a backward twice that; or both are scaled so that a step's passes take a time that
-  was measured (compute only, without hand-offs or optimizer);
+- a forward takes its operations over ``flops``, a backward twice that; or both are scaled so that a step's passes take a time
+  that was measured (compute only, without hand-offs or optimizer);
 - a backward also adds its gradients to the running sum: sum and gradient read, sum written, three times the sum's bytes over
   ``memory``;
 - hand-offs and the owner's update run beside the passes, on copy engines and a stream of their own, but they use the same device
@@ -82,7 +82,7 @@ class Times:
 
 
 def traffic(plan: Plan) -> float:
-    """Bytes that hand-offs read and write in device memory, per rank and steady step, on average: each is read once and written once."""
+    """Bytes that hand-offs read and write in device memory, per rank and steady step, on average: each once."""
     ranks = plan.schedule.ranks
     return 2 * sum(sum(plan.received_bytes(r).values()) for r in range(ranks)) / ranks
 

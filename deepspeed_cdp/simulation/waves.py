@@ -1,18 +1,19 @@
-"""The ring in time for thousands of ranks: recurrences of whole stages, one logical time after the other, all ranks and rings at once.
+"""The ring in time for thousands of ranks: recurrences of whole stages, one logical time after the other, all ranks and rings
+at once.
 
-Everything a pass waits for has an earlier logical time (design §6), so at each logical time the passes of all ranks that have it can
-be computed together, from arrays of what came before. Per rank and position:
+Everything a pass waits for has an earlier logical time (design §6), so at each logical time the passes of all ranks that have
+it can be computed together, from arrays of what came before. Per rank and position:
 
 - its own position before (and, at a step's start, its delay);
-- the stage's parameters: from the ring neighbour, whose pass of the same stage is two logical times earlier, or from the owner that
-  has published the version;
+- the stage's parameters: from the ring neighbour, whose pass of the same stage is two logical times earlier, or from the owner
+  that has published the version;
 - in the backward the neighbour's running sum; with u units per stage both flow unit by unit, one unit behind;
 - the link of the neighbour, which carries one message at a time;
 - room: a rank is at most four positions ahead of the next one, whose buffers hold what it has not used yet.
 
 An owner publishes when rank N-1 has finished the stage's sum; with several rings, once the owners of the stage in all rings have
-exchanged theirs (``chain``). tests/unit/test_waves.py compares with events.py; where the links are busy most of the time and the rule
-is not cdp-v2, this model is up to a fifth too fast.
+exchanged theirs (``chain``). tests/unit/test_waves.py compares with events.py; where the links are busy most of the time and
+the rule is not cdp-v2, this model is up to a fifth too fast.
 """
 
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ def equal(ranks: int, compute: float, parameters: float, nbytes: float, hardware
 
 
 def chain(rings: int, nbytes: float, units: float, bandwidth: float, latency: float) -> float:
-    """Seconds until the first unit of a stage has gone along the owners of all rings and back, as rings of rings exchange sums."""
+    """Seconds until the first unit of a stage has gone along the owners of all rings and back, as their sums do."""
     return 2 * (rings - 1) * (nbytes / units / bandwidth + latency)
 
 
