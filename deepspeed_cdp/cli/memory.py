@@ -33,7 +33,14 @@ def add(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Track, extrapolate, print, draw."""
     loaded = models.load(args.model, DTYPES[args.dtype], args.micro_batch or 1, args.sequence, args.class_name)
-    profile = track(*on_device(loaded, args.device), args.clock)
+    module, example = on_device(loaded, args.device)
+    try:
+        profile = track(module, example, args.clock)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a user's model raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(f"a forward and backward of {loaded.name} fails ({reason[:200]}); give a batch that works") from None
     rows = [{"workers": n, "together": profile.together(n), "in_turn": max(profile.in_turn(n)), "saving": profile.saving(n)}
             for n in args.workers]
     result: dict[str, Any] = {

@@ -8,7 +8,7 @@ import io
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -78,8 +78,7 @@ def _hugging_face(path: str, dtype: torch.dtype, micro_batch: int, sequence: int
     if make is None:
         raise UserError(f"the class {name!r} is not in transformers {transformers.__version__}; choose one with --class")
     config.use_cache = False
-    with torch.device("meta"):
-        module = make(config).to(dtype)
+    module = _built(lambda: make(config).to(dtype), name)
     module.train()
     main = getattr(module, "main_input_name", "input_ids")
     if main == "pixel_values":
@@ -111,8 +110,7 @@ def _python(module_name: str, function: str, dtype: torch.dtype) -> Loaded:
     make = getattr(found, function, None)
     if not callable(make):
         raise UserError(f"the module {module_name!r} has no function {function!r}; name one that returns the model")
-    with torch.device("meta"):
-        made = make()
+    made = _built(make, f"{module_name}.{function}()")
     module, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"{module_name}.{function}() returned {type(made).__name__}; return an nn.Module, or one and a batch")
@@ -122,6 +120,21 @@ def _python(module_name: str, function: str, dtype: torch.dtype) -> Loaded:
     if example is None:
         raise UserError(f"{module_name}.{function}() gives no batch, and the model carries none; return (module, batch)")
     return Loaded(module, _on_meta(example, dtype), type(module).__name__, "the function's batch")
+
+
+def _built(make: Callable[[], Any], name: str) -> Any:
+    """What ``make`` returns on the meta device.
+
+    Raises:
+        UserError: whatever it raises, in one sentence.
+    """
+    try:
+        with torch.device("meta"):
+            return make()
+    except Exception as error:  # a user's function, or a class that the config does not fit
+        reason = (str(error).strip() or "no message").splitlines()[0]
+        fix = "correct it, or choose another --class"
+        raise UserError(f"building {name} fails with {type(error).__name__}: {reason[:200]}; {fix}") from None
 
 
 def _example(batch: Any) -> Example:

@@ -4,15 +4,14 @@ import argparse
 from typing import Any
 
 from deepspeed_cdp.activations import track
-from deepspeed_cdp.plan import HELD
+from deepspeed_cdp.plan import HELD, Plan
+from deepspeed_cdp.program import build
 from deepspeed_cdp.simulation.events import simulate
 from deepspeed_cdp.simulation.rivals import rivals
 
 from . import prediction
 from .output import columns, human, milliseconds, show
 from .prediction import Prediction, predict
-
-EVENTS = 400_000  # visits of a simulation that is still done in seconds
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -43,10 +42,10 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
             "trained": sum(p.work[i].parameters for i in members) + (p.held if held else 0),
             "flops_fraction": sum(p.work[i].forward for i in members) / total,
             "seconds": sum(p.times.passes[i, b] for i in members for b in (False, True))})
-    profile = track(p.loaded.module, p.loaded.example)
-    memory = _memory(p, stages, profile.peak)
+    activations, trouble = _activations(p)
+    memory = _memory(p, stages, activations)
     received = [plan.received_bytes(r) for r in range(s.ranks)]
-    messages = _messages(p)
+    received_messages = [messages(plan, r) for r in range(s.ranks)]
     run = simulate(plan, p.times, steps=10, clipped=p.config.settings.clip > 0)
     period = run.period()
     psi = sum(u.p_bytes for u in plan.units) + (plan.held.p_bytes if plan.held else 0)
@@ -65,31 +64,42 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
         "rule": p.config.settings.rule, "threshold": s.threshold, "ranks": s.ranks, "rounds": s.rounds,
         "units": [{"name": u.name, "stage": u.stage, "bytes": u.p_bytes, "flops": w.forward} for u, w in zip(plan.units, p.work)],
         "held": None if plan.held is None else {"bytes": held, "names": [*plan.held.trainable, *plan.held.frozen]},
-        "stages": stages, "memory": memory, "activations": profile.peak,
-        "traffic": {"received": received, "messages": messages, "link_busy": sent / p.hardware.bandwidth / period},
+        "stages": stages, "memory": memory, "activations": activations,
+        "traffic": {"received": received, "messages": received_messages, "link_busy": sent / p.hardware.bandwidth / period},
         "time": {"step": period, "parts": parts, "compute_only": p.times.compute, "from": p.source, "of_compute": p.times.compute
                  / period, "idle": run.idle(), "offsets": run.offsets()},
-        "others": [{"name": o.name, "memory": o.states + o.working + profile.peak, "received": o.received, "messages": o.messages,
+        "others": [{"name": o.name, "memory": o.states + o.working + activations, "received": o.received, "messages": o.messages,
                     "step": o.seconds} for o in others],
         "hardware": p.hardware.__dict__}
     result["dominates"] = max((k for k in parts if k != "passes"), key=parts.__getitem__)
-    result["warnings"] = warnings(result, device_memory)
+    result["warnings"] = trouble + warnings(result, device_memory)
     return result
 
 
-def _messages(p: Prediction) -> int:
-    """Messages that rank 0 receives in a steady step, scalars included."""
-    from deepspeed_cdp.program import build
-    kinds = ("READ", "SUM", "SUM_HELD", "NORM")
-    actions = build(p.plan, 0, False)
-    units = sum(a.kind in kinds and a.peer is not None and not (a.backward and a.kind == "READ" and p.plan.kept(a.unit))
-                for a in actions)
-    sums = [i for i in p.plan.members(p.plan.schedule.owned(0)) if p.plan.unit(i).g_bytes]
-    return units + (len(sums) if p.plan.schedule.ranks > 1 else 0)
+def _activations(p: Prediction) -> tuple[int, list[str]]:
+    """Bytes that one micro-batch keeps for its backward, or 0 and a warning that they are not known."""
+    try:
+        return track(p.loaded.module, p.loaded.example).peak, []
+    except Exception as error:  # whatever a user's model raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return 0, [f"activations are not known, since a forward and backward with this batch fails ({reason[:120]}); give a "
+                   "batch that works"]
+
+
+def messages(plan: Plan, rank: int) -> int:
+    """Messages that a rank receives in a steady step, scalars included: units, sums, finished sums, norms."""
+    count = 0
+    for a in build(plan, rank, False):
+        if a.peer is None or (a.kind == "READ" and a.backward and plan.kept(a.unit)):
+            continue
+        count += a.kind in ("READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
+        if a.kind == "NORM" and rank != plan.schedule.ranks - 1:
+            count += sum(plan.unit(i).g_bytes > 0 for i in plan.members(plan.schedule.owned(rank)))
+    return count
 
 
 def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[str, int]]:
-    """Bytes per rank by kind; the last rank first in none of them: in rank order."""
+    """Bytes by kind, in rank order."""
     ours, rows = p.plan.memory(), []
     for rank in range(p.plan.schedule.ranks):
         stage = stages[p.plan.schedule.owned(rank)]
@@ -107,15 +117,12 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
     big = max(stages, key=lambda x: x["parameter_bytes"])
     if max(sizes) > 1.25 * sum(sizes) / n:
         found.append(f"stage {big['stage']} holds {max(sizes) / (sum(sizes) / n):.2f} times the mean stage's bytes, and every "
-                     f"rank "
-                     'allocates buffers for the largest; set cyclic.partition_method to "parameters", or split its largest '
-                     'module '
-                     "with cyclic.units")
+                     "rank allocates buffers for the largest; set cyclic.partition_method to 'parameters', or split its largest "
+                     "module with cyclic.units")
     if max(times) > 1.25 * sum(times) / n:
         slow = max(stages, key=lambda x: x["seconds"])["stage"]
         found.append(f"stage {slow} takes {max(times) / (sum(times) / n):.2f} times the mean stage's time, which leaves "
-                     f"stragglers "
-                     'less slack; set cyclic.partition_method to "flops", or list finer modules in cyclic.units')
+                     "stragglers less slack; set cyclic.partition_method to 'flops', or list finer modules in cyclic.units")
     if r["held"] and r["held"]["bytes"] > 0.1 * r["model"]["bytes"]:
         found.append(f"held parameters ({', '.join(r['held']['names'][:2])}{', ...' if len(r['held']['names']) > 2 else ''}) are "
                      f"{100 * r['held']['bytes'] / r['model']['bytes']:.0f} % of the model and stay on every rank through each "
@@ -156,8 +163,8 @@ def text(r: dict[str, Any]) -> str:
     mean = {k: sum(x[k] for x in received) / len(received) for k in received[0]}
     lines += ["", f"received per rank and step: {human(sum(mean.values()))} ("
               + ", ".join(f"{k} {human(v)}" for k, v in mean.items())
-              + f"; F, B parameters, G running sums, O finished ones) in {r['traffic']['messages']} messages; the link is busy "
-              f"{100 * r['traffic']['link_busy']:.0f} % of a step", "",
+              + f"; F, B parameters, G running sums, O finished ones) in up to {max(r['traffic']['messages'])} messages; "
+              f"the link is busy {100 * r['traffic']['link_busy']:.0f} % of a step", "",
               f"predicted step: {milliseconds(time['step'])}, {time['of_compute']:.3f} of compute-only speed; beyond the passes, "
               f"{r['dominates']} is most"]
     rows = [(k, milliseconds(v), f"{100 * v / time['step']:.1f} %") for k, v in time["parts"].items()]
@@ -166,7 +173,7 @@ def text(r: dict[str, Any]) -> str:
               f"memory at {h['memory'] / 1e9:.0f} GB/s; the host's time is not in it)", ""]
     most = max(row["total"] for row in r["memory"])
     rows = [("engine", "most memory", "received per rank", "messages", "step"),
-            ("cyclic", human(most), human(max(sum(x.values()) for x in received)), r["traffic"]["messages"],
+            ("cyclic", human(most), human(max(sum(x.values()) for x in received)), max(r["traffic"]["messages"]),
              milliseconds(time["step"]))]
     rows += [(o["name"], human(o["memory"]), human(o["received"]), o["messages"], f">= {milliseconds(o['step'])}")
              for o in r["others"]]
