@@ -20,5 +20,6 @@ def bare(plan: Plan, forward: float = 1e-3, update: float = 0.0, **speeds) -> Ti
 
 def full(plan: Plan, compute: float, **speeds) -> Times:
     """With all that times.py knows."""
-    work = [Work(1.0, u.p_bytes // 2) for u in plan.units]
-    return times(plan, work, Hardware(**speeds), compute=compute)
+    hardware = Hardware(**speeds)
+    forward = compute / 3 / len(plan.units) / plan.schedule.rounds * hardware.flops
+    return times(plan, [Work(forward, u.p_bytes // 2) for u in plan.units], hardware, compute=compute)

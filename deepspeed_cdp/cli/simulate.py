@@ -97,7 +97,8 @@ def _equal_plan(args: argparse.Namespace, schedule: Schedule, hardware: Hardware
     nbytes = max(int(each * args.bytes_per_parameter) // 256, 1) * 256
     units = tuple(Unit(f"unit {i}", i // args.units, (f"w{i}",), (), nbytes, nbytes) for i in range(count))
     plan = Plan(schedule, units)
-    return plan, times(plan, [Work(1.0, int(each))] * count, hardware, compute=args.step_ms / 1e3)
+    forward = args.step_ms / 1e3 / 3 / count * hardware.flops  # a third of the time, the backward is the rest
+    return plan, times(plan, [Work(forward, int(each))] * count, hardware, compute=args.step_ms / 1e3)
 
 
 def _delays(jitter: float, seed: int, victim: tuple[int, int, float] | None) -> Callable[[int, int], float]:

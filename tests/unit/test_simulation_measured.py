@@ -1,13 +1,13 @@
 """The simulation against recorded GPU runs (benchmarks/results): within 10 percent of the measured step, or the reason why not.
 
-Inputs are the compute-only time of the same setting in the same file (without delays), the plan that this package makes for the
-benchmark's model, and the constants of ``Hardware``, the same for all rows. One of them depends on the run: before the third, Adam
-moved 52 bytes per parameter instead of 28 (docs/log.md). Nothing is fitted.
+Inputs are the compute-only time of the same setting in the same file (without delays), the plan that this package makes for
+the benchmark's model, and the constants of ``Hardware``, the same for all rows. One of them depends on the run: before the
+third, Adam moved 52 bytes per parameter instead of 28 (docs/log.md). Nothing is fitted.
 
 Not predicted, and said so in docs/cli.md:
 
-- micro-batch 1, where the host is the limit: it enqueues hand-offs slower than the GPU works, which the simulation does not know. It
-  is 16 to 49 percent too fast there, and the test holds it to being too fast;
+- micro-batch 1, where the host is the limit: it enqueues hand-offs slower than the GPU works, which the simulation does not
+  know. It is 16 to 49 percent too fast there, and the test holds it to being too fast;
 - 8B, which has no compute-only row: from operations at 40 percent of the peak, the default, it is 16 percent too slow;
 - the first run's ``cdp-v1``, which came after another engine's leftovers in the same process (that run's README).
 """

@@ -1,4 +1,4 @@
-"""Whole stages by logical time: the same periods as the simulation of every action, for rings that both can do; and large ones."""
+"""Whole stages by logical time: the same periods as the simulation of every action, where both can be had; and large rings."""
 
 import time
 
@@ -37,7 +37,7 @@ def test_a_busy_link_is_the_limit_under_v2_in_both():
     plan = plan_of(4, 4, nbytes=64 << 20)
     given = full(plan, 0.1, bandwidth=20e9)
     events, wave = simulate(plan, given, 14).period(), waves.simulate(plan.schedule, waves.of_plan(plan, given), 14).period()
-    assert events > 0.15 and wave == pytest.approx(events, rel=0.1)
+    assert events > 0.13 and wave == pytest.approx(events, rel=0.1)
 
 
 def test_equal_stages_in_closed_form_are_those_of_a_plan():
