@@ -68,16 +68,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[0] not in COMMANDS:
             raise UserError(f"command is {argv[0]!r}; allowed are {', '.join(COMMANDS)}; choose one of these")
         args = parser(argv[0]).parse_args(argv[1:])
-        return module(argv[0]).run(args)
+        code = module(argv[0]).run(args)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (ValueError, OSError) as error:  # UserError is one; the package's own ValueErrors are sentences for users
         complain(str(error) or type(error).__name__, as_json)
         return 2
     except ImportError as error:
         complain(f"this command needs {error.name or error}: install it", as_json)
         return 2
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except KeyboardInterrupt:
         return 130
     finally:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from deepspeed_cdp.discover import Example, example_of
 
@@ -119,7 +120,10 @@ def _python(module_name: str, function: str, dtype: torch.dtype) -> Loaded:
     example = example_of(module) if batch is None else _example(batch)
     if example is None:
         raise UserError(f"{module_name}.{function}() gives no batch, and the model carries none; return (module, batch)")
-    return Loaded(module, _on_meta(example, dtype), type(module).__name__, "the function's batch")
+    example = _on_meta(example, dtype)
+    leaves = tree_leaves((example.args, dict(example.kwargs)))
+    shapes = [" x ".join(map(str, t.shape)) for t in leaves if isinstance(t, torch.Tensor)]
+    return Loaded(module, example, type(module).__name__, ", ".join(shapes))
 
 
 def _built(make: Callable[[], Any], name: str) -> Any:
@@ -144,7 +148,6 @@ def _example(batch: Any) -> Example:
 
 
 def _on_meta(example: Example, dtype: torch.dtype) -> Example:
-    from torch.utils._pytree import tree_map_only
     args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta", dtype if t.is_floating_point() else t.dtype),
                                  (tuple(example.args), dict(example.kwargs)))
     return Example(args, kwargs)

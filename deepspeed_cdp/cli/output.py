@@ -75,8 +75,8 @@ def human(nbytes: float) -> str:
 
 
 def milliseconds(seconds: float) -> str:
-    """``12.3 ms``."""
-    return f"{seconds * 1e3:.1f} ms"
+    """``12.3 ms``; ``4.5 us`` below a tenth of one."""
+    return f"{seconds * 1e6:.1f} us" if 0 < abs(seconds) < 1e-4 else f"{seconds * 1e3:.1f} ms"
 
 
 def columns(rows: Sequence[Sequence[Any]], left: int = 1) -> list[str]:

@@ -72,7 +72,7 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
                     "step": o.seconds} for o in others],
         "hardware": p.hardware.__dict__}
     result["dominates"] = max((k for k in parts if k != "passes"), key=parts.__getitem__)
-    result["warnings"] = trouble + warnings(result, device_memory)
+    result["warnings"] = p.warnings + trouble + warnings(result, device_memory)
     return result
 
 
@@ -128,12 +128,13 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
                      f"{100 * r['held']['bytes'] / r['model']['bytes']:.0f} % of the model and stay on every rank through each "
                      "micro-batch, twice; untie them (tie_word_embeddings), or call their modules once")
     if n > 1 and min(x["units"] for x in stages) < 2:
+        fewer = len(r["units"]) // 2
         found.append("a stage has a single unit, so buffers take whole stages and hand-offs begin late; list finer modules in "
-                     f"cyclic.units, or use at most {max(len(r['units']) // 2, 1)} ranks")
+                     "cyclic.units" + (f", or use at most {fewer} ranks" if 0 < fewer < n else ""))
     if len(r["units"]) > 1 and r["model"]["bytes"] / len(r["units"]) < 2**20 and n > 1:
         found.append("units hold less than 1 MiB on average, so the host's work per message will weigh more than predicted; set "
                      "cyclic.min_unit_mb to 4")
-    if r["traffic"]["link_busy"] > 0.7:
+    if r["traffic"]["link_busy"] > 0.5:
         found.append(f"the link to the next rank is busy {100 * r['traffic']['link_busy']:.0f} % of the time; set "
                      "cyclic.keep_after_forward to true, use a larger micro-batch, or more gradient accumulation")
     most = max(row["total"] for row in r["memory"])

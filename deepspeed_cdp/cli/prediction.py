@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import io
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from deepspeed_cdp import discover
@@ -29,6 +30,7 @@ class Prediction(NamedTuple):
     times: Times
     hardware: Hardware
     source: str
+    warnings: list[str]
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -85,10 +87,9 @@ def predict(args: argparse.Namespace, ranks: int | None = None) -> Prediction:
                              args.class_name)
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
         plan, layouts = make_plan(loaded.module, trained, config.settings, ranks)
-    paths = [path for unit in plan.units for path in unit.modules]
-    found = discover.find_units(loaded.module, ranks, loaded.example, paths)
-    flops = {u.name: u.flops for u in found.units}
-    traced = all(f is not None for f in flops.values()) and any(flops.values())
+    trace = discover.trace(loaded.module, loaded.example)
+    flops = {} if trace is None else by_path(trace, [path for unit in plan.units for path in unit.modules])
+    traced = any(flops.values())
     if not traced and args.step_ms is None:
         raise UserError("the model's forward could not be followed with this batch, so its operations are not known; give a "
                         "measured time with --step-ms, or a batch that works")
@@ -97,10 +98,29 @@ def predict(args: argparse.Namespace, ranks: int | None = None) -> Prediction:
     for i, unit in enumerate(plan.units):
         elements = sum(s.shape.numel() for s in layouts[i].trained)
         every = sum(s.shape.numel() for s in layouts[i].slots)
-        work.append(Work(sum(flops[p] for p in unit.modules) if traced else 2.0 * every, elements))
+        work.append(Work(sum(flops.get(p, 0) for p in unit.modules) if traced else 2.0 * every, elements))
     held = sum(s.shape.numel() for s in layouts[HELD].trained) if plan.held else 0
     compute = None if args.step_ms is None else args.step_ms / 1e3
     given = times(plan, work, hardware, held, compute)
     total = sum(w.forward for w in work) * 3
     what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"
-    return Prediction(loaded, config, plan, work, held, given, hardware, what)
+    return Prediction(loaded, config, plan, work, held, given, hardware, what, read_outside(plan, trace))
+
+
+def by_path(trace: discover.Trace, paths: Iterable[str]) -> dict[str, int]:
+    """Operations from the start of each unit's module to the start of the next one's, as ``discover.Unit.flops`` counts them."""
+    called = sorted((p for p in paths if p in trace.before), key=trace.order.__getitem__)
+    ends = [trace.before[p] for p in called[1:]] + [trace.flops.get("", 0)]
+    return {p: end - start for p, start, end in zip(called, [0, *ends], ends)}
+
+
+def read_outside(plan: Plan, trace: discover.Trace | None) -> list[str]:
+    """A warning for each unit one of whose parameters the traced batch reads outside its modules."""
+    found = []
+    for unit in plan.units if trace else ():
+        names = [n for n in (*unit.trainable, *unit.frozen) if n in trace.inside and not trace.inside[n] & {*unit.modules}]
+        if names:
+            found.append(f"parameter {names[0]!r} is read outside unit {unit.name!r}, which the engine finds out only while it "
+                         "trains, since the model carries no example; set its example_input_array, or list cyclic.units without "
+                         f"{unit.name!r}")
+    return found
