@@ -95,7 +95,7 @@ class Recorder:
             elif before is not None and a.peer != self.handoff.rank:
                 self._messages.append(("send", before, self._what(a)))
             if kind in BEGINS and a.unit != HELD:
-                self._begun[visit] = (self._mark(), self._what(a))
+                self._begun[visit] = (self._mark(), self._what(a) if kind == "READ" else self._begun[visit][1])
         return timed
 
     def _end(self, visit: tuple[int, int, bool]) -> None:
