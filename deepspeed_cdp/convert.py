@@ -61,8 +61,8 @@ def _positive(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m deepspeed_cdp.convert", description="Converts checkpoints of the cyclic engine, "
+def _parser(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(name, description="Converts checkpoints of the cyclic engine, "
                                      "of ZeRO-3 and universal ones; which of them DIR holds is found from its files.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -137,9 +137,9 @@ class _Progress:
             print(file=sys.stderr)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit code."""
-    args = _parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, name: str = "python -m deepspeed_cdp.convert") -> int:
+    """The command line, known to the user by ``name``; returns its exit code."""
+    args = _parser(name).parse_args(argv)
     try:
         with redirect_stdout(sys.stderr):  # what DeepSpeed says when it is imported; stdout is for the result
             with _open(args.dir, args.tag) as stored:

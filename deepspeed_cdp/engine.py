@@ -19,7 +19,7 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 
-from . import __version__, checkpoint
+from . import __version__, checkpoint, trace
 from .access import Access, offload_stub
 from .errors import HandoffError
 from .files import CheckpointError
@@ -228,6 +228,25 @@ class CyclicEngine(DeepSpeedEngine):
         return {"step": step, "lag": None if step is None else max(handoff.global_step - 1 - step, 0), "loss": loss,
                 "grad_norm": grad_norm, "waited": waited, "waited_sent": sent,
                 "waited_total": None if waited is None else sum(waited.values()) + sum(sent.values())}
+
+    @contextmanager
+    def cyclic_trace(self, path: str) -> Iterator[None]:
+        """Record passes, waits, hand-offs and updates of the steps inside, and write them to ``path`` (trace.json:
+        trace.rank0.json).
+
+        Between steps only; not collective, but ``deepspeed-cdp timeline --from`` wants every rank's file. See trace.py.
+
+        Raises:
+            ValueError: in the middle of a step.
+        """
+        if not self._runtime.between_steps:
+            raise ValueError(f"engine.cyclic_trace() began in the middle of step {self._runtime.handoff.global_step}; enter it "
+                             "before engine.forward() or after engine.step()")
+        recorder = trace.Recorder(self._runtime.handoff, self.device)
+        try:
+            yield
+        finally:
+            trace.write(trace.file_of(path, self._runtime.handoff.rank), recorder.stop())
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:

@@ -1,0 +1,95 @@
+"""The event simulation beside the recorded runs: ``python -m benchmarks.predict`` prints the table of docs/cli.md.
+
+Inputs are the compute-only time of the same setting in the same file (without delays), the plan that this package makes for the
+benchmark's model, and the constants of ``Hardware``, the same for all rows. One of them depends on the run: before the third,
+Adam moved 52 bytes per parameter instead of 28 (docs/log.md). Nothing is fitted.
+"""
+
+import random
+import statistics
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import models, rows
+from deepspeed_cdp.discover import example_of, find_units
+from deepspeed_cdp.plan import Plan
+from deepspeed_cdp.runtime import Settings, make_plan
+from deepspeed_cdp.simulation.events import simulate
+from deepspeed_cdp.simulation.times import Hardware, Work, times
+
+BEFORE_ONE_PASS_ADAM = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second")
+
+
+class Recorded(NamedTuple):
+    """Medians of one setting's windows, in seconds; ``compute`` without delays, None if it was not measured."""
+
+    run: str
+    setting: dict[str, str]
+    compute: float | None
+    measured: float
+
+    @property
+    def name(self) -> str:
+        """For tables and test names."""
+        s = self.setting
+        late = f", late by U(0, {float(s['jitter_ms']):g}) ms" if float(s["jitter_ms"]) else ""
+        return f"{s['model'].removeprefix('llama-').upper()}, micro-batch {s['micro_batch']}, {s['ranks']} ranks{late}"
+
+
+@cache
+def planned(name: str, ranks: int) -> tuple[Plan, list[Work], Any]:
+    """The plan of a benchmark's model, what its units do, and its config."""
+    module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
+    plan, layouts = make_plan(module, frozenset(n for n, _ in module.named_parameters()), Settings(), ranks)
+    found = {u.name: u for u in find_units(module, ranks, example_of(module)).units}
+    work = [Work(sum(found[path].flops for path in unit.modules), sum(s.shape.numel() for s in layouts[i].trained))
+            for i, unit in enumerate(plan.units)]
+    return plan, work, module.config
+
+
+def recorded() -> list[Recorded]:
+    """Every recorded setting of cdp-v2."""
+    found = []
+    for path in sorted(rows.RESULTS.glob("*/results.csv")):
+        compute: dict[tuple, float] = {}
+        for values, engines in rows.settings(rows.read(path)).items():
+            setting = dict(zip(rows.SETTING, values))
+            key = tuple(setting[k] for k in ("model", "ranks", "micro_batch", "host_sync"))
+            medians = {e: statistics.median(float(r["step_ms"]) for r in rs) / 1e3 for e, rs in engines.items()}
+            if not float(setting["jitter_ms"]) and "compute" in medians:
+                compute[key] = medians["compute"]
+            if "cdp-v2" in medians and not setting["bandwidth_gb_s"] and setting["compiled"] == "False":
+                found.append(Recorded(path.parent.name, setting, compute.get(key), medians["cdp-v2"]))
+    return found
+
+
+def predicted(row: Recorded) -> float:
+    """Seconds per step, by simulation."""
+    plan, work, config = planned(row.setting["model"], int(row.setting["ranks"]))
+    compute, sequence = row.compute, int(row.setting["sequence"])
+    if compute is None:
+        compute = models.flops_per_token(config, sequence) * int(row.setting["micro_batch"]) * sequence / Hardware().flops
+    early = row.run in BEFORE_ONE_PASS_ADAM
+    given = times(plan, work, Hardware(update_bytes=52 if early else 28), compute=compute)
+    jitter, rng, drawn = float(row.setting["jitter_ms"]) / 1e3, random.Random(0), {}
+    if not jitter:
+        return simulate(plan, given).period()
+    return simulate(plan, given, 60, lambda rank, step: drawn.setdefault((rank, step), rng.uniform(0, jitter))).period()
+
+
+def table() -> str:
+    """Markdown: every recorded setting, predicted and measured."""
+    lines = ["| run | setting | passes alone | predicted | measured | error |", "|---|---|---|---|---|---|"]
+    for row in recorded():
+        guess = predicted(row)
+        alone = "not measured" if row.compute is None else f"{row.compute * 1e3:.1f} ms"
+        error = f"{100 * (guess / row.measured - 1):+.1f} %"
+        both = f"{guess * 1e3:.1f} ms | {row.measured * 1e3:.1f} ms"
+        lines.append(f"| {row.run.rpartition('_')[2]} | {row.name} | {alone} | {both} | {error} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

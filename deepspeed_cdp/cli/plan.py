@@ -1,0 +1,184 @@
+"""``deepspeed-cdp plan``: what training a model with the cyclic engine comes to, before there is a GPU."""
+
+import argparse
+from typing import Any
+
+from deepspeed_cdp.activations import track
+from deepspeed_cdp.plan import HELD, Plan
+from deepspeed_cdp.program import build
+from deepspeed_cdp.simulation.events import simulate
+from deepspeed_cdp.simulation.rivals import rivals
+
+from . import prediction
+from .output import columns, human, milliseconds, show
+from .prediction import Prediction, predict
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
+    prediction.add(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan."""
+    p = predict(args)
+    result = figures(p, args.device_memory)
+    show(result, text(result), args.json)
+    return 0
+
+
+def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
+    """Everything that is printed, as plain data; bytes and seconds."""
+    plan, s = p.plan, p.plan.schedule
+    total = sum(w.forward for w in p.work) or 1.0
+    stages = []
+    for stage in range(s.ranks):
+        members = [i for i in plan.members(stage) if i != HELD]
+        held = plan.held if plan.held and stage == 0 else None
+        stages.append({
+            "stage": stage, "owner": s.owner(stage), "units": len(members),
+            "from": plan.units[members[0]].modules[0], "to": plan.units[members[-1]].modules[-1],
+            "parameter_bytes": sum(plan.units[i].p_bytes for i in members) + (held.p_bytes if held else 0),
+            "trained": sum(p.work[i].parameters for i in members) + (p.held if held else 0),
+            "flops_fraction": sum(p.work[i].forward for i in members) / total,
+            "seconds": sum(p.times.passes[i, b] for i in members for b in (False, True))})
+    activations, trouble = _activations(p)
+    memory = _memory(p, stages, activations)
+    received = [plan.received_bytes(r) for r in range(s.ranks)]
+    received_messages = [messages(plan, r) for r in range(s.ranks)]
+    run = simulate(plan, p.times, steps=10, clipped=p.config.settings.clip > 0)
+    period = run.period()
+    psi = sum(u.p_bytes for u in plan.units) + (plan.held.p_bytes if plan.held else 0)
+    sent = max(sum(x.values()) for x in received)
+    parts = {"passes": p.times.compute, "adding gradients": p.times.adds, "memory traffic beside the passes": p.times.contention,
+             "waiting": max(0.0, period - sum(p.times.passes.values()) * s.rounds)}
+    held = plan.held.p_bytes if plan.held else 0
+    sizes = [u.p_bytes for u in plan.units]
+    others = rivals([*p.work, *([type(p.work[0])(0.0, p.held)] if held else [])], sizes + ([held] if held else []),
+                    [u.g_bytes for u in plan.units] + ([plan.held.g_bytes] if plan.held else []), s.ranks, p.hardware,
+                    p.times.compute, s.rounds, 4 + 4 * p.config.states)
+    result = {
+        "model": {"name": p.loaded.name, "parameters": sum(x.numel() for x in p.loaded.module.parameters()), "bytes": psi,
+                  "dtype": str(p.config.dtype).removeprefix("torch."), "batch": p.loaded.batch,
+                  "flops": 3 * sum(w.forward for w in p.work)},
+        "rule": p.config.settings.rule, "threshold": s.threshold, "ranks": s.ranks, "rounds": s.rounds,
+        "units": [{"name": u.name, "stage": u.stage, "bytes": u.p_bytes, "flops": w.forward} for u, w in zip(plan.units, p.work)],
+        "held": None if plan.held is None else {"bytes": held, "names": [*plan.held.trainable, *plan.held.frozen]},
+        "stages": stages, "memory": memory, "activations": activations,
+        "traffic": {"received": received, "messages": received_messages, "link_busy": sent / p.hardware.bandwidth / period},
+        "time": {"step": period, "parts": parts, "compute_only": p.times.compute, "from": p.source, "of_compute": p.times.compute
+                 / period, "idle": run.idle(), "offsets": run.offsets()},
+        "others": [{"name": o.name, "memory": o.states + o.working + activations, "received": o.received, "messages": o.messages,
+                    "step": o.seconds} for o in others],
+        "hardware": p.hardware.__dict__}
+    result["dominates"] = max((k for k in parts if k != "passes"), key=parts.__getitem__)
+    result["warnings"] = p.warnings + trouble + warnings(result, device_memory)
+    return result
+
+
+def _activations(p: Prediction) -> tuple[int, list[str]]:
+    """Bytes that one micro-batch keeps for its backward, or 0 and a warning that they are not known."""
+    try:
+        return track(p.loaded.module, p.loaded.example).peak, []
+    except Exception as error:  # whatever a user's model raises
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return 0, [f"activations are not known, since a forward and backward with this batch fails ({reason[:120]}); give a "
+                   "batch that works"]
+
+
+def messages(plan: Plan, rank: int) -> int:
+    """Messages that a rank receives in a steady step, scalars included: units, sums, finished sums, norms."""
+    count = 0
+    for a in build(plan, rank, False):
+        if a.peer is None or (a.kind == "READ" and a.backward and plan.kept(a.unit)):
+            continue
+        count += a.kind in ("READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
+        if a.kind == "NORM" and rank != plan.schedule.ranks - 1:
+            count += sum(plan.unit(i).g_bytes > 0 for i in plan.members(plan.schedule.owned(rank)))
+    return count
+
+
+def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[str, int]]:
+    """Bytes by kind, in rank order."""
+    ours, rows = p.plan.memory(), []
+    for rank in range(p.plan.schedule.ranks):
+        stage = stages[p.plan.schedule.owned(rank)]
+        state = 0 if p.config.offload else 4 * (1 + p.config.states) * stage["trained"]
+        row = {"in flight": ours["in flight"], "finished sums": ours["sums"], "published": ours["published"],
+               "masters and optimizer": state, "activations": activations}
+        rows.append({**row, "total": sum(row.values())})
+    return rows
+
+
+def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
+    """What to look at, each with what to do; one sentence each."""
+    found, stages, n = [], r["stages"], r["ranks"]
+    sizes, times = [x["parameter_bytes"] for x in stages], [x["seconds"] for x in stages]
+    big = max(stages, key=lambda x: x["parameter_bytes"])
+    if max(sizes) > 1.25 * sum(sizes) / n:
+        found.append(f"stage {big['stage']} holds {max(sizes) / (sum(sizes) / n):.2f} times the mean stage's bytes, and every "
+                     "rank allocates buffers for the largest; set cyclic.partition_method to 'parameters', or split its largest "
+                     "module with cyclic.units")
+    if max(times) > 1.25 * sum(times) / n:
+        slow = max(stages, key=lambda x: x["seconds"])["stage"]
+        found.append(f"stage {slow} takes {max(times) / (sum(times) / n):.2f} times the mean stage's time, which leaves "
+                     "stragglers less slack; set cyclic.partition_method to 'flops', or list finer modules in cyclic.units")
+    if r["held"] and r["held"]["bytes"] > 0.1 * r["model"]["bytes"]:
+        found.append(f"held parameters ({', '.join(r['held']['names'][:2])}{', ...' if len(r['held']['names']) > 2 else ''}) are "
+                     f"{100 * r['held']['bytes'] / r['model']['bytes']:.0f} % of the model and stay on every rank through each "
+                     "micro-batch, twice; untie them (tie_word_embeddings), or call their modules once")
+    if n > 1 and min(x["units"] for x in stages) < 2:
+        fewer = len(r["units"]) // 2
+        found.append("a stage has a single unit, so buffers take whole stages and hand-offs begin late; list finer modules in "
+                     "cyclic.units" + (f", or use at most {fewer} ranks" if 0 < fewer < n else ""))
+    if len(r["units"]) > 1 and r["model"]["bytes"] / len(r["units"]) < 2**20 and n > 1:
+        found.append("units hold less than 1 MiB on average, so the host's work per message will weigh more than predicted; set "
+                     "cyclic.min_unit_mb to 4")
+    if r["traffic"]["link_busy"] > 0.5:
+        found.append(f"the link to the next rank is busy {100 * r['traffic']['link_busy']:.0f} % of the time; set "
+                     "cyclic.keep_after_forward to true, use a larger micro-batch, or more gradient accumulation")
+    most = max(row["total"] for row in r["memory"])
+    if most > device_memory:
+        found.append(f"a rank needs {human(most)} of {human(device_memory)}; use more ranks, a smaller micro-batch, activation "
+                     "checkpointing, or offload_optimizer")
+    if r["threshold"] < n - 1:
+        found.append(f"rule {r['rule']} (K = {r['threshold']}) stalls in every step, since it reads versions before they exist; "
+                     "use cdp-v2 if a delay of one update is allowed")
+    return found
+
+
+def text(r: dict[str, Any]) -> str:
+    """For people."""
+    m, time, h = r["model"], r["time"], r["hardware"]
+    held = f" and {human(r['held']['bytes'])} held" if r["held"] else ""
+    lines = [f"{m['name']}: {m['parameters']:,} parameters, {human(m['bytes'])} in {m['dtype']}, {len(r['units'])} units{held}; "
+             f"micro-batch {m['batch']}",
+             f"{r['ranks']} ranks, rule {r['rule']} (K = {r['threshold']}), {r['rounds']} micro-batch(es) per rank and step", ""]
+    rows: list[tuple] = [("stage", "owner", "units", "parameters", "of FLOPs", "passes", "from", "to")]
+    rows += [(x["stage"], f"rank {x['owner']}", x["units"], human(x["parameter_bytes"]), f"{100 * x['flops_fraction']:.1f} %",
+              milliseconds(x["seconds"]), x["from"], x["to"]) for x in r["stages"]]
+    lines += columns(rows) + ["", "memory per rank:"]
+    kinds = list(r["memory"][0])
+    lines += columns([("rank", *kinds)] + [(i, *(human(row[k]) for k in kinds)) for i, row in enumerate(r["memory"])])
+    received = r["traffic"]["received"]
+    mean = {k: sum(x[k] for x in received) / len(received) for k in received[0]}
+    lines += ["", f"received per rank and step: {human(sum(mean.values()))} ("
+              + ", ".join(f"{k} {human(v)}" for k, v in mean.items())
+              + f"; F, B parameters, G running sums, O finished ones) in up to {max(r['traffic']['messages'])} messages; "
+              f"the link is busy {100 * r['traffic']['link_busy']:.0f} % of a step", "",
+              f"predicted step: {milliseconds(time['step'])}, {time['of_compute']:.3f} of compute-only speed; beyond the passes, "
+              f"{r['dominates']} is most"]
+    rows = [(k, milliseconds(v), f"{100 * v / time['step']:.1f} %") for k, v in time["parts"].items()]
+    lines += columns([(f"  {a}", b, c) for a, b, c in rows])
+    lines += [f"  (passes: {time['from']}; hand-offs at {h['bandwidth'] / 1e9:.0f} GB/s and {h['latency'] * 1e6:.0f} us, device "
+              f"memory at {h['memory'] / 1e9:.0f} GB/s; the host's time is not in it)", ""]
+    most = max(row["total"] for row in r["memory"])
+    rows = [("engine", "most memory", "received per rank", "messages", "step"),
+            ("cyclic", human(most), human(max(sum(x.values()) for x in received)), max(r["traffic"]["messages"]),
+             milliseconds(time["step"]))]
+    rows += [(o["name"], human(o["memory"]), human(o["received"]), o["messages"], f">= {milliseconds(o['step'])}")
+             for o in r["others"]]
+    lines += columns(rows)
+    lines += [f"  (collectives at {h['collective'] / 1e9:.0f} GB/s beside the passes: lower bounds)"]
+    lines += [""] + [f"warning: {w}" for w in r["warnings"]] if r["warnings"] else []
+    return "\n".join(lines)

@@ -1,0 +1,126 @@
+"""From a model and a ds_config to a plan, made by the engine's own code, with the seconds of its parts."""
+
+import argparse
+import contextlib
+import io
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from deepspeed_cdp import discover
+from deepspeed_cdp.plan import HELD, Plan
+from deepspeed_cdp.runtime import make_plan
+from deepspeed_cdp.simulation.times import Hardware, Times, Work, changed, times
+
+from . import models, settings
+from .output import UserError, positive, rule, size, whole
+
+
+class Prediction(NamedTuple):
+    """What plan and simulate print from.
+
+    Attributes:
+        held: trained parameters that are held; compute: seconds of a step's passes alone, and where that comes from.
+    """
+
+    loaded: models.Loaded
+    config: settings.Config
+    plan: Plan
+    work: list[Work]
+    held: int
+    times: Times
+    hardware: Hardware
+    source: str
+    warnings: list[str]
+
+
+def add_hardware(parser: argparse.ArgumentParser) -> None:
+    """Options for speeds; the defaults are an H100 host's."""
+    h = Hardware()
+    parser.add_argument("--step-ms", type=positive, metavar="MS", help="measured time of a step's passes alone (forward and "
+                        "backward, no communication, no optimizer); default: from operations and --tflops")
+    parser.add_argument("--tflops", type=positive, metavar="T", help=f"what passes reach; default: {h.flops / 1e12:.0f}, 40 %% "
+                        "of an H100's dense bf16")
+    parser.add_argument("--bandwidth", type=positive, metavar="GB/S", help=f"of a hand-off; default: {h.bandwidth / 1e9:.0f}, "
+                        "copy engines over NVLink")
+    parser.add_argument("--latency-us", type=positive, metavar="US", help=f"of a hand-off; default: {h.latency * 1e6:.0f}")
+    parser.add_argument("--memory-bandwidth", type=positive, metavar="GB/S", help=f"of the device; default: {h.memory / 1e9:.0f}")
+    parser.add_argument("--collective-bandwidth", type=positive, metavar="GB/S",
+                        help=f"of an all-gather, for ZeRO-3, FSDP2 and DDP; default: {h.collective / 1e9:.0f}")
+
+
+def hardware_of(args: argparse.Namespace, update_bytes: float | None = None) -> Hardware:
+    """The speeds that the options say."""
+    def scaled(name: str, factor: float) -> float | None:
+        value = getattr(args, name)
+        return None if value is None else value * factor
+
+    return changed(Hardware(), flops=scaled("tflops", 1e12), bandwidth=scaled("bandwidth", 1e9),
+                   latency=scaled("latency_us", 1e-6),
+                   memory=scaled("memory_bandwidth", 1e9), collective=scaled("collective_bandwidth", 1e9),
+                   update_bytes=update_bytes)
+
+
+def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
+    """Options of every command that plans a model."""
+    models.add(parser)
+    if not required:
+        next(a for a in parser._actions if a.dest == "model").required = False
+    parser.add_argument("--ranks", type=whole, required=True, metavar="N", help="ranks of the ring")
+    parser.add_argument("--config", metavar="FILE", help="ds_config.json; default: bf16, AdamW, no clipping")
+    parser.add_argument("--rule", type=rule, help="in the place of cyclic.rule: dp, cdp-v1, cdp-v2 or K")
+    add_hardware(parser)
+    parser.add_argument("--device-memory", type=size, default=size("80GiB"), metavar="SIZE", help="of a rank; default: 80GiB")
+
+
+def predict(args: argparse.Namespace, ranks: int | None = None) -> Prediction:
+    """Plan the model of the options.
+
+    Args:
+        ranks: of one ring; default: ``args.ranks``.
+    Raises:
+        UserError, ValueError: the model or config cannot be planned.
+    """
+    ranks = ranks or args.ranks
+    with contextlib.redirect_stdout(io.StringIO()):
+        config = settings.read(args.config, ranks, args.rule)
+        loaded = models.load(args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence,
+                             args.class_name)
+        trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
+        plan, layouts = make_plan(loaded.module, trained, config.settings, ranks)
+    trace = discover.trace(loaded.module, loaded.example)
+    flops = {} if trace is None else by_path(trace, [path for unit in plan.units for path in unit.modules])
+    traced = any(flops.values())
+    if not traced and args.step_ms is None:
+        raise UserError("the model's forward could not be followed with this batch, so its operations are not known; give a "
+                        "measured time with --step-ms, or a batch that works")
+    hardware = hardware_of(args, settings.UPDATE_BYTES[config.states])
+    work = []
+    for i, unit in enumerate(plan.units):
+        elements = sum(s.shape.numel() for s in layouts[i].trained)
+        every = sum(s.shape.numel() for s in layouts[i].slots)
+        work.append(Work(sum(flops.get(p, 0) for p in unit.modules) if traced else 2.0 * every, elements))
+    held = sum(s.shape.numel() for s in layouts[HELD].trained) if plan.held else 0
+    compute = None if args.step_ms is None else args.step_ms / 1e3
+    given = times(plan, work, hardware, held, compute)
+    total = sum(w.forward for w in work) * 3
+    what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"
+    return Prediction(loaded, config, plan, work, held, given, hardware, what, read_outside(plan, trace))
+
+
+def by_path(trace: discover.Trace, paths: Iterable[str]) -> dict[str, int]:
+    """Operations from the start of each unit's module to the start of the next one's, as ``discover.Unit.flops`` counts them."""
+    called = sorted((p for p in paths if p in trace.before), key=trace.order.__getitem__)
+    ends = [trace.before[p] for p in called[1:]] + [trace.flops.get("", 0)]
+    return {p: end - start for p, start, end in zip(called, [0, *ends], ends)}
+
+
+def read_outside(plan: Plan, trace: discover.Trace | None) -> list[str]:
+    """A warning for each unit one of whose parameters the traced batch reads outside its modules."""
+    found = []
+    for unit in plan.units if trace else ():
+        names = [n for n in (*unit.trainable, *unit.frozen) if n in trace.inside and not trace.inside[n] & {*unit.modules}]
+        if names:
+            found.append(f"parameter {names[0]!r} is read outside unit {unit.name!r}, which the engine finds out only while it "
+                         "trains, since the model carries no example; set its example_input_array, or list cyclic.units without "
+                         f"{unit.name!r}")
+    return found

@@ -1,0 +1,116 @@
+"""What the command line reads of a ds_config.json: the keys that a plan follows from, as the engine takes them."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.config import CYCLIC, CyclicConfig, parse_cyclic
+from deepspeed_cdp.runtime import Settings
+
+from .output import UserError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STATES = {"adam": 2, "adamw": 2, "fusedadam": 2, "lamb": 2, "lion": 1, "muon": 1, "sgd": 1, "adagrad": 1, "rmsprop": 1}
+UPDATE_BYTES = {2: 28, 1: 20, 0: 12}  # per parameter: fp32 master and states read and written, the sum read, the copy written
+
+
+@dataclass(frozen=True)
+class Config:
+    """The parts of a ds_config that matter here.
+
+    Attributes:
+        dtype: of the parameters; settings: the runtime's; micro_batch: samples, None if not given.
+        optimizer: its name; states: fp32 values that it keeps per parameter, masters not counted; offload: to the host.
+        cyclic: the block, with defaults if there is none.
+    """
+
+    dtype: torch.dtype
+    settings: Settings
+    micro_batch: int | None
+    optimizer: str
+    states: int
+    offload: bool
+    cyclic: CyclicConfig
+
+
+def _number(config: dict[str, Any], key: str, default: Any) -> Any:
+    value = config.get(key, default)
+    if value == "auto":
+        return default
+    if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0):
+        raise UserError(f"{key} is {value!r} in the ds_config; allowed is a number; correct it")
+    return value
+
+
+def _block(config: dict[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{key} is {json.dumps(value)} in the ds_config; allowed is a block of settings; write {{...}}")
+    return value or {}
+
+
+def _refuse(config: dict[str, Any]) -> None:
+    """Raises what the engine would say of settings that it refuses, by DeepSpeed's own parser and the package's table."""
+    import deepspeed
+    written = {k: v for k, v in _without_auto(config).items() if k not in ("train_batch_size", "train_micro_batch_size_per_gpu")}
+    block = dict(_block(written, CYCLIC), enabled=True)
+    block.pop("ring_size", None)
+    zero = {"stage": 3, **_block(written, "zero_optimization")}
+    try:
+        deepspeed.DeepSpeedConfig({**written, "train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, CYCLIC: block})
+    except AssertionError as error:
+        raise UserError(f"DeepSpeed refuses the ds_config: {error}") from None
+
+
+def _without_auto(value: Any) -> Any:
+    """Hugging Face fills "auto" in before DeepSpeed sees it."""
+    return {k: _without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, dict) else value
+
+
+def read(path: str | None, ranks: int, rule: str | int | None = None) -> Config:
+    """A ds_config file, or without one: bf16, AdamW, no clipping, everything else default.
+
+    Args:
+        rule: takes the place of ``cyclic.rule``.
+    Raises:
+        UserError, ValueError: it cannot be read, or has a wrong value.
+    """
+    config: Any = {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "optimizer": {"type": "AdamW"}}
+    if path is not None:
+        try:
+            with open(path) as file:
+                config = json.load(file)
+        except OSError as error:
+            raise UserError(f"--config names {path!r}, which cannot be read ({error.strerror}); give a ds_config.json") from None
+        except ValueError as error:
+            raise UserError(f"--config names {path!r}, which is no JSON ({error}); correct it") from None
+        if not isinstance(config, dict):
+            raise UserError(f"--config names {path!r}, which holds no block of settings; give a ds_config.json")
+    _refuse(config)
+    block = dict(_block(config, CYCLIC), enabled=True)
+    if rule is not None:
+        block["rule"] = rule
+    ring = block.get("ring_size", "auto")
+    cyclic = parse_cyclic({CYCLIC: block}, ranks if ring == "auto" or not isinstance(ring, int) else ring)
+    dtype = next((DTYPES[k] for k in ("bf16", "fp16") if _block(config, k).get("enabled") is True), torch.float32)
+    sums = _block(config, "data_types").get("grad_accum_dtype")
+    if sums not in (None, "auto", *DTYPES):
+        raise UserError(f"data_types.grad_accum_dtype is {sums!r} in the ds_config; allowed are {', '.join(DTYPES)}; choose one")
+    optimizer = str(_block(config, "optimizer").get("type", "AdamW"))
+    params = _block(config, "optimizer").get("params") or {}
+    states = STATES.get(optimizer.lower(), 2)
+    if optimizer.lower() == "sgd" and not (isinstance(params, dict) and params.get("momentum")):
+        states = 0
+    zero = _block(config, "zero_optimization")
+    offload = zero.get("offload_optimizer") or {}
+    settings = Settings(cyclic.rule, cyclic.partition_method, cyclic.units,
+                        int(_number(config, "gradient_accumulation_steps", 1) or 1),
+                        float(_number(config, "gradient_clipping", 1.0) or 0.0),  # 1.0 is DeepSpeed's own default
+                        DTYPES.get(sums), cyclic.keep_after_forward, int(cyclic.min_unit_mb * 2 ** 20))
+    micro = _number(config, "train_micro_batch_size_per_gpu", None)
+    if micro is None and (batch := _number(config, "train_batch_size", None)):
+        micro = batch // (ranks * settings.rounds) or None
+    return Config(dtype, settings, None if micro is None else int(micro), optimizer, states,
+                  isinstance(offload, dict) and offload.get("device") == "cpu", cyclic)

@@ -1,0 +1,241 @@
+"""The command line: golden outputs, the shape of --json, and wrong input, which costs one sentence and exit code 2.
+
+``python tests/unit/test_cli.py`` writes the golden files anew.
+"""
+
+import contextlib
+import io
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deepspeed_cdp.cli.main import COMMANDS, main
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
+CASES = {
+    "costs": "costs --ranks 3 --parameters 3GiB --activations 6GiB --boundary 1MiB",
+    "plan_mlp": "plan --model python:cli_models:mlp --ranks 4 --tflops 1 --bandwidth 10",
+    "plan_tied": "plan --model python:cli_models:tied --ranks 2 --rule dp",
+    "simulate_equal": "simulate --ranks 3 --parameters 1e9 --step-ms 100 --units 2 --steps 10 --jitter-ms 10",
+    "simulate_rings": "simulate --ranks 12 --ring-size 4 --parameters 1e9 --step-ms 100 --steps 10",
+    "timeline_v2": "timeline --ranks 3",
+    "timeline_dp": "timeline --ranks 2 --rule dp --steps 1",
+    "memory_mlp": "memory --model python:cli_models:mlp --workers 2,4",
+}
+NUMBER = (int, float)
+SCHEMA = {
+    "costs": {"ok": bool, "ranks": int, "psi_p": NUMBER, "psi_a": NUMBER, "psi_int": NUMBER,
+              "rows": [{"figure": str, "implementation": str, "cyclic": bool, "devices": int, "activations": NUMBER,
+                        "parameters": NUMBER, "volume": NUMBER, "steps": int, "forms": {str: str}}]},
+    "plan": {"ok": bool, "model": {"name": str, "parameters": int, "bytes": int, "dtype": str, "batch": str, "flops": NUMBER},
+             "rule": (str, int), "threshold": int, "ranks": int, "rounds": int,
+             "units": [{"name": str, "stage": int, "bytes": int, "flops": NUMBER}], "held": (dict, type(None)),
+             "stages": [{"stage": int, "owner": int, "units": int, "from": str, "to": str, "parameter_bytes": int, "trained": int,
+                         "flops_fraction": NUMBER, "seconds": NUMBER}],
+             "memory": [{str: int}], "activations": int,
+             "traffic": {"received": [{"F": int, "B": int, "G": int, "O": int}], "messages": [int], "link_busy": NUMBER},
+             "time": {"step": NUMBER, "parts": {str: NUMBER}, "compute_only": NUMBER, "from": str, "of_compute": NUMBER,
+                      "idle": [NUMBER], "offsets": [NUMBER]},
+             "others": [{"name": str, "memory": NUMBER, "received": NUMBER, "messages": int, "step": NUMBER}],
+             "hardware": {str: NUMBER}, "dominates": str, "warnings": [str]},
+    "simulate": {"ok": bool, "ranks": int, "ring_size": int, "rings": int, "threshold": int, "rounds": int, "method": str,
+                 "period": NUMBER, "busy": NUMBER, "pass": NUMBER, "idle": [NUMBER], "offsets": [NUMBER],
+                 "jitter": [dict.fromkeys(("jitter", "period", "longer", "own_delay", "with_barrier"), NUMBER)],
+                 "late_once": [{"late": NUMBER, "others_end_later": NUMBER}], "slack": NUMBER, "source": str,
+                 "exchange": NUMBER, "hardware": {str: NUMBER}},
+    "timeline": {"ok": bool, "ranks": int, "rule": (str, int), "threshold": int, "period": int, "files": [str],
+                 "passes": [{"backward": bool, **dict.fromkeys(("time", "rank", "stage", "step", "round", "version"), int)}]},
+    "memory": {"ok": bool, "model": str, "batch": str, "dtype": str, "device": str, "clock": str, "total": NUMBER, "peak": int,
+               "forward_ends": NUMBER, "workers": [{"workers": int, "together": int, "in_turn": int, "saving": NUMBER}]},
+    "doctor": {"ok": bool, "versions": {str: (str, type(None))}, "registration": {"active": bool, "why": str, "files": [str]},
+               "devices": {"gpus": [str], "peer_access": list, "transport": (str, type(None)), "why": str,
+                           "troubles": {str: str}},
+               "environment": [str], "self_test": type(None), "problems": [str]},
+}
+
+
+def fits(value, shape, where: str = "result") -> None:
+    """Assert that JSON has a shape: types, [of each item], {key: of its value}, {str: of every value}."""
+    if isinstance(shape, list):
+        assert isinstance(value, list), where
+        for i, item in enumerate(value):
+            fits(item, shape[0], f"{where}[{i}]")
+    elif isinstance(shape, dict):
+        assert isinstance(value, dict), where
+        if set(shape) == {str}:
+            for key, item in value.items():
+                fits(item, shape[str], f"{where}.{key}")
+            return
+        assert value.keys() == shape.keys(), f"{where} has {sorted(value)}, not {sorted(shape)}"
+        for key in shape:
+            fits(value[key], shape[key], f"{where}.{key}")
+    else:
+        assert isinstance(value, shape), f"{where} is {value!r}"
+
+
+def output(command: str) -> str:
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        assert main(shlex.split(command)) == 0
+    return text.getvalue()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name):
+    assert output(CASES[name]) == (GOLDEN / f"{name}.txt").read_text()
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if n not in ("plan_tied", "timeline_dp")])
+def test_json_has_its_shape_and_says_the_same_twice(name):
+    first = output(CASES[name] + " --json")
+    assert first.count("\n") == 1
+    fits(json.loads(first), SCHEMA[name.split("_")[0]])
+    assert output(CASES[name] + " --json") == first
+
+
+def test_json_of_the_doctor():
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        code = main(["doctor", "--no-self-test", "--json"])
+    found = json.loads(text.getvalue())
+    fits(found, SCHEMA["doctor"])
+    assert code == (1 if found["problems"] else 0)
+    assert found["registration"]["active"] or found["registration"]["why"] in found["problems"][-1]
+
+
+WRONG = [
+    ("", None), ("nope", "command is 'nope'; allowed are plan,"), ("costs --ranks 0", "'0' is not a whole number of at least 1"),
+    ("costs --ranks", "expected one argument"), ("costs --parameters many", "'many' is no size"), ("costs --nope", "--nope"),
+    ("plan --ranks 2", "--model"), ("plan --model python:cli_models:mlp", "--ranks"),
+    ("plan --model x --ranks 2", "--model is 'x'; allowed are hf:PATH"),
+    ("plan --model hf:/nowhere --ranks 2", "which does not exist"),
+    ("plan --model python:no_such_module:f --ranks 2", "cannot be imported"),
+    ("plan --model python:cli_models:nope --ranks 2", "has no function 'nope'"),
+    ("plan --model python:cli_models:not_a_module --ranks 2", "returned int"),
+    ("plan --model python:cli_models:fails --ranks 2", "fails with RuntimeError: no such layer"),
+    ("plan --model python:cli_models:without_batch --ranks 2", "return (module, batch)"),
+    ("plan --model python:cli_models:branching --ranks 2", "give a measured time with --step-ms"),
+    ("plan --model python:cli_models:mlp --ranks 99", "units for 99 ranks"),
+    ("plan --model python:cli_models:mlp --ranks 2 --rule 7", "cyclic.rule is 7"),
+    ("plan --model python:cli_models:mlp --ranks 2 --rule fast", "cyclic.rule is 'fast'"),
+    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/none.json", "cannot be read"),
+    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/text.json", "which is no JSON"),
+    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/list.json", "holds no block of settings"),
+    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/key.json", "cyclic.rul"),
+    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/refused.json", "offload_param"),
+    ("plan --model python:cli_models:mlp --ranks 2 --step-ms -1", "'-1' is not a number"),
+    ("plan --model hf:{bad}/text.json --ranks 2", "is no Hugging Face config"),
+    ("simulate --ranks 4", "--parameters and --step-ms must say"),
+    ("simulate --ranks 6 --ring-size 4 --parameters 1 --step-ms 1", "does not divide"),
+    ("simulate --ranks 4 --parameters 1e9 --step-ms 1 --jitter-ms 1,x", "'x' is not a number"),
+    ("simulate --ranks 8 --ring-size 4 --parameters 1e9 --step-ms 1 --method events", "simulates one ring"),
+    ("simulate --ranks 999 --parameters 1e9 --step-ms 1 --method events", "use waves"),
+    ("timeline", "give either --ranks"), ("timeline --ranks 2 --from x", "give either --ranks"),
+    ("timeline --ranks 2 --out a.gif", "whose ending is unknown"), ("timeline --ranks 9999", "too large to look at"),
+    ("timeline --from {bad}/none.json", "cannot be read"), ("timeline --from {bad}/list.json", "is no recording"),
+    ("memory --model python:cli_models:mlp --workers 0", "'0' is not a whole number"),
+    ("memory --model python:cli_models:branching", "give a batch that works"),
+    ("memory --model python:cli_models:mlp --clock seconds", "clock is 'seconds'"),
+    ("memory --model python:cli_models:mlp --device nowhere", "which cannot be used"),
+    ("doctor --seconds 0", "'0' is not a number above 0"),
+]
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "text.json").write_text("not { json")
+    (folder / "list.json").write_text("[1]")
+    (folder / "key.json").write_text('{"cyclic": {"enabled": true, "rul": "dp"}}')
+    (folder / "refused.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
+    return folder
+
+
+@pytest.mark.parametrize("command, fragment", WRONG, ids=[c or "nothing" for c, _ in WRONG])
+def test_wrong_input_costs_a_sentence(command, fragment, bad, capsys):
+    argv = shlex.split(command.replace("{bad}", str(bad)))
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    if fragment is None:
+        assert out.startswith("usage:")
+        return
+    assert out == "" and err.count("\n") == 1 and err.startswith("error: ") and fragment in err
+    assert main([*argv, "--json"]) == 2
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["ok"] is False and fragment in found["error"] and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    out = capsys.readouterr().out
+    assert f"deepspeed-cdp {name}" in out
+    if name != "convert":
+        assert "--json" in out
+
+
+def test_usage_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in COMMANDS)
+
+
+def test_convert_is_the_old_command_too(capsys, tmp_path):
+    assert main(["convert", "check", str(tmp_path / "none")]) == 1
+    assert "is not a folder" in capsys.readouterr().err
+    done = subprocess.run([sys.executable, "-m", "deepspeed_cdp.convert", "check", str(tmp_path / "none")], capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == 1 and "is not a folder" in done.stderr
+
+
+def test_costs_and_schedules_need_no_torch():
+    code = ("import sys; from deepspeed_cdp.cli.main import main; main(['costs']); main(['timeline', '--ranks', '2']); "
+            "sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed', 'matplotlib')))")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+
+
+def test_a_closed_pipe_is_no_error():
+    done = subprocess.run(f"{sys.executable} -m deepspeed_cdp.cli.main timeline --ranks 9 --json | head -c 10", shell=True,
+                          capture_output=True, text=True, timeout=120)
+    assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
+
+
+def test_warnings_say_what_to_do():
+    found = json.loads(output("plan --model python:cli_models:lopsided --ranks 2 --device-memory 1KB --bandwidth 0.001 --json"))
+    text = "\n".join(found["warnings"])
+    for part in ("times the mean stage's bytes", "set cyclic.partition_method to 'parameters'", "use more ranks", "the link"):
+        assert part in text
+    secret = json.loads(output("plan --model python:cli_models:tied_in_secret --ranks 2 --json"))
+    assert any("'embedding.weight' is read outside unit 'embedding'" in w for w in secret["warnings"]) and secret["held"] is None
+    tied = json.loads(output("plan --model python:cli_models:tied --ranks 2 --json"))
+    assert any("held parameters (embedding.weight)" in w and "untie" in w for w in tied["warnings"])
+    alone = json.loads(output("plan --model python:cli_models:mlp --ranks 8 --json"))
+    assert any("single unit" in w for w in alone["warnings"])
+    quiet = json.loads(output("plan --model python:cli_models:mlp --ranks 4 --json"))
+    assert not any("times the mean" in w or "held" in w for w in quiet["warnings"])
+
+
+def test_pictures_are_written(tmp_path):
+    files = [str(tmp_path / f"x{s}") for s in (".png", ".svg", ".json", ".txt")]
+    found = json.loads(output(f"timeline --ranks 3 --out {' '.join(files)} --json"))
+    assert found["files"] == files
+    assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (tmp_path / "x.svg").read_text()
+    events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == 2 * 3 * 6
+    made = json.loads(output(f"memory --model python:cli_models:mlp --workers 2 --out {tmp_path / 'm.png'} --json"))["files"]
+    assert [Path(f).suffix for f in made] == [".png", ".svg", ".csv"] and all(Path(f).stat().st_size for f in made)
+    assert (tmp_path / "m.csv").read_text().startswith("fraction,live_bytes\n0.000000,")
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    GOLDEN.mkdir(parents=True, exist_ok=True)
+    for case, line in CASES.items():
+        (GOLDEN / f"{case}.txt").write_text(output(line))

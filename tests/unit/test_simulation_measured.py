@@ -1,0 +1,55 @@
+"""The simulation against recorded GPU runs (benchmarks/predict.py): within 10 percent, or the reason why not.
+
+Not predicted, and said so in docs/cli.md:
+
+- micro-batch 1, where the host is the limit: it enqueues hand-offs slower than the GPU works, which the simulation does not
+  know. It is 16 to 42 percent too fast there, and the test holds it to being too fast;
+- 8B, which has no compute-only row: from operations at 40 percent of the peak, the default, it is 16 percent too slow;
+- the first run's ``cdp-v1``, which came after another engine's leftovers in the same process (that run's README).
+"""
+
+import statistics
+
+import pytest
+
+pytest.importorskip("transformers")
+from benchmarks.predict import predicted, recorded  # noqa: E402
+
+ROWS = recorded()
+SOUND = [row for row in ROWS if row.setting["micro_batch"] != "1"]
+HOST_BOUND = [row for row in ROWS if row.setting["micro_batch"] == "1" and row.compute is not None]
+WITHOUT_COMPUTE = [row for row in ROWS if row.compute is None]
+
+
+def name(row) -> str:
+    return f"{row.run}: {row.name}"
+
+
+def test_the_rows_are_there():
+    assert len(SOUND) >= 7 and len(HOST_BOUND) >= 2 and len(WITHOUT_COMPUTE) >= 1
+    assert {row.setting["ranks"] for row in SOUND} >= {"2", "4"}
+    assert any(float(row.setting["jitter_ms"]) for row in SOUND)
+
+
+@pytest.mark.parametrize("row", SOUND, ids=name)
+def test_within_ten_percent(row):
+    assert row.compute is not None
+    assert predicted(row) == pytest.approx(row.measured, rel=0.10)
+
+
+def test_better_than_compute_alone():
+    """The simulation must earn its keep: its mean error is well below that of saying "as long as the passes"."""
+    def errors(guess):
+        return statistics.mean(abs(guess(row) / row.measured - 1) for row in SOUND)
+
+    assert errors(predicted) < 0.5 * errors(lambda row: row.compute)
+
+
+@pytest.mark.parametrize("row", HOST_BOUND, ids=name)
+def test_where_the_host_is_the_limit_it_is_too_fast(row):
+    assert row.compute < predicted(row) < 0.9 * row.measured
+
+
+@pytest.mark.parametrize("row", WITHOUT_COMPUTE, ids=name)
+def test_without_a_compute_row_operations_come_within_a_fifth(row):
+    assert predicted(row) == pytest.approx(row.measured, rel=0.20)
