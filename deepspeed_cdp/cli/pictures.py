@@ -42,6 +42,7 @@ def draw(bars: Sequence[Bar], ranks: int, paths: Sequence[str], title: str, axis
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
         from matplotlib.patches import Patch
+        from matplotlib.ticker import MaxNLocator
     except ImportError:
         raise UserError("pictures need matplotlib; install it, or write text or .json") from None
     with plt.rc_context({"font.size": 9, "svg.hashsalt": "deepspeed-cdp", "axes.spines.top": False, "axes.spines.right": False}):
@@ -68,13 +69,15 @@ def draw(bars: Sequence[Bar], ranks: int, paths: Sequence[str], title: str, axis
         axes.set(ylim=(ranks - 0.5, -0.5), xlim=(low, high), xlabel=axis, title=title)
         axes.set_yticks(range(ranks), [f"rank {r}" for r in range(ranks)])
         axes.tick_params(axis="y", length=0)
+        if axis == "logical time":
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         handles = [Patch(color=COLOURS[s % len(COLOURS)], label=f"stage {s}") for s in stages[:len(COLOURS)]]
         handles += [Patch(color="#777777", alpha=0.55, label="forward"), Patch(color="#777777", label="backward")]
         if labels and any(b.stale for b in bars):
             handles.append(Patch(facecolor="#bbbbbb", hatch="////", edgecolor="white", label="one update behind"))
         if waits:
             handles.append(Patch(color="#cccccc", label="waits"))
-        figure.legend(handles=handles, ncols=min(len(handles), max(4, int(width))), frameon=False, fontsize=8,
+        figure.legend(handles=handles, ncols=min(len(handles), int(width * 0.86)), frameon=False, fontsize=8,
                       loc="outside lower center")
         for path in paths:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
