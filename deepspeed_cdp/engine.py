@@ -246,7 +246,7 @@ class CyclicEngine(DeepSpeedEngine):
         try:
             yield
         finally:
-            trace.write(trace.file_of(path, self._runtime.handoff.rank), recorder.stop())
+            trace.write(trace.file_of(path, recorder.rank), recorder.stop())
 
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:

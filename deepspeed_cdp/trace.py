@@ -11,7 +11,6 @@ GPU's events are placed by one event that the host recorded, with the device idl
 
 import json
 import os
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,21 +19,13 @@ import torch
 
 from .handoff import Handoff
 from .plan import HELD, Action
+from .transport.choose import host
 
 RECEIVES = ("READ", "SUM", "SUM_HELD")
 SENDS = ("RELAY", "PASS", "PASS_HELD", "OFFER")
 OWNER = ("NORM", "UPDATE")
 BEGINS = ("READ", "RELAY", "SUM")
 TRACKS = {"passes": 0, "waits": 1, "owner": 2}
-
-
-def host() -> str:
-    """Names this boot of this machine."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as boot:
-            return boot.read().strip()
-    except OSError:
-        return socket.gethostname()
 
 
 class Recorder:
@@ -47,6 +38,8 @@ class Recorder:
 
     def __init__(self, handoff: Handoff, device: torch.device):
         self.handoff, self.cuda = handoff, device.type == "cuda"
+        self.rank = handoff.transport.label  # in the world, where there are several rings
+        self._base = self.rank - handoff.rank
         self._slices: list[tuple[str, str, Any, Any, dict[str, Any]]] = []  # track, name, begin, end, what
         self._messages: list[tuple[str, Any, dict[str, Any]]] = []  # "send" or "receive", when, what
         self._begun: dict[tuple[int, int, bool], Any] = {}
@@ -71,7 +64,8 @@ class Recorder:
         own = a.kind in ("NORM", "UPDATE", "TOTAL")
         unit = None if own else h.plan.unit(a.unit)
         return {"step": h.global_step, "round": a.round, "unit": None if own else a.unit,
-                "stage": h.schedule.owned(h.rank) if unit is None else unit.stage, "backward": a.backward, "peer": a.peer,
+                "stage": h.schedule.owned(h.rank) if unit is None else unit.stage, "backward": a.backward,
+                "peer": None if a.peer is None else self._base + a.peer,
                 "stream": a.stream, "bytes": a.nbytes, "version": h.global_step + a.version,
                 "name": a.kind.lower() if unit is None else unit.name or "held parameters"}
 
@@ -116,15 +110,17 @@ class Recorder:
         if self.cuda:
             torch.cuda.synchronize(self._device)
         h = self.handoff
-        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": h.rank, "args": {"name": f"rank {h.rank}"}}]
-        events += [{"ph": "M", "name": "thread_name", "pid": h.rank, "tid": tid, "args": {"name": track}}
+        pid = self.rank
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}]
+        events += [{"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}}
                    for track, tid in TRACKS.items()]
         for track, name, begin, end, what in self._slices:
             a, b = self._at(begin), self._at(end)
-            events.append({"ph": "X", "name": name, "cat": track, "pid": h.rank, "tid": TRACKS[track], "ts": a,
+            events.append({"ph": "X", "name": name, "cat": track, "pid": pid, "tid": TRACKS[track], "ts": a,
                            "dur": max(b - a, 0.0), "args": what})
         messages = [{"side": side, "ts": self._at(when), **what} for side, when, what in self._messages]
-        about = {"rank": h.rank, "ranks": h.schedule.ranks, "threshold": h.schedule.threshold, "rounds": h.schedule.rounds,
+        about = {"rank": pid, "ranks": h.schedule.ranks * h.plan.rings, "threshold": h.schedule.threshold,
+                 "rounds": h.schedule.rounds,
                  "host": host(), "monotonic_us": self._start / 1e3, "wall_us": self._wall / 1e3,
                  "clock": "cuda events" if self.cuda else "perf_counter", "messages": messages}
         return {"traceEvents": events, "displayTimeUnit": "ms", "deepspeed_cdp": about}

@@ -6,11 +6,13 @@ from typing import Any
 from deepspeed_cdp.activations import track
 from deepspeed_cdp.plan import HELD, Plan
 from deepspeed_cdp.program import build
+from deepspeed_cdp.rings import across_bytes
+from deepspeed_cdp.simulation import waves
 from deepspeed_cdp.simulation.events import simulate
 from deepspeed_cdp.simulation.rivals import rivals
 
 from . import prediction
-from .output import columns, human, milliseconds, show
+from .output import UserError, columns, human, milliseconds, show
 from .prediction import Prediction, predict
 
 
@@ -46,7 +48,13 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
     memory = _memory(p, stages, activations)
     received = [plan.received_bytes(r) for r in range(s.ranks)]
     received_messages = [messages(plan, r) for r in range(s.ranks)]
-    run = simulate(plan, p.times, steps=10, clipped=p.config.settings.clip > 0)
+    clipped = p.config.settings.clip > 0
+    if plan.rings == 1:
+        run: Any = simulate(plan, p.times, steps=10, clipped=clipped)
+    elif s.rounds == 1:
+        run = waves.simulate(s, waves.of_plan(plan, p.times), 16, plan.rings, p.exchange(), clipped=clipped)
+    else:
+        raise UserError("gradient accumulation on several rings cannot be simulated; plan one ring, or accumulate 1")
     period = run.period()
     psi = sum(u.p_bytes for u in plan.units) + (plan.held.p_bytes if plan.held else 0)
     sent = max(sum(x.values()) for x in received)
@@ -55,13 +63,16 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
     held = plan.held.p_bytes if plan.held else 0
     sizes = [u.p_bytes for u in plan.units]
     others = rivals([*p.work, *([type(p.work[0])(0.0, p.held)] if held else [])], sizes + ([held] if held else []),
-                    [u.g_bytes for u in plan.units] + ([plan.held.g_bytes] if plan.held else []), s.ranks, p.hardware,
+                    [u.g_bytes for u in plan.units] + ([plan.held.g_bytes] if plan.held else []),
+                    s.ranks * plan.rings, p.hardware,
                     p.times.compute, s.rounds, 4 + 4 * p.config.states)
     result = {
         "model": {"name": p.loaded.name, "parameters": sum(x.numel() for x in p.loaded.module.parameters()), "bytes": psi,
                   "dtype": str(p.config.dtype).removeprefix("torch."), "batch": p.loaded.batch,
                   "flops": 3 * sum(w.forward for w in p.work)},
         "rule": p.config.settings.rule, "threshold": s.threshold, "ranks": s.ranks, "rounds": s.rounds,
+        "rings": plan.rings, "across": [across_bytes(plan, r, plan.rings // 2) for r in range(s.ranks)],
+        "exchange": max(p.exchange()) if plan.rings > 1 else 0.0,
         "units": [{"name": u.name, "stage": u.stage, "bytes": u.p_bytes, "flops": w.forward} for u, w in zip(plan.units, p.work)],
         "held": None if plan.held is None else {"bytes": held, "names": [*plan.held.trainable, *plan.held.frozen]},
         "stages": stages, "memory": memory, "activations": activations,
@@ -141,6 +152,9 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
     if most > device_memory:
         found.append(f"a rank needs {human(most)} of {human(device_memory)}; use more ranks, a smaller micro-batch, activation "
                      "checkpointing, or offload_optimizer")
+    if r["rings"] > 1 and r["exchange"] > 0.05 * r["time"]["step"] and r["threshold"] == n - 1:
+        found.append(f"the last rank of each ring waits up to {milliseconds(r['exchange'])} a step for stage 0's sums to come "
+                     f"along {r['rings']} rings and back; use larger rings, finer units, or cyclic.rule 'cdp-v1', which hides it")
     if r["threshold"] < n - 1:
         found.append(f"rule {r['rule']} (K = {r['threshold']}) stalls in every step, since it reads versions before they exist; "
                      "use cdp-v2 if a delay of one update is allowed")
@@ -151,9 +165,11 @@ def text(r: dict[str, Any]) -> str:
     """For people."""
     m, time, h = r["model"], r["time"], r["hardware"]
     held = f" and {human(r['held']['bytes'])} held" if r["held"] else ""
+    rings = f" in each of {r['rings']} rings" if r["rings"] > 1 else ""
     lines = [f"{m['name']}: {m['parameters']:,} parameters, {human(m['bytes'])} in {m['dtype']}, {len(r['units'])} units{held}; "
              f"micro-batch {m['batch']}",
-             f"{r['ranks']} ranks, rule {r['rule']} (K = {r['threshold']}), {r['rounds']} micro-batch(es) per rank and step", ""]
+             f"{r['ranks']} ranks{rings}, rule {r['rule']} (K = {r['threshold']}), {r['rounds']} micro-batch(es) per rank and "
+             "step", ""]
     rows: list[tuple] = [("stage", "owner", "units", "parameters", "of FLOPs", "passes", "from", "to")]
     rows += [(x["stage"], f"rank {x['owner']}", x["units"], human(x["parameter_bytes"]), f"{100 * x['flops_fraction']:.1f} %",
               milliseconds(x["seconds"]), x["from"], x["to"]) for x in r["stages"]]
@@ -165,7 +181,9 @@ def text(r: dict[str, Any]) -> str:
     lines += ["", f"received per rank and step: {human(sum(mean.values()))} ("
               + ", ".join(f"{k} {human(v)}" for k, v in mean.items())
               + f"; F, B parameters, G running sums, O finished ones) in up to {max(r['traffic']['messages'])} messages; "
-              f"the link is busy {100 * r['traffic']['link_busy']:.0f} % of a step", "",
+              f"the link is busy {100 * r['traffic']['link_busy']:.0f} % of a step",
+              *([f"from other rings: up to {human(max(r['across']))} more; a unit's sums take {milliseconds(r['exchange'])} "
+                 "along all rings and back"] if r["rings"] > 1 else []), "",
               f"predicted step: {milliseconds(time['step'])}, {time['of_compute']:.3f} of compute-only speed; beyond the passes, "
               f"{r['dominates']} is most"]
     rows = [(k, milliseconds(v), f"{100 * v / time['step']:.1f} %") for k, v in time["parts"].items()]

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from deepspeed_cdp import discover
 from deepspeed_cdp.plan import HELD, Plan
 from deepspeed_cdp.runtime import make_plan
+from deepspeed_cdp.simulation import waves
 from deepspeed_cdp.simulation.times import Hardware, Times, Work, changed, times
 
 from . import models, settings
@@ -31,6 +32,14 @@ class Prediction(NamedTuple):
     hardware: Hardware
     source: str
     warnings: list[str]
+    ring_bandwidth: float
+
+    def exchange(self) -> list[float]:
+        """Seconds per stage until a unit of it has been along the owners of all rings and back."""
+        stages = range(self.plan.schedule.ranks)
+        sums = [sum(self.plan.unit(i).g_bytes for i in self.plan.members(s)) for s in stages]
+        units = len(self.plan.units) / len(stages)
+        return [waves.chain(self.plan.rings, b, units, self.ring_bandwidth, self.hardware.latency) for b in sums]
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -65,28 +74,30 @@ def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
     models.add(parser)
     if not required:
         next(a for a in parser._actions if a.dest == "model").required = False
-    parser.add_argument("--ranks", type=whole, required=True, metavar="N", help="ranks of the ring")
+    parser.add_argument("--ranks", type=whole, required=True, metavar="N", help="ranks of all rings")
+    parser.add_argument("--ring-size", type=whole, metavar="R", help="ranks per ring, in the place of cyclic.ring_size; default: "
+                        "all ranks are one ring")
+    parser.add_argument("--ring-bandwidth", type=positive, default=50.0, metavar="GB/S", help="between the owners of a stage in "
+                        "different rings; default: 50, a network card of 400 Gbit/s")
     parser.add_argument("--config", metavar="FILE", help="ds_config.json; default: bf16, AdamW, no clipping")
     parser.add_argument("--rule", type=rule, help="in the place of cyclic.rule: dp, cdp-v1, cdp-v2 or K")
     add_hardware(parser)
     parser.add_argument("--device-memory", type=size, default=size("80GiB"), metavar="SIZE", help="of a rank; default: 80GiB")
 
 
-def predict(args: argparse.Namespace, ranks: int | None = None) -> Prediction:
+def predict(args: argparse.Namespace) -> Prediction:
     """Plan the model of the options.
 
-    Args:
-        ranks: of one ring; default: ``args.ranks``.
     Raises:
         UserError, ValueError: the model or config cannot be planned.
     """
-    ranks = ranks or args.ranks
     with contextlib.redirect_stdout(io.StringIO()):
-        config = settings.read(args.config, ranks, args.rule)
+        config = settings.read(args.config, args.ranks, args.rule, args.ring_size)
+        ranks = args.ranks if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
         loaded = models.load(args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence,
                              args.class_name)
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
-        plan, layouts = make_plan(loaded.module, trained, config.settings, ranks)
+        plan, layouts = make_plan(loaded.module, trained, config.settings, ranks, args.ranks // ranks)
     trace = discover.trace(loaded.module, loaded.example)
     flops = {} if trace is None else by_path(trace, [path for unit in plan.units for path in unit.modules])
     traced = any(flops.values())
@@ -104,7 +115,8 @@ def predict(args: argparse.Namespace, ranks: int | None = None) -> Prediction:
     given = times(plan, work, hardware, held, compute)
     total = sum(w.forward for w in work) * 3
     what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"
-    return Prediction(loaded, config, plan, work, held, given, hardware, what, read_outside(plan, trace))
+    return Prediction(loaded, config, plan, work, held, given, hardware, what, read_outside(plan, trace),
+                      args.ring_bandwidth * 1e9)
 
 
 def by_path(trace: discover.Trace, paths: Iterable[str]) -> dict[str, int]:

@@ -69,11 +69,11 @@ def _without_auto(value: Any) -> Any:
     return {k: _without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, dict) else value
 
 
-def read(path: str | None, ranks: int, rule: str | int | None = None) -> Config:
+def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size: int | None = None) -> Config:
     """A ds_config file, or without one: bf16, AdamW, no clipping, everything else default.
 
     Args:
-        rule: takes the place of ``cyclic.rule``.
+        ranks: of all rings; rule, ring_size: take the place of the cyclic block's.
     Raises:
         UserError, ValueError: it cannot be read, or has a wrong value.
     """
@@ -92,8 +92,9 @@ def read(path: str | None, ranks: int, rule: str | int | None = None) -> Config:
     block = dict(_block(config, CYCLIC), enabled=True)
     if rule is not None:
         block["rule"] = rule
-    ring = block.get("ring_size", "auto")
-    cyclic = parse_cyclic({CYCLIC: block}, ranks if ring == "auto" or not isinstance(ring, int) else ring)
+    if ring_size is not None:
+        block["ring_size"] = ring_size
+    cyclic = parse_cyclic({CYCLIC: block}, ranks)
     dtype = next((DTYPES[k] for k in ("bf16", "fp16") if _block(config, k).get("enabled") is True), torch.float32)
     sums = _block(config, "data_types").get("grad_accum_dtype")
     if sums not in (None, "auto", *DTYPES):

@@ -27,10 +27,6 @@ def add(parser: argparse.ArgumentParser) -> None:
                         "stages (1.35e9); --step-ms gives its time")
     parser.add_argument("--bytes-per-parameter", type=positive, default=2.0, help="without a model; default: 2")
     parser.add_argument("--units", type=whole, default=4, help="without a model: units per stage; default: 4")
-    parser.add_argument("--ring-size", type=whole, metavar="R", help="ranks per ring: --ranks is then several rings; default: "
-                        "--ranks")
-    parser.add_argument("--ring-bandwidth", type=positive, default=50.0, metavar="GB/S", help="between the owners of a stage in "
-                        "different rings; default: 50, a network card of 400 Gbit/s")
     parser.add_argument("--jitter-ms", type=several(at_least(0)), default=None, metavar="MS,...", help="each rank begins each "
                         "step late by a time between 0 and this, uniform; default: 5, 10 and 20 %% of a step")
     parser.add_argument("--steps", type=at_least(4, True), default=None, help=f"steps to simulate; default: {STEPS}, fewer for "
@@ -47,10 +43,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--ring-size is {ring}, which does not divide --ranks {args.ranks}; choose a divisor")
     rings = args.ranks // ring
     if args.model:
-        p = prediction.predict(args, ring)
+        p = prediction.predict(args)
         plan, given, hardware, clipped = p.plan, p.times, p.hardware, p.config.settings.clip > 0
         schedule, stages, source = plan.schedule, waves.of_plan(plan, given), f"{p.loaded.name}, passes {p.source}"
-        stage_bytes = [sum(plan.unit(i).g_bytes for i in plan.members(s)) for s in range(ring)]
+        ring, rings, exchange = schedule.ranks, plan.rings, p.exchange()
         visits = 2 * len(plan.units) * ring * schedule.rounds
     else:
         if args.step_ms is None or args.parameters is None:
@@ -59,12 +55,12 @@ def run(args: argparse.Namespace) -> int:
         schedule = Schedule(ring, threshold(args.rule if args.rule is not None else "cdp-v2", ring))
         nbytes = args.parameters * args.bytes_per_parameter
         stages = waves.equal(ring, args.step_ms / 1e3, args.parameters, nbytes, hardware, args.units)
-        stage_bytes, visits = [nbytes / ring] * ring, 2 * args.units * ring * ring
+        exchange = [waves.chain(rings, nbytes / ring, args.units, args.ring_bandwidth * 1e9, hardware.latency)] * ring
+        visits = 2 * args.units * ring * ring
         plan, given = _equal_plan(args, schedule, hardware) if _exact(args.method, visits, rings, schedule) else (None, None)
         source = f"{args.parameters:.3g} parameters in {ring} equal stages of {args.units} units"
     exact = _exact(args.method, visits, rings, schedule)
     steps = args.steps or (STEPS if ring <= 512 else 4)
-    exchange = [waves.chain(rings, b, stages.units, args.ring_bandwidth * 1e9, hardware.latency) for b in stage_bytes]
 
     @cache
     def go(jitter: float = 0.0, late: float = 0.0, steps: int = steps) -> Any:

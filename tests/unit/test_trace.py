@@ -12,6 +12,7 @@ from deepspeed_cdp import trace
 from deepspeed_cdp.cli.main import main
 from deepspeed_cdp.cli.plan import messages
 from deepspeed_cdp.cli.timeline import pairs, read
+from deepspeed_cdp.rings import RingView
 from deepspeed_cdp.runtime import Runtime, Settings
 
 STEPS = 4
@@ -21,12 +22,14 @@ def sgd(named):
     return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
-def record(kind: str, ranks: int, settings: Settings, device: str = "cpu") -> tuple[list[dict], list[Runtime], list[dict]]:
+def record(kind: str, ranks: int, settings: Settings, device: str = "cpu",
+           ring_size: int | None = None) -> tuple[list[dict], list[Runtime], list[dict]]:
     """Traces of STEPS steps after a first one, the runtimes, and what each rank ended with."""
     built = [models.build(kind) for _ in range(ranks)]
 
     def work(rank, transport):
         module = built[rank]
+        transport = RingView(transport, ring_size) if ring_size else transport
         runtime = Runtime(module, sgd(list(module.named_parameters())), settings, transport, torch.device("cpu"))
         recorder = None
         for step in range(1 + STEPS):
@@ -45,7 +48,7 @@ def record(kind: str, ranks: int, settings: Settings, device: str = "cpu") -> tu
         return found, runtime, state, received
 
     results = run_ranks(ranks, work)
-    for rank, (_, runtime, _, received) in enumerate(results):
+    for rank, (_, runtime, _, received) in enumerate(results if ring_size is None else ()):
         assert received == messages(runtime.plan, rank)  # what ``plan`` prints is what the transport counts
     return [r[0] for r in results], [r[1] for r in results], [r[2] for r in results]
 
@@ -96,6 +99,15 @@ def test_merged_files_are_on_one_axis_and_hand_offs_go_forward(tmp_path, capsys)
     assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["timeline", "--from", *files[:2]]) == 2
     assert "of ranks [0, 1], but the run had 3 ranks" in capsys.readouterr().err
+
+
+def test_rings_have_the_worlds_numbers(tmp_path):
+    traces, *_ = record("mlp", 4, Settings(), ring_size=2)
+    files = [str(tmp_path / f"{r}.json") for r in range(4)]
+    for path, found in zip(files, traces):
+        trace.write(path, found)
+    assert [x["deepspeed_cdp"]["rank"] for x in traces] == [0, 1, 2, 3]
+    assert {(src // 2, dst // 2) for _, src, _, dst in pairs(read(files))} == {(0, 0), (1, 1)}  # hand-offs stay in their ring
 
 
 def test_other_hosts_are_placed_by_their_wall_clocks(tmp_path):
