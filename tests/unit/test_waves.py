@@ -82,6 +82,15 @@ def test_one_late_rank_is_felt_less_the_more_slack_there_is():
     assert felt(1.0) > 0.5
 
 
+def test_nobody_runs_further_ahead_than_the_next_ranks_buffers_reach():
+    stages = waves.equal(16, 0.2, 1e9, 2e9, Hardware())
+    late, position = 0.5, 0.2 / 32
+    calm = waves.simulate(Schedule(16, 31), stages, 12)
+    stuck = waves.simulate(Schedule(16, 31), stages, 12, late=(8, 6, late))
+    # rank 7 has all it needs to end step 6, but rank 8 has no room for what it would hand on
+    assert float(stuck.ends[6, 0, 7] - calm.ends[6, 0, 7]) > late - 8 * position
+
+
 def test_large_rings_take_seconds():
     began = time.process_time()
     wave = waves.simulate(Schedule(1024, 1023), waves.equal(1024, 2.0, 7e10, 1.4e11, Hardware()), 4)
