@@ -108,13 +108,15 @@ def test_install_activates_and_uninstall_removes(environment, source, tmp_path, 
     assert PTH in environment.traces()
     assert (environment.site / PTH).read_text() == (source / PTH).read_text()
     assert environment.probe() == ACTIVE
+    command = Path(environment.python).with_name("deepspeed-cdp")
+    assert environment.run(str(command), "costs", "--json").startswith('{"ok": true')
     if way == "editable":
         assert not (environment.site / "deepspeed_cdp").exists()
         where = environment.run("-c", "import deepspeed_cdp; print(deepspeed_cdp.__file__)")
         assert str(source) in where
         assert environment.probe(DEEPSPEED_CDP_AUTOLOAD="0") == INACTIVE
     environment.pip("uninstall", "--yes", "deepspeed-cdp")
-    assert environment.traces() == set()
+    assert environment.traces() == set() and not command.exists()
 
 
 def hand_installed(environment: Environment) -> None:
