@@ -2,9 +2,9 @@
 
 Not predicted, and said so in docs/cli.md:
 
-- micro-batch 1, where the host is the limit: it enqueues hand-offs slower than the GPU works, which the simulation does not
-  know. It is 16 to 42 percent too fast there, and the test holds it to being too fast;
-- 8B, which has no compute-only row: from operations at 40 percent of the peak, the default, it is 16 percent too slow;
+- 1.35B at micro-batch 1, where the host is the limit: it enqueues hand-offs slower than the GPU works, which the simulation does
+  not know. It is 15 to 53 percent too fast there, and the test holds it to being too fast;
+- 8B, which has no compute-only row: from operations at 40 percent of the peak, the default, it is 4 and 16 percent too slow;
 - the first run's ``cdp-v1``, which came after another engine's leftovers in the same process (that run's README).
 """
 
@@ -17,8 +17,8 @@ from benchmarks.predict import predicted, recorded  # noqa: E402
 
 ROWS = recorded()
 SOUND = [row for row in ROWS if row.setting["micro_batch"] != "1"]
-HOST_BOUND = [row for row in ROWS if row.setting["micro_batch"] == "1" and row.compute is not None]
-WITHOUT_COMPUTE = [row for row in ROWS if row.compute is None]
+HOST_BOUND = [row for row in ROWS if row.setting["micro_batch"] == "1" and row.setting["model"] == "llama-1.3b"]
+WITHOUT_COMPUTE = [row for row in ROWS if row.setting["model"] == "llama-8b" and row.compute is None]
 
 
 def name(row) -> str:
@@ -26,7 +26,7 @@ def name(row) -> str:
 
 
 def test_the_rows_are_there():
-    assert len(SOUND) >= 7 and len(HOST_BOUND) >= 2 and len(WITHOUT_COMPUTE) >= 1
+    assert len(SOUND) >= 11 and len(HOST_BOUND) >= 2 and len(WITHOUT_COMPUTE) >= 1
     assert {row.setting["ranks"] for row in SOUND} >= {"2", "4"}
     assert any(float(row.setting["jitter_ms"]) for row in SOUND)
 
@@ -47,7 +47,7 @@ def test_better_than_compute_alone():
 
 @pytest.mark.parametrize("row", HOST_BOUND, ids=name)
 def test_where_the_host_is_the_limit_it_is_too_fast(row):
-    assert row.compute < predicted(row) < 0.9 * row.measured
+    assert (row.compute or 0) < predicted(row) < 0.9 * row.measured
 
 
 @pytest.mark.parametrize("row", WITHOUT_COMPUTE, ids=name)
