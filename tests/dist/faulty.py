@@ -15,8 +15,8 @@ from engine_work import Job, pack, start, train, whole
 
 from deepspeed_cdp import checkpoint
 
-SECONDS = 3.0  # cyclic.timeout_seconds
-SLACK = 6.0  # closing, on two shared cores
+SECONDS = 4.0  # cyclic.timeout_seconds
+SLACK = 8.0  # closing, on two shared cores
 SAVED, BEGIN, END = 2, 4, 6  # steps: when the checkpoint is written, when the fault comes, when a calm run ends
 
 
