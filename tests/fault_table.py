@@ -20,7 +20,8 @@ FAULTS = {  # what is done to one rank, in words
     "memory": "out of memory in the forward (the system refuses 1 GiB: RLIMIT_AS)",
     "size": "sends messages of a wrong size", "disk_full": "the disk is full while saving (a tmpfs without space: ENOSPC)",
     "late": "starts late by half the timeout", "late_long": "starts later than the timeout",
-    "old_version": "has an older version of the package", "clock": "its clock is an hour ahead, C libraries included (LD_PRELOAD)",
+    "old_version": "has an older version of the package",
+    "clock": "its clock is an hour ahead, C libraries included (LD_PRELOAD)",
     "nan_dp": "a nan gradient", "nan_cdp-v1": "a nan gradient", "nan_cdp-v2": "a nan gradient",
     "inf_dp": "an infinite gradient", "inf_cdp-v1": "an infinite gradient", "inf_cdp-v2": "an infinite gradient",
     "torchrun": "SIGKILL under `torchrun --max-restarts 1`"}
