@@ -119,12 +119,21 @@ def act(fault: str, engine: Any, module: Faulty, folder: str) -> None:
         cut_messages(engine)
 
 
+def ready() -> None:
+    """All ranks have imported DeepSpeed, which takes a fresh process longer than the timeout of these tests."""
+    import deepspeed
+    import torch.distributed as dist
+    deepspeed.init_distributed("gloo")
+    dist.barrier()
+
+
 def job_of(fault: str, rule: str) -> Job:
     return Job("mlp", rule, timeout=SECONDS, optimizer="stubborn" if fault == "optimizer" else "adamw")
 
 
 def goes_on(rank: int, world: int, fault: str, rule: str, folder: str, saves: bool) -> bytes:
     """To step END, from the start (with the flush of the save) or from the checkpoint."""
+    ready()
     torch.manual_seed(7)
     job = job_of(fault, rule)
     engine = start(job, world, Faulty())

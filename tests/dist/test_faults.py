@@ -19,7 +19,7 @@ import models
 import pytest
 import torch
 from engine_work import Job, pack, same, start, train, unpack, whole
-from faulty import BEGIN, END, SAVED, SECONDS, SLACK, Faulty, Stubborn, act, goes_on, job_of, kill_in_save, stop
+from faulty import BEGIN, END, SAVED, SECONDS, SLACK, Faulty, Stubborn, act, goes_on, job_of, kill_in_save, ready, stop
 from workers import Failure, Pool
 
 from deepspeed_cdp import transport
@@ -29,6 +29,7 @@ from deepspeed_cdp.files import CheckpointError
 # ---- ranks ------------------------------------------------------------------------------------------------------------------
 def meets(rank: int, world: int, fault: str, who: int, rule: str, folder: str) -> None:
     """Train, save, train; then the fault on rank ``who``. Errors carry how long they took."""
+    ready()
     torch.manual_seed(7)
     job, module = job_of(fault, rule), Faulty()
     engine = start(job, world, module)
@@ -62,6 +63,7 @@ def named(failure: Any, rank: int) -> tuple[float, str]:
     line = [x for x in failure.splitlines() if "HandoffError: " in x][-1]
     found = WHERE.search(line)
     assert found and int(found.group(1)) == rank and PEER.search(line), line
+    assert "seconds with destroy" in failure, failure
     seconds = float(re.search(r"seconds with destroy: ([\d.]+)", failure).group(1))
     assert seconds < SECONDS + SLACK, (rank, seconds, line)
     return seconds, line.split("HandoffError: ")[1]
@@ -120,6 +122,7 @@ def test_a_rank_that_fails_ends_the_others_in_time(pool, calm, tmp_path, record,
 # ---- what all ranks survive -------------------------------------------------------------------------------------------------
 def survives(rank: int, world: int, fault: str, folder: str) -> tuple[bytes, str]:
     """Something happens to rank 1 that is no failure."""
+    ready()
     torch.manual_seed(7)
     job, text = job_of(fault, "cdp-v2"), ""
     if fault == "late" and rank == 1:
@@ -261,6 +264,7 @@ def test_clocks_that_differ(calm, tmp_path, record):
 
 def gradients(rank: int, world: int, value: float, rule: str) -> tuple[int, bool, bytes]:
     """In step 2 rank 1's loss is not finite; steps skipped, whether the norm said so, the state at the end."""
+    ready()
     job = Job("mlp", rule, steps=5, timeout=30.0)
     engine, told = start(job, world), []
     for step in range(5):
@@ -290,6 +294,7 @@ def test_gradients_that_are_not_finite(pool, record, value, rule):
 # ---- what is refused at the start -------------------------------------------------------------------------------------------
 def begins(rank: int, world: int, fault: str) -> tuple[float, str]:
     """Rank 1 comes too late, or with another version of the package; seconds and error."""
+    ready()
     began, version, observe = time.monotonic(), transport.__version__, transport.observe
     if fault == "late_long" and rank == 1:
         time.sleep(SECONDS + 3)
