@@ -5,6 +5,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from engine_work import Job, pack, start, train, whole
 
 from deepspeed_cdp import checkpoint
 
-SECONDS = 4.0  # cyclic.timeout_seconds
+SECONDS = 4.0  # how long ranks wait once the fault comes
+PATIENT = 60.0  # cyclic.timeout_seconds before it: a busy machine takes long to start engines
 SLACK = 8.0  # closing, on two shared cores
 SAVED, BEGIN, END = 2, 4, 6  # steps: when the checkpoint is written, when the fault comes, when a calm run ends
 
@@ -127,8 +129,15 @@ def ready() -> None:
     dist.barrier()
 
 
-def job_of(fault: str, rule: str) -> Job:
-    return Job("mlp", rule, timeout=SECONDS, optimizer="stubborn" if fault == "optimizer" else "adamw")
+def impatient(engine: Any) -> None:
+    """From now on this rank waits as with ``timeout_seconds`` SECONDS."""
+    transport = engine._transport
+    transport.timeout_seconds = transport._meeting.timeout_seconds = SECONDS
+    transport.patience = timedelta(seconds=SECONDS)
+
+
+def job_of(fault: str, rule: str, timeout: float = PATIENT) -> Job:
+    return Job("mlp", rule, timeout=timeout, optimizer="stubborn" if fault == "optimizer" else "adamw")
 
 
 def goes_on(rank: int, world: int, fault: str, rule: str, folder: str, saves: bool) -> bytes:

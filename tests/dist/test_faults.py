@@ -19,7 +19,23 @@ import models
 import pytest
 import torch
 from engine_work import Job, pack, same, start, train, unpack, whole
-from faulty import BEGIN, END, SAVED, SECONDS, SLACK, Faulty, Stubborn, act, goes_on, job_of, kill_in_save, ready, stop
+from faulty import (
+    BEGIN,
+    END,
+    PATIENT,
+    SAVED,
+    SECONDS,
+    SLACK,
+    Faulty,
+    Stubborn,
+    act,
+    goes_on,
+    impatient,
+    job_of,
+    kill_in_save,
+    ready,
+    stop,
+)
 from workers import Failure, Pool
 
 from deepspeed_cdp import transport
@@ -36,6 +52,7 @@ def meets(rank: int, world: int, fault: str, who: int, rule: str, folder: str) -
     train(engine, job, rank, 0, SAVED)
     engine.save_checkpoint(folder, tag="good")
     train(engine, job, rank, SAVED, BEGIN)
+    impatient(engine)
     began = time.monotonic()
     try:
         if fault == "killed_saving":
@@ -124,15 +141,17 @@ def survives(rank: int, world: int, fault: str, folder: str) -> tuple[bytes, str
     """Something happens to rank 1 that is no failure."""
     ready()
     torch.manual_seed(7)
-    job, text = job_of(fault, "cdp-v2"), ""
+    job, text = job_of(fault, "cdp-v2", 4 * SECONDS if fault == "late" else PATIENT), ""
     if fault == "late" and rank == 1:
-        time.sleep(SECONDS / 2)
+        time.sleep(SECONDS)
     engine = start(job, world, Faulty())
     train(engine, job, rank, 0, SAVED)
     engine.save_checkpoint(folder, tag="good")
     train(engine, job, rank, SAVED, BEGIN)
-    if fault == "paused" and rank == 1:
-        stop(SECONDS / 2)
+    if fault == "paused":
+        impatient(engine)
+        if rank == 1:
+            stop(SECONDS / 2)
     if fault == "disk_full":
         return full_disk(engine, job, rank, folder)
     train(engine, job, rank, BEGIN, END)
@@ -235,6 +254,8 @@ def skewed(rank: int, world: int, folder: str) -> tuple[float, bytes, str]:
     began, text = time.monotonic(), ""
     try:
         train(engine, job, rank, 0, 2)
+        impatient(engine)
+        began = time.monotonic()
         if rank == 0:
             time.sleep(SECONDS + 2)
         train(engine, job, rank, 2, 4)
@@ -305,7 +326,7 @@ def begins(rank: int, world: int, fault: str) -> tuple[float, str]:
                 return {"machine": "x"}
         transport.__version__, transport.observe = "0.0.9", lambda device: Old()
     try:
-        start(job_of(fault, "cdp-v2"), world)
+        start(job_of(fault, "cdp-v2", SECONDS if fault == "late_long" else PATIENT), world)
         return 0.0, "no error"
     except Exception as error:
         return time.monotonic() - began, f"{type(error).__name__}: {error}"
