@@ -123,6 +123,7 @@ def test_plots(some, tmp_path):
     (["--engines", "cdp-v2,fsdp2", "--bandwidth-limit", "25"], "--bandwidth-limit holds back hand-offs and 'fsdp2' has none"),
     (["--engines", "cdp-v2", "--bandwidth-limit", "-1"], "--bandwidth-limit is -1; it must be above 0"),
     (["--models", "llama-1.3b,llama-2b"], "--models has 'llama-2b'; allowed are llama-tiny"),
+    (["--layer-ms", "5"], "--layer-ms is 5, but GPUs compute by themselves; use it with --cpu"),
     (["--windows", "0"], "must each be at least 1"),
 ])
 def test_wrong_command_lines_are_told_in_a_sentence(arguments, told, capsys):
