@@ -64,7 +64,8 @@ def _colour(engine: str) -> str:
 def _short(setting: tuple[str, ...]) -> str:
     """A setting as the title of a panel, in short lines."""
     s = dict(zip(rows.SETTING, setting))
-    gpu = next((w for w in s["device"].split() if any(c.isdigit() for c in w)), s["device"])
+    words = s["device"].split()
+    gpu = words[0] if words[0] == "CPU" else next((w for w in words if any(c.isdigit() for c in w)), s["device"])
     extras = ["compiled"] * (s["compiled"] == "True") + ["no host sync"] * (s["host_sync"] == "False")
     if s["bandwidth_gb_s"]:
         extras.append(f"{float(s['bandwidth_gb_s']):g} GB/s")

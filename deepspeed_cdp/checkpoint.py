@@ -149,7 +149,7 @@ def _write_stage(runtime: "Runtime", folder: str, exclude_frozen: bool) -> dict[
     _spread_counts(owner.optimizer)
     trees = {names[p]: {k: pack_state(v, f"state/{names[p]}/{k}", tensors) for k, v in state.items()}
              for p, state in owner.optimizer.state.items()}
-    tensors["scalars"] = runtime.handoff.scalars.vector
+    tensors["scalars"] = runtime.handoff.scalars.kept
     if stage != "stage_000.safetensors":
         del tensors["scalars"]
     return {stage: save_tensors(folder, stage, tensors, {"state": json.dumps(trees)})}
@@ -343,7 +343,7 @@ def _apply(engine: "CyclicEngine", runtime: "Runtime", found: dict[str, Any], op
             if state := found["state"].get(name):
                 owner.optimizer.state[master] = {k: _moved(v, master.device, master in steps_on_device)
                                                  for k, v in state.items()}
-        vector = runtime.handoff.scalars.vector
+        vector = runtime.handoff.scalars.kept
         vector.zero_() if found["scalars"] is None else vector.copy_(found["scalars"])
     if scheduler_states and found["lr_scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
         engine.lr_scheduler.load_state_dict(found["lr_scheduler"])

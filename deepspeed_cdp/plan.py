@@ -293,7 +293,7 @@ class Plan:
         sizes |= {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}
         if self.rings > 1:
             sizes["X"] = sizes["O"] + aligned(ACROSS_BYTES)
-        return sizes | {"S": 2 * aligned(8 * (self.schedule.ranks + 5))}
+        return sizes | {"S": 2 * aligned(8 * (2 * self.schedule.ranks + 5))}
 
     def memory(self) -> dict[str, int]:
         """Bytes that the runtime itself allocates on each rank; masters and optimizer state come on top.

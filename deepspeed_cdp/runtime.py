@@ -4,6 +4,7 @@ The engine (engine.py) is a thin shell over this class; tests run it on threads 
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ class Runtime:
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
         self.on_whole: Callable[[bool], None] = lambda whole: None  # told when the parameters are gathered or given up
+        self._busy_since: tuple[float, float] | None = None  # when the last step ended, and the seconds waited until then
         self._steps_seen: list[_Seen] = []  # counters at the ends of the last two steps
         self.binder.on_idle_use = self._used_outside
         self.binder.release_all()
@@ -148,6 +150,8 @@ class Runtime:
                                       self.transport.collectives,
                                       (dict(self.transport.waited), dict(self.transport.waited_sent))))
         del self._steps_seen[:-2]
+        if self.transport.host_waits:
+            self._note_busy()
         if self.handoff.phases.end_with(step):
             self.flush()
 
@@ -185,6 +189,7 @@ class Runtime:
 
     def _begin(self) -> None:
         self.handoff.begin()
+        self._busy_since = None  # what a flush takes is not a step's
         self.scale.adopt(self.handoff.schedule)
 
     def publish(self) -> None:
@@ -301,6 +306,13 @@ class Runtime:
         come, taken = ({edge: t - old.get(edge, 0.0) for edge, t in now.items()}
                        for now, old in zip(self._steps_seen[-1].waited, before))
         return come, taken
+
+    def _note_busy(self) -> None:
+        """At the end of a step: what of the time since the end of the one before was this rank's own, not spent waiting."""
+        now, waited = time.perf_counter(), sum((*self.transport.waited.values(), *self.transport.waited_sent.values()))
+        if self._busy_since is not None:
+            self.handoff.scalars.busy = max(now - self._busy_since[0] - (waited - self._busy_since[1]), 1e-9)
+        self._busy_since = now, waited
 
     def messages(self) -> int:
         """Messages received in the last step, scalars included."""

@@ -20,8 +20,10 @@ class Scalars:
     """One rank's end of the vector.
 
     Attributes:
-        vector: float64, [N + 5]: squared norms of the averaged gradients by stage; loss sum and count, growing; the same of the
-            last finished step; squared norm of the last finished step.
+        vector: float64, [2N + 5]: squared norms of the averaged gradients by stage; loss sum and count, growing; the same of the
+            last finished step; squared norm of the last finished step; seconds that each rank was busy in its latest step.
+        kept: the part of it that a checkpoint holds, all but the last N.
+        busy: seconds that this rank was busy in its latest step, without waiting for others; 0 before it is known.
         total: float64, [1]: the squared norm that this rank's next update clips with.
         step: number of the last finished step that the vector tells of; None before one is. Counted on the host.
     """
@@ -30,9 +32,10 @@ class Scalars:
         self.transport, self.size, self.rank = transport, transport.size, transport.rank
         room = buffers.regions["S"].numel() // 2
         self._incoming, self._incoming_total = (buffers.view("S", at, 8 * n).view(torch.float64)
-                                                for at, n in ((0, self.size + 5), (room, 1)))
+                                                for at, n in ((0, 2 * self.size + 5), (room, 1)))
         self._lands = {"S": buffers.address("S", 0), "T": buffers.address("S", room)}
         self.vector, self.total = torch.zeros_like(self._incoming), torch.zeros_like(self._incoming_total)
+        self.kept, self.busy = self.vector[:self.size + 5], 0.0
         self._posted: dict[str, Ticket] = {}
         self._sent: list[Ticket] = []
         self.step: int | None = None
@@ -93,6 +96,8 @@ class Scalars:
         self.total.copy_(v[:n].sum())
         if self._slots:
             self._note()
+        elif self.transport.host_waits:
+            v[n + 5 + self.rank] = self.busy
         if n > 1:
             self._push("S", (self.rank + 1) % n, v)
 
@@ -124,8 +129,13 @@ class Scalars:
             step, numbers = next(((s, slot) for s, slot, mark in reversed(self._noted) if mark.done()), (None, None))
         if step is None:
             return None, None, None
-        loss, count, norm2 = (self.vector[self.size + 2:] if numbers is None else numbers).tolist()
+        loss, count, norm2 = (self.kept[self.size + 2:] if numbers is None else numbers).tolist()
         return step, loss / count if count else None, math.sqrt(norm2)
+
+    def busy_ranks(self) -> list[float] | None:
+        """Seconds by rank, each of the latest step whose number has come here; None before all are known, and on devices."""
+        seconds = [] if self._slots or not self.transport.host_waits else self.vector[self.size + 5:].tolist()
+        return seconds if seconds and min(seconds) > 0 else None
 
     def _note(self) -> None:
         """Send the numbers to the host, behind the owner's work."""
@@ -133,5 +143,5 @@ class Scalars:
         if len(self._noted) == len(self._slots):
             self._noted.popleft()  # it is this slot's
         self._notes += 1
-        slot.copy_(self.vector[self.size + 2:], non_blocking=True)
+        slot.copy_(self.kept[self.size + 2:], non_blocking=True)
         self._noted.append((self.step, slot, self.transport.mark()))

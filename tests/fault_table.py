@@ -19,8 +19,9 @@ FAULTS = {  # what is done to one rank, in words
     "optimizer": "an exception in the optimizer's step",
     "memory": "out of memory in the forward (the system refuses 1 GiB: RLIMIT_AS)",
     "size": "sends messages of a wrong size", "disk_full": "the disk is full while saving (a tmpfs without space: ENOSPC)",
-    "late": "starts late by half the timeout", "late_long": "starts later than the timeout",
-    "old_version": "has an older version of the package", "clock": "its clock jumps by three hours every half second",
+    "late": "starts late by a quarter of the timeout", "late_long": "starts later than the timeout",
+    "old_version": "has an older version of the package",
+    "clock": "its clock is an hour ahead, C libraries included (LD_PRELOAD)",
     "nan_dp": "a nan gradient", "nan_cdp-v1": "a nan gradient", "nan_cdp-v2": "a nan gradient",
     "inf_dp": "an infinite gradient", "inf_cdp-v1": "an infinite gradient", "inf_cdp-v2": "an infinite gradient",
     "torchrun": "SIGKILL under `torchrun --max-restarts 1`"}

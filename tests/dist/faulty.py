@@ -5,6 +5,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from engine_work import Job, pack, start, train, whole
 
 from deepspeed_cdp import checkpoint
 
-SECONDS = 3.0  # cyclic.timeout_seconds
-SLACK = 6.0  # closing, on two shared cores
+SECONDS = 4.0  # how long ranks wait once the fault comes
+PATIENT = 60.0  # cyclic.timeout_seconds before it: a busy machine takes long to start engines
+SLACK = 8.0  # closing, on two shared cores
 SAVED, BEGIN, END = 2, 4, 6  # steps: when the checkpoint is written, when the fault comes, when a calm run ends
 
 
@@ -119,12 +121,28 @@ def act(fault: str, engine: Any, module: Faulty, folder: str) -> None:
         cut_messages(engine)
 
 
-def job_of(fault: str, rule: str) -> Job:
-    return Job("mlp", rule, timeout=SECONDS, optimizer="stubborn" if fault == "optimizer" else "adamw")
+def ready() -> None:
+    """All ranks have imported DeepSpeed, which takes a fresh process longer than the timeout of these tests."""
+    import deepspeed
+    import torch.distributed as dist
+    deepspeed.init_distributed("gloo")
+    dist.barrier()
+
+
+def impatient(engine: Any) -> None:
+    """From now on this rank waits as with ``timeout_seconds`` SECONDS."""
+    transport = engine._transport
+    transport.timeout_seconds = transport._meeting.timeout_seconds = SECONDS
+    transport.patience = timedelta(seconds=SECONDS)
+
+
+def job_of(fault: str, rule: str, timeout: float = PATIENT) -> Job:
+    return Job("mlp", rule, timeout=timeout, optimizer="stubborn" if fault == "optimizer" else "adamw")
 
 
 def goes_on(rank: int, world: int, fault: str, rule: str, folder: str, saves: bool) -> bytes:
     """To step END, from the start (with the flush of the save) or from the checkpoint."""
+    ready()
     torch.manual_seed(7)
     job = job_of(fault, rule)
     engine = start(job, world, Faulty())

@@ -52,7 +52,7 @@ def test_metrics_are_of_the_step_they_name(pool):
         for rank, result in enumerate(ranks):
             assert result["collectives"] == [], (job, rank)
             first, *told = result["told"]
-            assert len(first) == 7 and set(first.values()) == {None}
+            assert len(first) == 9 and set(first.values()) == {None}
             for t, m in enumerate(told):
                 late = (0 if t == 2 else lag) + (rank != 2)  # after a flush all is in
                 if t < late:
@@ -72,6 +72,32 @@ def test_waited_tells_where_a_step_was_held_up(pool):
             assert m["waited_total"] == pytest.approx(sum(times)) and min(times) >= 0
         slow = result["told"][4]["waited_total"]
         assert slow > 0.35 if rank == 1 else slow < 0.35, (rank, [m["waited_total"] for m in result["told"]])
+
+
+def slow_rank(rank: int, world: int, slow: int, rules: list[str]) -> list[list[dict[str, Any]]]:
+    """By rule: metrics at the end of each step; rank ``slow`` sleeps in every step, in the place of a data loader."""
+    results = []
+    for rule in rules:
+        engine, told = start(Job("mlp", rule, steps=7, flush_after=(3,)), world), []
+        for step in range(7):
+            if rank == slow:
+                time.sleep(0.25)
+            train(engine, Job("mlp", rule, flush_after=(3,)), rank, step, step + 1)
+            told.append(engine.cyclic_metrics)
+        engine.destroy()
+        results.append(told)
+    return results
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+def test_the_slow_rank_is_named_on_every_rank(pool, slow):
+    """Everybody waits for somebody on a ring, and mostly not for the one who is to blame; so each tells how busy it was."""
+    for rank, by_rule in enumerate(pool.run(3, slow_rank, slow, ["dp", "cdp-v2"], timeout=120)):
+        for told in by_rule:
+            assert told[0]["slowest"] is None and told[0]["busy"] is None, "no step is over that began with another's end"
+            assert [m["slowest"] for m in told[4:]] == [slow] * 3, (rank, told)
+            for m in told[4:]:
+                assert len(m["busy"]) == 3 and m["busy"][slow] > 0.24 and min(m["busy"]) > 0
 
 
 def test_a_skipped_step_shows_its_norm(pool):

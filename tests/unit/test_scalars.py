@@ -17,7 +17,8 @@ def made(size: int = 2) -> tuple[Scalars, list[SimpleNamespace]]:
         return marks[-1]
     scalars = object.__new__(Scalars)
     scalars.transport, scalars.size, scalars.rank = SimpleNamespace(mark=mark, push=lambda *a: None), size, size - 1
-    scalars.vector, scalars.total = torch.zeros(size + 5, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    scalars.vector, scalars.total = torch.zeros(2 * size + 5, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    scalars.kept, scalars.busy = scalars.vector[:size + 5], 0.0
     scalars._slots, scalars._noted, scalars._notes = [torch.zeros(3, dtype=torch.float64) for _ in range(4)], deque(), 0
     scalars._sent, scalars._lands, scalars.step, scalars._since = [], {"S": 0}, None, 0
     return scalars, marks
@@ -58,6 +59,6 @@ def test_a_slot_is_used_again_only_when_its_step_is_forgotten():
 def test_after_a_checkpoint_the_vector_tells():
     scalars, marks = made()
     add(scalars, 0)
-    scalars.vector[2:] = torch.tensor([0.0, 0.0, 6.0, 3.0, 16.0])
+    scalars.kept[2:] = torch.tensor([0.0, 0.0, 6.0, 3.0, 16.0])
     scalars.resume(7, True)
     assert scalars.read() == (6, 2.0, 4.0)
