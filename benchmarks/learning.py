@@ -143,6 +143,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="no CUDA graphs")
     parser.add_argument("--seconds", type=float, default=0, help="stop after so long, wherever it is; 0: never")
     parser.add_argument("--report", action="store_true", help="train nothing; tables and plots of the rows that are there")
+    parser.add_argument("--docs", action="store_true", help="train nothing; docs/learning.md gets the tables and plots of --out")
     parser.add_argument("--out", default="", help="default: benchmarks/results/DATE_HARDWARE_learning")
     args = parser.parse_args(argv)
     args.datasets, args.rules = args.datasets.split(","), args.rules.split(",")
@@ -174,6 +175,9 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.cuda.get_device_name() if args.device.startswith("cuda") else "CPU"
     hardware = next((w for w in device.split() if w[0] in "ABHL" and w[-1].isdigit()), device.split()[0])
     out = Path(args.out or rows.RESULTS / f"{time.strftime('%Y-%m-%d')}_1x{hardware}_learning")
+    if args.docs:
+        learning_report.into_document(out, rows.RESULTS.parents[1] / "docs" / "learning.md")
+        return 0
     out.mkdir(parents=True, exist_ok=True)
     faults: list[str] = []
     if not args.report:

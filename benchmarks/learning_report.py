@@ -160,6 +160,23 @@ def tables(some: Sequence[Row], level: str = "###") -> str:
     return "\n\n".join(parts) + "\n"
 
 
+def into_document(out: Path, document: Path) -> None:
+    """Put a recorded run's tables and plots between the two lines ``<!-- generated: learning -->`` and ``<!-- end ... -->``.
+
+    Raises:
+        ValueError: the document has no such lines, or the run no finished case.
+    """
+    some = finished(read(out / "rows.csv"))
+    text = document.read_text()
+    start, end = "<!-- generated: learning -->\n", "<!-- end of generated: learning -->"
+    if not some or start not in text or end not in text:
+        raise ValueError(f"{document} has no lines {start.strip()} and {end}, or {out} no finished case; give a recorded run")
+    images = draw(some, document.parent / "images", f"{out.name}_", ("png",))
+    shown = "\n\n".join(f"![{NAMES[p.stem.removeprefix(out.name + '_')]}](images/{p.name})" for p in images)
+    before, after = text.split(start)[0], text.split(end)[1]
+    document.write_text(f"{before}{start}\nRows: `benchmarks/results/{out.name}`.\n\n{tables(some)}\n{shown}\n\n{end}{after}")
+
+
 # ---- plots ------------------------------------------------------------------------------------------------------------------
 def _curves(group: Sequence[Row], measure: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Steps, and values by seed."""

@@ -143,6 +143,7 @@ class CyclicEngine(DeepSpeedEngine):
 
     @property
     def cyclic_plan(self) -> Plan:
+        """Units, stages, owners, buffer offsets: what all ranks do."""
         return self._runtime.plan
 
     # ---- training -------------------------------------------------------------------------------------------------------

@@ -64,6 +64,7 @@ def write_text(path: str, text: str) -> None:
 
 
 def sync(file: Any) -> None:
+    """Wait until an open file's bytes are on the disk."""
     file.flush()
     os.fsync(file.fileno())
 
@@ -116,6 +117,7 @@ def digest(path: str) -> str:
 
 
 def digest_json(value: Any) -> str:
+    """SHA-256 of plain data, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 

@@ -277,10 +277,12 @@ class CyclicOptimizer(ZeROOptimizer):
     # ---- loss scaling (fp16) ----------------------------------------------------------------------------------------------
     @property
     def loss_scaler(self) -> LossScalerBase:
+        """DeepSpeed's."""
         return self.owner.scale.scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:
+        """Whether the scale follows overflows."""
         return self.loss_scaler.dynamic
 
     @property

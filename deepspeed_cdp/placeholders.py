@@ -30,6 +30,7 @@ def placeholder(p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch
 
 
 def is_placeholder(p: torch.nn.Parameter, empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> bool:
+    """Whether a parameter is away and has no element of its own."""
     return p in empty and p.numel() > 0 and p.data_ptr() == empty[p].data_ptr()
 
 

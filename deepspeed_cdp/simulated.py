@@ -64,8 +64,10 @@ class Simulator:
     """A ring of ranks, simulated.
 
     Attributes:
-        module, optimizer: the user's. Between steps the module holds theta_t and rank 0's buffers, so evaluate and save as ever.
-        ranks: R, micro-batches in flight; stages: S.
+        module: the user's. Between steps it holds theta_t and rank 0's buffers, so evaluate and save as ever.
+        optimizer: the user's.
+        ranks: R, the micro-batches in flight.
+        stages: S, their number.
         threshold: K.
         steps: updates so far (t).
     """

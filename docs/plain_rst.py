@@ -1,4 +1,5 @@
-"""For mkdocstrings: literal blocks and tables of two columns, which docstrings have in reStructuredText, as Markdown."""
+"""For mkdocstrings: what docstrings have in reStructuredText (literal blocks, tables of two columns) as Markdown, and attributes
+that share a line as one each."""
 
 import re
 from typing import Any
@@ -6,6 +7,12 @@ from typing import Any
 import griffe
 
 _TABLE = re.compile(r"^(=+)  =+\n(.*?)^=+  =+$", re.MULTILINE | re.DOTALL)
+_SHARED = re.compile(r"^( +)(\w+(?:, \w+)+): ", re.MULTILINE)
+
+
+def _apart(match: re.Match[str]) -> str:
+    *others, last = match[2].split(", ")
+    return "".join(f"{match[1]}{name}: see ``{last}``.\n" for name in others) + f"{match[1]}{last}: "
 
 
 def _markdown(match: re.Match[str]) -> str:
@@ -17,5 +24,7 @@ def _markdown(match: re.Match[str]) -> str:
 class PlainRst(griffe.Extension):
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring:
+            if "Attributes:" in obj.docstring.value:
+                obj.docstring.value = _SHARED.sub(_apart, obj.docstring.value)
             text = _TABLE.sub(_markdown, obj.docstring.value)
             obj.docstring.value = re.sub(r"^::$|(?<=\w):(?=:$)|(?<=\)):(?=:$)", "", text, flags=re.MULTILINE)

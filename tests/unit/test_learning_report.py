@@ -1,5 +1,6 @@
 """The statistics of the learning experiments, on numbers whose answers are known."""
 
+import csv
 import math
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 pytest.importorskip("scipy")
 from scipy import stats  # noqa: E402
 
-from benchmarks.learning_report import compare, finished, last, read, settings, statement, tables  # noqa: E402
+from benchmarks.learning_report import compare, finished, into_document, last, read, settings, statement, tables  # noqa: E402
 
 
 def rows(rule: str, values: list[float], dataset: str = "digits") -> list[dict[str, str]]:
@@ -58,6 +59,27 @@ def test_only_common_seeds_and_finished_cases_count() -> None:
     assert compare(settings(rows("cdp-v1", WORSE))["digits", "1"], "test_loss") == []
     cut = rows("dp", DP)[:-1]
     assert last(finished(cut), "test_loss") == {"0": 1.0, "1": 2.0, "2": 3.0}
+
+
+def test_a_document_gets_a_runs_tables_and_plots(tmp_path) -> None:
+    run, document = tmp_path / "2026_run", tmp_path / "docs" / "learning.md"
+    run.mkdir()
+    (tmp_path / "docs" / "images").mkdir(parents=True)
+    some = rows("dp", DP) + rows("cdp-v1", WORSE)
+    with (run / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(some[0]))
+        writer.writeheader()
+        writer.writerows(some)
+    document.write_text("above\n<!-- generated: learning -->\nold\n<!-- end of generated: learning -->\nbelow\n")
+    for _ in range(2):
+        into_document(run, document)
+    text = document.read_text()
+    assert text.startswith("above\n<!-- gen") and text.endswith("-->\nbelow\n") and "old" not in text
+    assert text.count("`cdp-v1` differs") == 1 and text.count("(images/2026_run_digits.png)") == 1
+    assert (tmp_path / "docs" / "images" / "2026_run_digits.png").read_bytes().startswith(b"\x89PNG")
+    document.write_text("no lines")
+    with pytest.raises(ValueError, match="has no lines"):
+        into_document(run, document)
 
 
 def test_tables_need_no_accuracy_and_no_dp(tmp_path) -> None:
