@@ -120,12 +120,12 @@ def test_a_nan_micro_batch_counts_two_steps_later_under_v1(monkeypatch):
 
 def test_a_scale_that_came_too_early_is_seen(monkeypatch):
     """Breaks the delay on purpose."""
-    keep = LossScale.restart
+    keep = LossScale.adopt
 
-    def early(self, *args):
-        keep(self, *args)
+    def early(self, schedule):
+        keep(self, schedule)
         self._delay = 1
-    monkeypatch.setattr(LossScale, "restart", early)
+    monkeypatch.setattr(LossScale, "adopt", early)
     with pytest.raises(AssertionError):
         check(2, "cdp-v1", dynamic(18), monkeypatch)
 
