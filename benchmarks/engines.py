@@ -24,9 +24,9 @@ class Job:
     """What to train and how.
 
     Attributes:
-        name: compute, ddp, fsdp2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-keep: with keep_after_forward;
-            cdp-...-minS: with min_unit_mb S; zero3...-offload, cdp-...-offload: with the optimizer in host memory, stepped by
-            DeepSpeedCPUAdam.
+        name: compute, ddp, fsdp2, zero1, zero2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-replicas: every rank keeps all
+            parameters (under ZeRO stage 1); cdp-...-keep: with keep_after_forward; cdp-...-minS: with min_unit_mb S;
+            zero3...-offload, cdp-...-offload: with the optimizer in host memory, stepped by DeepSpeedCPUAdam.
         dtype: of the passes.
         compiled: torch.compile every decoder layer.
         sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
@@ -154,8 +154,10 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
 
     import deepspeed_cdp  # noqa: F401
     name, cuda, offload = job.name.removesuffix("-offload"), job.device.type == "cuda", job.name.endswith("-offload")
+    cyclic, replicas = name.startswith("cdp-"), name.endswith("-replicas")
+    stage = 1 if replicas else int(name[4]) if name.startswith("zero") else 3
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": job.micro_batch, "zero_optimization": {"stage": 3},
+        "train_micro_batch_size_per_gpu": job.micro_batch, "zero_optimization": {"stage": stage},
         "bf16": {"enabled": job.dtype == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, **({} if cuda else {"torch_adam": True})}},
         "steps_per_print": 10 ** 9,
@@ -163,7 +165,6 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     if offload:  # DeepSpeed then takes its Adam for CPUs, and builds it first
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         config["optimizer"]["params"].pop("torch_adam", None)
-    cyclic = name.startswith("cdp-")
     sharded = job.sharded and not cyclic
     with deepspeed.zero.Init(config_dict_or_path=config) if sharded else nullcontext():
         model = models.build(job.config, job.device, job.dtype)
@@ -172,7 +173,7 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
         models.randomize([(p, p.ds_tensor) for p in model.parameters()], dist.get_rank())
     if cyclic:
         plain, _, merged = name.partition("-min")
-        rule = plain.removesuffix("-keep")
+        rule = plain.removesuffix("-keep").removesuffix("-replicas")
         config["cyclic"] = {"enabled": True, "rule": rule if rule in ("cdp-v1", "cdp-v2") else int(rule[4:]),
                             "keep_after_forward": plain.endswith("-keep"), "min_unit_mb": float(merged or 0),
                             "timeout_seconds": 60}

@@ -16,10 +16,12 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 # Okabe and Ito's palette, told apart by people with any kind of colour vision; ours are the strong ones.
-COLOURS = {"compute": "#999999", "ddp": "#F0E442", "fsdp2": "#56B4E9", "zero3": "#CC79A7", "zero3-leaf": "#E69F00",
-           "cdp-v2": "#0072B2", "cdp-v1": "#009E73"}
+COLOURS = {"compute": "#999999", "ddp": "#F0E442", "zero1": "#C8B400", "zero2": "#8F8000", "fsdp2": "#56B4E9",
+           "zero3": "#CC79A7", "zero3-leaf": "#E69F00", "cdp-v2": "#0072B2", "cdp-v1": "#009E73", "cdp-v2-replicas": "#00406B",
+           "cdp-v1-replicas": "#00583F"}
 OTHER = "#D55E00"  # cdp-K, cdp-...-keep
-MARKERS = {"compute": "x", "ddp": "v", "fsdp2": "s", "zero3": "P", "zero3-leaf": "D", "cdp-v2": "o", "cdp-v1": "^"}
+MARKERS = {"compute": "x", "ddp": "v", "zero1": "1", "zero2": "2", "fsdp2": "s", "zero3": "P", "zero3-leaf": "D", "cdp-v2": "o",
+           "cdp-v1": "^", "cdp-v2-replicas": "h", "cdp-v1-replicas": "<"}
 STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deepspeed_cdp",
          "svg.fonttype": "none", "figure.dpi": 100, "savefig.dpi": 150}
 

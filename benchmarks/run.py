@@ -18,6 +18,7 @@ from benchmarks import report, rows
 from benchmarks.sizes import SIZES
 
 ENGINES = ("compute", "ddp", "fsdp2", "zero3", "zero3-leaf", "cdp-v2", "cdp-v1")
+REPLICAS = ("zero1", "zero2", "cdp-v2-replicas", "cdp-v1-replicas")  # beside ddp: every rank keeps all parameters
 PASSED_ON = ("engines", "sequence", "steps", "windows", "warmup", "repeats", "seconds", "trace", "build", "bandwidth_limit",
              "layer_ms")
 
@@ -27,8 +28,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="llama-1.3b", help="comma-separated, of " + ", ".join(SIZES))
     parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES) + ", cdp-K; "
-                        "cdp-...-keep: with keep_after_forward; cdp-...-minS: with min_unit_mb S; "
+    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES + REPLICAS)
+                        + ", cdp-K; cdp-...-replicas: every rank keeps all parameters; cdp-...-keep: with keep_after_forward; "
+                        "cdp-...-minS: with min_unit_mb S; "
                         "zero3-offload, cdp-...-offload: optimizer in host memory")
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
     parser.add_argument("--sequence", type=int, default=2048)
@@ -58,9 +60,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     names = args.engines.split(",")
     for name in names:
-        if name not in ENGINES and not re.fullmatch(r"cdp-(v1|v2|\d+)(-keep)?(-min\d+)?(-offload)?|zero3(-leaf)?-offload", name):
-            parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES)}, cdp-K with an integer K, cdp-...-keep, "
-                         "cdp-...-minS, cdp-...-offload and zero3-offload")
+        if name not in ENGINES + REPLICAS and not re.fullmatch(
+                r"cdp-(v1|v2|\d+)(-keep|-replicas)?(-min\d+)?(-offload)?|zero3(-leaf)?-offload", name):
+            parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES + REPLICAS)}, cdp-K with an integer K, "
+                         "cdp-...-replicas, cdp-...-keep, cdp-...-minS, cdp-...-offload and zero3-offload")
     for model in args.models.split(","):
         if model not in SIZES:
             parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")

@@ -60,6 +60,7 @@ class Access:
         self.runtime.on_whole = lambda whole: None
 
     def _status(self, whole: bool) -> None:
+        whole = whole or self.runtime.plan.replicated and self.runtime.binder.mode != IDLE  # there, in passes
         for p in self._names:
             p.ds_status = ZeroParamStatus.AVAILABLE if whole or p in self.runtime.lent else ZeroParamStatus.NOT_AVAILABLE
 
@@ -205,6 +206,8 @@ class Access:
         self._settle(what)
         if wanted != (0,):
             self._local_write(name, value, optim_state_key)
+        if optim_state_key is None:
+            self.runtime.publish()
         if self.runtime.is_whole and optim_state_key is None:  # keep evaluation's copies right without another collective
             self.runtime.scatter()
 
@@ -212,7 +215,6 @@ class Access:
     def _local_write(self, name: str, value: torch.Tensor, key: str | None) -> None:
         if key is None:
             self._write(name, value)
-            self.runtime.publish()
         else:
             self._state(name, key, required=True).copy_(value)
 

@@ -72,6 +72,7 @@ class CyclicEngine(DeepSpeedEngine):
             "deepspeed_cdp version": __version__, "torch version": torch.__version__,
             **{f"cyclic.{key}": value for key, value in config.items()},
             "gradient_accumulation_steps": self.gradient_accumulation_steps(), "gradient_clipping": self.gradient_clipping(),
+            "zero_optimization.stage": int(self.zero_optimization_stage()),
             "dtypes": list(map(str, self.get_data_types())), "loss scale (fp16)": self._loss_scale(),
             "torch_autocast.dtype": str(self.torch_autocast_dtype()) if self.torch_autocast_enabled() else None,
             "number of parameters": len(shapes),
@@ -96,7 +97,7 @@ class CyclicEngine(DeepSpeedEngine):
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
                             config.keep_after_forward, int(config.min_unit_mb * 2 ** 20), self._loss_scale(),
-                            config.warmup_steps, **self._offloading())
+                            config.warmup_steps, **self._offloading(), replicated=self.zero_optimization_stage() < 3)
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         try:
@@ -127,6 +128,14 @@ class CyclicEngine(DeepSpeedEngine):
     def _offloading(self) -> dict[str, bool]:
         offload = self.zero_offload_optimizer()
         return {"offload": self.zero_cpu_offload(), "pin": offload is not None and offload.pin_memory}
+
+    def zero_optimization(self) -> bool:
+        """True under stage 0 too: the optimizer is always ours, and DeepSpeed's own paths without ZeRO do not apply."""
+        return True
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """True under every stage: gradients leave a rank in every micro-batch, and ``step()`` ends the step."""
+        return True
 
     def zero_optimization_partition_weights(self) -> bool:
         """False: parameters are handed off whole, ZeRO-3's hooks, gathers and shard files do not apply."""

@@ -107,6 +107,9 @@ class Handoff:
         self._flushing = False
         self.transport.reset(where)
 
+    def spread(self) -> None:
+        """Collective, between steps: bring to all ranks what they keep of the published copies. Here they keep nothing."""
+
     @property
     def between_steps(self) -> bool:
         return self._cursor == 0 and self.round == 0
@@ -189,7 +192,7 @@ class Handoff:
     def _region(self, region: str, step: int, round: int, version: int) -> str:
         if region == "H":
             return f"H{(step * self.schedule.rounds + round) % 2}"
-        return f"V{(step + version) % self.plan.copies}" if region == "V" else region
+        return self.plan.copy_region(step + version) if region == "V" else region
 
     def _place(self, a: Action) -> tuple[str, torch.Tensor]:
         region = self._region(a.region, self.step, a.round, a.version)
@@ -197,6 +200,7 @@ class Handoff:
 
     def _readers(self, region: str, offset: int, nbytes: int) -> list[Ticket]:
         """Pushes that may still read from these bytes; they are the caller's to wait for."""
+        region = self._kept_under(region, offset)
         reading = self._reading.get(region)
         if not reading:
             return []
@@ -210,13 +214,17 @@ class Handoff:
         self._reading[region] = left
         return found
 
+    def _kept_under(self, region: str, offset: int) -> str:
+        """The name under which pushes from here are kept for those who must wait for them."""
+        return region
+
     def _post(self, post: Post, where: Where) -> None:
         step = self.step + post.ahead
         region = self._region(post.region, step, post.round, 0)
         readers = self._readers(region, post.offset, post.nbytes)
         origin = -1
         if post.origin >= 0:
-            origin = self.buffers.address(f"V{(step + post.version) % self.plan.copies}", post.origin)
+            origin = self.buffers.address(self.plan.copy_region(step + post.version), post.origin)
         view = self.buffers.view(region, post.offset, post.nbytes)
         ticket = self.transport.post(post.stream, post.src, view, readers, where, origin)
         self._arrivals[post.stream, step, post.round, post.unit, post.backward] = ticket
@@ -227,7 +235,7 @@ class Handoff:
         if a.into[0]:
             into = self.buffers.address(self._region(a.into[0], self.step, a.into[2], 0), a.into[1])
         ticket = self.transport.push(a.stream, a.peer, view, after, into)
-        self._reading.setdefault(region, []).append((a.offset, a.nbytes, ticket))
+        self._reading.setdefault(self._kept_under(region, a.offset), []).append((a.offset, a.nbytes, ticket))
 
     def _posts(self, a: Action) -> None:
         if a.posts:
@@ -346,8 +354,8 @@ class Handoff:
         """Wait until the published copy that is next to be written is not read any more (in a flush none is written)."""
         if self._flushing:
             return
-        region = f"V{self._copy(a)}"
-        for ticket in self._readers(region, 0, self.buffers.regions[region].numel()):
+        region = self.plan.copy_region(self.step + a.version + 1)
+        for ticket in self._readers(region, *self.plan.copy_layout(self.schedule.owned(self.rank))[1:]):
             ticket.wait(Place(self, a))
         self.transport.after(self._own_read_end)
 

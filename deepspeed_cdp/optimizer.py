@@ -46,7 +46,7 @@ class StageOwner:
         stage = handoff.plan.schedule.owned(handoff.rank)
         places, _ = handoff.plan.v_layout(stage)
         self.slots: dict[str, tuple[int, Slot]] = {s.name: (i, s) for i in places for s in layouts[i].slots}
-        self._device = handoff.buffers.regions["V0"].device
+        self._device = handoff.buffers.arena.device
         self.home = self.home or self._device
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.Tensor] = {}
@@ -82,9 +82,9 @@ class StageOwner:
 
     def _view(self, region: str, i: int, slot: Slot, copy: int | None = None) -> torch.Tensor:
         plan, stage = self.handoff.plan, self.handoff.plan.schedule.owned(self.handoff.rank)
-        places = (plan.v_layout if region == "V" else plan.o_layout)(stage)[0]
+        places = (plan.copy_layout if region == "V" else plan.o_layout)(stage)[0]
         nbytes = plan.unit(i).p_bytes if region == "V" else plan.unit(i).g_bytes
-        flat = self.handoff.buffers.view(f"V{copy}" if region == "V" else region, places[i], nbytes)
+        flat = self.handoff.buffers.view(plan.copy_region(copy or 0) if region == "V" else region, places[i], nbytes)
         return slot.value(flat) if region == "V" else slot.sum(flat)
 
     def _take_over(self, names: dict[torch.nn.Parameter, str]) -> None:

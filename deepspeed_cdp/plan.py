@@ -18,10 +18,10 @@ Regions: ``P`` and ``G`` are buffers whose offsets repeat every round; ``H`` has
 stage's sum; ``V`` are the owned stage's published versions.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from .layout import Lifetime, aligned, allocate, gates
 from .schedule import Schedule
@@ -93,7 +93,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         unit = "held" if self.unit == HELD else f"unit {self.unit}"
-        incoming = self.kind in ("RECEIVE", "TAKE", "READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
+        incoming = self.kind in ("RECEIVE", "TAKE", "APPLY", "READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
         arrow = "" if self.peer is None else f" {'<-' if incoming else '->'} rank {self.peer}"
         where = "" if self.kind in ("NORM", "UPDATE", "TOTAL") else f" {'backward' if self.backward else 'forward'} {unit}"
         return f"{self.kind}{where}{arrow} (stream {self.stream or '-'}, round {self.round}, logical time {self.time})"
@@ -101,8 +101,8 @@ class Action(NamedTuple):
 
 # Kinds, in the order they take at equal time and phase.
 ORDER = {"DONE": 0, "PASS": 1, "SUM_HELD": 2, "PASS_HELD": 3, "DONE_HELD": 4,  # ends
-         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "TAKE": 9, "READ": 10, "RELAY": 11, "SUM": 12,  # starts
-         "RECEIVE": 13, "SEND": 13}  # see program.with_meetings
+         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "TAKE": 9, "APPLY": 10, "READ": 11, "RELAY": 12, "SUM": 13,  # starts
+         "RECEIVE": 14, "SEND": 14}  # see program.with_meetings; APPLY: see replicas.py
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,11 @@ class Plan:
     held: Unit | None = None
     keep_after_forward: bool = False
     rings: int = 1
+    replicated: ClassVar[bool] = False  # whether every rank keeps all parameters, see replicas.py
+
+    def under(self, threshold: int) -> "Plan":
+        """The same units and buffers under another rule."""
+        return replace(self, schedule=replace(self.schedule, threshold=threshold))
 
     def __post_init__(self) -> None:
         stages = [u.stage for u in self.units]
@@ -236,6 +241,19 @@ class Plan:
     def v_layout(self, stage: int) -> tuple[dict[int, int], int]:
         """Offsets of the units in one published copy of the stage, and its bytes."""
         return _stacked({i: self.unit(i).p_bytes for i in self.members(stage)})
+
+    def copy_region(self, version: int) -> str:
+        """The region in which owners publish this version (counted from the last flush)."""
+        return f"V{version % self.copies}"
+
+    def copy_layout(self, stage: int) -> tuple[dict[int, int], int, int]:
+        """There: offsets of the stage's units, where the first one starts, and the bytes of all."""
+        offsets, nbytes = self.v_layout(stage)
+        return offsets, 0, nbytes
+
+    def extents(self, stage: int) -> dict[str, int]:
+        """Bytes of the regions that are addressed by offset, on the owner of ``stage``."""
+        return {"P": self.p_layout[2], "G": self.g_layout[2], "O": self.o_layout(stage)[1], "V": self.v_layout(stage)[1]}
 
     @cached_property
     def copies(self) -> int:

@@ -7,7 +7,7 @@ from .plan import HELD, ORDER, Action, Plan, Post
 SUMS = ("SUM", "SUM_HELD")
 PASSES = ("PASS", "PASS_HELD")
 OWN = ("NORM", "TOTAL", "UPDATE", "OFFER", "TAKE")
-MESSAGES = ("READ", "RELAY", "OFFER", *SUMS, *PASSES)  # kinds that name the bytes of a unit
+MESSAGES = ("READ", "APPLY", "RELAY", "OFFER", *SUMS, *PASSES)  # kinds that name the bytes of a unit
 
 
 class PlanError(AssertionError):
@@ -20,8 +20,7 @@ def check_form(plan: Plan, r: int, programs: Sequence[Sequence[Action]], before:
     Raises:
         PlanError: naming rank, step and action.
     """
-    stage = plan.schedule.owned(r)
-    ends = {"P": plan.p_layout[2], "G": plan.g_layout[2], "O": plan.o_layout(stage)[1], "V": plan.v_layout(stage)[1]}
+    ends = plan.extents(plan.schedule.owned(r))
     known = {*range(len(plan.units)), *([HELD] if plan.held else [])}
 
     def check(x: Action | Post, where: str, a: Action | str) -> None:

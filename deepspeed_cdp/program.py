@@ -10,16 +10,20 @@ def build(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
 
     A program ends where the rank's next step begins, so it holds what happens between two steps too (the stall under ``dp``).
     """
-    return _Builder(plan, rank, 0 if first else 1).build()
+    return builder(plan, rank, 0 if first else 1).build()
+
+
+def builder(plan: Plan, rank: int, step: int) -> "Builder":
+    """What makes the rank's program of this step since the last flush."""
+    if plan.replicated:
+        from .replicas import ReplicaBuilder
+        return ReplicaBuilder(plan, rank, step)
+    return Builder(plan, rank, step)
 
 
 def initial_posts(plan: Plan, rank: int) -> tuple[Post, ...]:
     """What may land before the first action after a flush: every region is free."""
-    builder = _Builder(plan, rank, 0)
-    posts = [*builder.posts("P", -1, None), *builder.posts("G", -1, None)]
-    for c in (0, 1):
-        posts += builder.held_posts(c)
-    return tuple(posts + builder.sum_posts(0))
+    return builder(plan, rank, 0).initial_posts()
 
 
 def with_meetings(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
@@ -63,12 +67,22 @@ def _initiated(plan: Plan, rank: int, a: Action) -> list[tuple[str, int]]:
     return []
 
 
-class _Builder:
+class Builder:
+    """Makes one rank's program of one step since the last flush."""
+
     def __init__(self, plan: Plan, rank: int, step: int):
         self.plan, self.schedule, self.rank, self.step = plan, plan.schedule, rank, step
         self.units = len(plan.units)
 
+    def initial_posts(self) -> tuple[Post, ...]:
+        """See the function of this name."""
+        posts = [*self.posts("P", -1, None), *self.posts("G", -1, None)]
+        for c in (0, 1):
+            posts += self.held_posts(c)
+        return tuple(posts + self.sum_posts(0))
+
     def build(self) -> tuple[Action, ...]:
+        """The actions, in logical order."""
         s, scale = self.schedule, self.plan.scale
         low = (s.start(self.step, 0, self.rank) * scale, START)
         high = (s.start(self.step + 1, 0, self.rank) * scale, START)
@@ -97,7 +111,7 @@ class _Builder:
                 start, stop = (begin + x for x in plan.spans[i, backward])
                 yield from self._read(start, m, i, backward, plan.p_layout[0][i, backward])
                 if backward or not plan.kept(i):
-                    yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.posts("P", m, number)))
+                    yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.done_posts(m, number)))
                 if backward and plan.units[i].g_bytes:
                     yield from self._sum("SUM", start, START, m, i)
                     yield from self._pass("PASS", stop, m, i, tuple(self.posts("G", m, number - self.units)))
@@ -187,6 +201,10 @@ class _Builder:
             waits = s.exact_norm and self.rank < s.ranks - 1
             yield self._action("UPDATE", time, START, peer=s.ranks - 1 if waits else None, stream="T" if waits else "",
                                version=base, posts=tuple(self.sum_posts(version)))
+        yield from self._offered(version, time)
+
+    def _offered(self, version: int, time: int) -> Iterator[Action]:
+        s, stage = self.schedule, self.schedule.owned(self.rank)
         for step in (version, version + 1):
             for v, m, reader in s.first_readers(step, stage):
                 if v == version:
@@ -200,6 +218,10 @@ class _Builder:
                                region="V", offset=offsets[i], nbytes=self.plan.unit(i).p_bytes, version=version)
 
     # ---- what a release lets in -----------------------------------------------------------------------------------------
+    def done_posts(self, m: int, number: int) -> Iterator[Post]:
+        """Parameters that may land once visit ``number`` of round ``m`` is over."""
+        return self.posts("P", m, number)
+
     def _place(self, m: int) -> tuple[int, int]:
         """(steps ahead, round) of round number m counted from this step's first."""
         return divmod(m, self.schedule.rounds)

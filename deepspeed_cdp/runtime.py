@@ -20,6 +20,8 @@ from .offload import OffloadedOwner
 from .optimizer import CyclicOptimizer, StageOwner
 from .partition import merged
 from .plan import HELD, Plan
+from .replicas import ReplicatedPlan
+from .replicas_live import ReplicaBinder, ReplicaHandoff
 from .rings import across_bytes
 from .schedule import Schedule, threshold
 from .transport.base import Transport
@@ -39,6 +41,7 @@ class Settings:
         loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None not to scale.
         warmup_steps: the first steps of training under ``dp``.
         offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
+        replicated: every rank keeps all parameters (ZeRO stages 0, 1 and 2), see replicas.py.
     """
 
     rule: str | int = "cdp-v2"
@@ -53,6 +56,7 @@ class Settings:
     warmup_steps: int = 0
     offload: bool = False
     pin: bool = True
+    replicated: bool = False
 
 
 class _Seen(NamedTuple):
@@ -92,14 +96,15 @@ class Runtime:
         names = {p: n for n, p in module.named_parameters()}
         trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
         self.plan, layouts = make_plan(module, trained, settings, transport.size, transport.rings)
-        self.handoff = Handoff(self.plan, transport.rank, transport, device, settings.warmup_steps)
+        make_handoff, make_binder = (ReplicaHandoff, ReplicaBinder) if settings.replicated else (Handoff, Binder)
+        self.handoff = make_handoff(self.plan, transport.rank, transport, device, settings.warmup_steps)
         with torch.no_grad():
             values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
             self.scale = LossScale(self.plan.schedule, settings.loss_scale)
             given = self.handoff, layouts, values, optimizer, names, settings.clip, self.scale
             self.owner = OffloadedOwner(*given, pin=settings.pin) if settings.offload else StageOwner(*given)
         self.handoff.owner, self.handoff.on_end = self.owner, self.scale.end
-        self.binder = Binder(module, self.handoff, layouts, self.lent)
+        self.binder = make_binder(module, self.handoff, layouts, self.lent)
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
         self.on_whole: Callable[[bool], None] = lambda whole: None  # told when the parameters are gathered or given up
@@ -107,6 +112,7 @@ class Runtime:
         self._steps_seen: list[_Seen] = []  # counters at the ends of the last two steps
         self.binder.on_idle_use = self._used_outside
         self.binder.release_all()
+        self.handoff.spread()
         if device.type == "cuda":  # what is published first was written on this stream, and is offered from the owner's
             torch.cuda.synchronize(device)
         self._begin()
@@ -193,9 +199,13 @@ class Runtime:
         self.scale.adopt(self.handoff.schedule)
 
     def publish(self) -> None:
-        """Write the masters into the published copies, between steps; whatever is offered from now on has them."""
+        """Write the masters into the published copies, between steps; whatever is offered from now on has them.
+
+        Collective where every rank keeps all parameters: they get the same values.
+        """
         with torch.no_grad():
             self.owner.publish_all()
+            self.handoff.spread()
         if self.device.type == "cuda":  # offers are made on another stream
             torch.cuda.synchronize(self.device)
 
@@ -213,6 +223,10 @@ class Runtime:
         if self._whole is not None or len(self.lent) == sum(map(len, self.binder.slots.values())):
             return
         self.flush()
+        if self.plan.replicated:  # the flush has brought them up to date
+            self._whole = []
+            self.on_whole(True)
+            return
         lent = {p: p.data for p in self.lent}  # perhaps changed
         where = f"rank {self.transport.label}, step {self.handoff.global_step}, gathering parameters"
         self._whole = []
@@ -238,7 +252,8 @@ class Runtime:
             ValueError: it is training, whose gradients would be lost; a state dict, which must not hold placeholders; or
                 one to load, which would be lost at the next step.
         """
-        if how == "was called" and not (torch.is_grad_enabled() and self.module.training):
+        if how == "was called" and not (torch.is_grad_enabled() and self.module.training) or (
+                how == "was asked for its state_dict()" and self.plan.replicated):
             self.gather()
             return
         if how == "was given a state dict":
@@ -250,7 +265,8 @@ class Runtime:
                                  "instead, or call engine.eval() first")
             return
         fix = "call the engine instead" if how == "was called" else "use engine.module_state_dict() on every rank"
-        raise ValueError(f"the module itself {how}, while its parameters are on their way round the ring; {fix}")
+        state = "of several versions" if self.plan.replicated else "on their way round the ring"
+        raise ValueError(f"the module itself {how}, while its parameters are {state}; {fix}")
 
     def scatter(self) -> None:
         """Give the gathered parameters up.
@@ -360,4 +376,5 @@ def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settin
     if found.held:
         layouts[HELD] = lay_out([(n, parameters[n]) for n in found.held], trained, settings.sum_dtype)
         held = plan_unit((), 0, layouts[HELD])
-    return Plan(schedule, tuple(units), held, settings.keep_after_forward, rings), layouts
+    kind = ReplicatedPlan if settings.replicated else Plan
+    return kind(schedule, tuple(units), held, settings.keep_after_forward, rings), layouts

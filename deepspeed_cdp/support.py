@@ -55,10 +55,6 @@ def _removed_in_mics(value: Any, config: Any) -> bool:
     return value is not None and value > 0
 
 
-def _stage_not_3(value: Any, config: Any) -> bool:
-    return int(value) != 3
-
-
 def _late(config: Any) -> bool:
     """Whether the rule updates stages before the step's last overflow is known."""
     rule, size = config.cyclic_config.rule, config.cyclic_config.ring_size
@@ -111,7 +107,6 @@ USE_V1 = 'use bf16, or cyclic.rule "cdp-v1"'
 NO_COLLECTIVE = "there is no collective to tune: parameters and gradient sums travel as one message per unit"
 
 TABLE: tuple[Row, ...] = (
-    _refused(ZERO + "stage", "0, 1, 2", _stage_not_3, LATER, "set it to 3"),
     _refused(ZERO + "zero_quantized_weights", "true", _on, "it quantizes all-gathers and there are none", "remove it"),
     _refused(ZERO + "zero_quantized_gradients", "true", _on, "it quantizes reductions and there are none", "remove it"),
     _refused(ZERO + "zero_quantized_nontrainable_weights", "true", _on, "hand-offs carry whole units in one dtype", "remove it"),
@@ -163,6 +158,8 @@ TABLE: tuple[Row, ...] = (
     _refused("model: deepspeed.moe.layer.MoE", "any", None, "expert parallelism is " + LATER,
              "keep whole experts on every rank in ordinary modules"),
     _refused("model: mpu or mesh_param", "above 1 model or sequence parallel", None, LATER, "use data parallelism only"),
+    Row((ZERO + "stage",), "supported", "3: parameters and optimizer state in one place each; 0, 1, 2 or no block, all the same: "
+        "every rank keeps all parameters, optimizer state in one place"),
     Row(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "supported", "as in ZeRO-3"),
     Row(("optimizer", "scheduler", "gradient_clipping"), "supported",
         "on whole tensors; clipping uses the exact global norm under cdp-v1 and last step's for unfinished stages under cdp-v2"),

@@ -81,7 +81,15 @@ def validate(plan: Plan, steps: int = 4, programs: Programs | None = None, posts
         made[r] = [(programs(r, first) if programs else build(plan, r, first)) for first in (True, False)], before
         check_form(plan, r, *made[r])
     for blocking, barrier in ((False, False), (True, False), (False, True)):
-        DryRun(plan, steps, lambda r, first: made[r][0][not first], lambda r: made[r][1], blocking, barrier).run()
+        dry_run(plan, steps, lambda r, first: made[r][0][not first], lambda r: made[r][1], blocking, barrier).run()
+
+
+def dry_run(plan: Plan, *args, **kwargs) -> "DryRun":
+    """A ``DryRun`` of this plan."""
+    if plan.replicated:
+        from .replicas_check import ReplicaRun
+        return ReplicaRun(plan, *args, **kwargs)
+    return DryRun(plan, *args, **kwargs)
 
 
 class DryRun:
@@ -94,7 +102,7 @@ class DryRun:
         n, programs = self.schedule.ranks, programs or (lambda rank, first: build(plan, rank, first))
         self.ranks, self.steady = [_Rank(r, programs(r, True)) for r in range(n)], [programs(r, False) for r in range(n)]
         self.o_layouts = [plan.o_layout(self.schedule.owned(r))[0] for r in range(n)]
-        self.v_layouts = [plan.v_layout(self.schedule.owned(r))[0] for r in range(n)]
+        self.v_layouts = [plan.copy_layout(self.schedule.owned(r))[0] for r in range(n)]
         self.pushes: dict[tuple[str, int, int], deque[_Push]] = {}
         self.landings: dict[tuple[str, int, int], deque[_Landing]] = {}
         self.period = self.schedule.period * plan.scale
@@ -105,7 +113,7 @@ class DryRun:
         self.special = {"READ": self._read, "SUM": self._sum, "SUM_HELD": self._sum, "NORM": self._norm, "TOTAL": self._total,
                         "UPDATE": self._update}
         for rank in self.ranks:
-            rank.content.update({("V0", offset): ("p", i, 0) for i, offset in self.v_layouts[rank.number].items()})
+            self._publish(rank, 0)
             for post in posts(rank.number) if posts else initial_posts(plan, rank.number):
                 self._post(rank, BEFORE, post, None)
         if n > 1:
@@ -152,7 +160,7 @@ class DryRun:
         """Region and offset of an action's bytes in this step."""
         if a.region == "H":
             return "H", (rank.step * self.schedule.rounds + a.round) % 2
-        return (f"V{(rank.step + a.version) % self.plan.copies}" if a.region == "V" else a.region), a.offset
+        return (self.plan.copy_region(rank.step + a.version) if a.region == "V" else a.region), a.offset
 
     def _expected(self, r: int, step: int, post: Post) -> Tag:
         """What the schedule wants to land there."""
@@ -183,13 +191,17 @@ class DryRun:
             place = rank.using.pop((a.round, a.unit, a.kind == "DONE" and a.backward), None)
             if place is None or a.kind == "DONE_HELD" and not self._all_read(rank, a):
                 raise self._error(rank, "ends a pass that is not under way, or too early")
-            if place[0][0] != "V":
-                self._free(rank, *place)
+            self._leave(rank, a, place)
         elif a.kind != "TAKE":  # which has nothing but its post
             self._push(rank, a)
             if a.kind in PASSES:
                 self._free(rank, *self._at(rank, a))
         return True
+
+    def _leave(self, rank: _Rank, a: Action, place: Place) -> None:
+        """A pass no longer reads from here."""
+        if place[0][0] != "V":
+            self._free(rank, *place)
 
     def _end_step(self, rank: _Rank) -> None:
         if missing := list(rank.using) + self.order[rank.reads:]:
@@ -257,20 +269,25 @@ class DryRun:
         return True
 
     def _update(self, rank: _Rank, a: Action) -> bool:
-        step, copy = rank.step + a.version, f"V{(rank.step + a.version + 1) % self.plan.copies}"
-        if self._still_read(rank, copy) or not self._scalar(rank, a, "T", step):
+        step, copy = rank.step + a.version, self.plan.copy_region(rank.step + a.version + 1)
+        _, start, nbytes = self.plan.copy_layout(self.schedule.owned(rank.number))
+        if self._still_read(rank, copy, start, nbytes) or not self._scalar(rank, a, "T", step):
             return False
         if rank.normed != step + 1 or rank.version != step:
             raise self._error(rank, f"updates {rank.version} to {step + 1} with the finished sums of {rank.normed} steps")
-        if any(region == copy for region, _ in rank.using.values()):
+        if copy[0] == "V" and any(region == copy for region, _ in rank.using.values()):
             raise self._error(rank, f"overwrites published copy {copy} while a pass of this rank reads it")
         self._earlier(rank, a, rank.offers.pop(copy, BEFORE), "a reader")
         for i, offset in self.o_layouts[rank.number].items():
             if self.plan.unit(i).g_bytes:
                 self._free(rank, "O", offset)
-        rank.content.update({(copy, offset): ("p", i, step + 1) for i, offset in self.v_layouts[rank.number].items()})
+        self._publish(rank, step + 1)
         rank.version += 1
         return True
+
+    def _publish(self, rank: _Rank, version: int) -> None:
+        copy = self.plan.copy_region(version)
+        rank.content.update({(copy, offset): ("p", i, version) for i, offset in self.v_layouts[rank.number].items()})
 
     def _scalar(self, rank: _Rank, a: Action, stream: str, step: int) -> bool:
         if a.peer is None or not rank.scalars.get((stream, a.peer)):
@@ -330,7 +347,7 @@ class DryRun:
             want = ("g", a.unit, rank.step, a.round * self.schedule.ranks + rank.number + 1)
         if tag != want:
             raise self._error(rank, f"sends {tag} where the schedule says {want}")
-        if a.kind == "RELAY" and used != place or a.kind in PASSES and (used or not a.backward):
+        if a.kind == "RELAY" and not self._may_relay(rank, a, place, used) or a.kind in PASSES and (used or not a.backward):
             raise self._error(rank, "relays what this rank does not use, or passes on what it still adds to")
         if a.peer == rank.number and a.into[:2] == (a.stream, mine.get(a.unit)):  # finished, and owned by this rank
             self._claim(rank, "O", mine[a.unit], a.nbytes)
@@ -342,6 +359,9 @@ class DryRun:
         edge = (a.stream, rank.number, a.peer)
         self.pushes.setdefault(edge, deque()).append(_Push(rank.number, rank.step, self._key(rank, a), a, place, tag))
         self._match(edge)
+
+    def _may_relay(self, rank: _Rank, a: Action, place: Place, used: Place | None) -> bool:
+        return used == place
 
     def _match(self, edge: tuple[str, int, int]) -> None:
         pushes, landings = self.pushes.get(edge), self.landings.get(edge)

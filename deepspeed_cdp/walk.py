@@ -92,4 +92,5 @@ class Place:
         else:
             unit = h.plan.unit(a.unit)
             stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'held parameters'}"
+            what = f"new version for the {what}" if a.kind == "APPLY" else what
         return f"rank {h.transport.label}, step {self.step}, stage {stage}, {what}"

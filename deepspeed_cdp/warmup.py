@@ -8,8 +8,6 @@ one has at least as many published copies, so one set of buffers serves both.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
-
 from .plan import Plan
 
 
@@ -25,7 +23,7 @@ class Phases:
     def __init__(self, plan: Plan, warmup_steps: int = 0):
         self.plan = plan
         self.steps = warmup_steps if plan.schedule.threshold else 0
-        first = replace(plan, schedule=replace(plan.schedule, threshold=0))
+        first = plan.under(0)
         self.plans: Sequence[Plan] = (first, plan) if self.steps else (plan,)
         assert all(first.regions[name] <= plan.regions[name] for name in first.regions), "one allocation serves both"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import engines, models, rows
+from benchmarks import engines, models, rows, run
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -79,7 +79,16 @@ def steps(rank: int, world: int, name: str, compiled: bool) -> tuple[list[float]
     return losses, graphs
 
 
-@pytest.mark.parametrize("name", ["cdp-v2", "fsdp2"])
+def test_engines_that_keep_all_parameters_learn_as_ddp_does(pool):
+    """ZeRO-1 and 2, and the cyclic engine under ZeRO-1: the same first loss, and nearly the same later ones."""
+    want = [losses for losses, _ in pool.run(2, steps, "ddp", False)]
+    for name in run.REPLICAS:
+        for got, plain in zip(pool.run(2, steps, name, False), want):
+            assert got[0][0] == pytest.approx(plain[0], abs=1e-6) and got[0] == pytest.approx(plain, abs=0.02), name
+    assert want[0][3] != want[0][0]
+
+
+@pytest.mark.parametrize("name", ["cdp-v2", "cdp-v2-replicas", "fsdp2"])
 def test_compiled_layers_train_as_eager_ones(pool, name):
     eager, compiled = (pool.run(2, steps, name, c) for c in (False, True))
     assert [graphs for _, graphs in eager] == [0, 0] and [graphs for _, graphs in compiled] == [1, 1], "one graph for all layers"

@@ -74,7 +74,7 @@ CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cyclic": {"units": ["blocks.0"]}}, ("1 units for 2 ranks", "list more modules in cyclic.units")),
     ({"cyclic": {"partition_method": "type:Conv"}}, ("cyclic.partition_method is 'type:Conv'", "matches no unit", "Sequential")),
     ({"fp16": {"enabled": True}}, ("fp16.enabled is true under cyclic.rule cdp-v2", "use bf16")),
-    ({"zero_optimization": {"stage": 2}}, ("zero_optimization.stage is 2", "set it to 3")),
+    ({"zero_optimization": {"stage": 2, "zero_quantized_gradients": True}}, ("zero_quantized_gradients is true", "remove it")),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, ("offload_param is cpu", "remove it")),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ("zero_quantized_weights is true", "remove it")),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}}, ("zero_hpz_partition_size is 2", "remove it")),

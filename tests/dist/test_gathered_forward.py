@@ -44,7 +44,9 @@ def build(fused: bool, read: str = "head", writes: bool = False) -> nn.Module:
     return Headed(fused, read, writes)
 
 
-JOBS = [Job("mlp", "dp", 2, clip=0.3), Job("mlp", "cdp-v1", 2), Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,))]
+REPLICAS = {"zero_optimization": {"stage": 1}}
+JOBS = [Job("mlp", "dp", 2, clip=0.3), Job("mlp", "cdp-v1", 2), Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,)),
+        Job("mlp", "cdp-v1", 2, config=REPLICAS), Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,), config=REPLICAS)]
 
 
 def run(rank: int, world: int, jobs: list[tuple[Job, bool]]) -> list[dict]:
@@ -66,6 +68,24 @@ def test_equals_the_oracle(pool, world):
         assert {k: v for r in results for k, v in r[at]["losses"].items()} == want.losses, (job, fused)
         for result in results:
             same(unpack(result[at]["state"]), want.masters)
+
+
+def test_a_replica_is_there_when_its_place_is_past(pool):
+    """Where every rank keeps all parameters, a weight may be read again later: its gradients come before the unit's sum."""
+    job = Job("mlp", "cdp-v2", clip=0.3, config=REPLICAS)
+    results = pool.run(2, again, job)
+    want = oracle(job, results[0]["stages"], 2, build=lambda: build(False, "blocks.1.0"))
+    assert {k: v for r in results for k, v in r["losses"].items()} == want.losses
+    for result in results:
+        same(unpack(result["state"]), want.masters, 1e-6, 1e-7)  # autograd adds the two in another order
+
+
+def again(rank: int, world: int, job: Job) -> dict:
+    engine = start(job, world, build(False, "blocks.1.0"))
+    losses = train(engine, job, rank)
+    result = {"losses": losses, "stages": engine.cyclic_plan.stages, "state": pack(whole(engine))}
+    engine.destroy()
+    return result
 
 
 def late(rank: int, world: int, job: Job) -> None:

@@ -1,6 +1,7 @@
 """One rank of the GPU parity check: CyclicEngine through deepspeed.initialize against the oracle on the same GPU.
 
 Started by tests/gpu/test_gpu.py, or by hand: torchrun --nproc-per-node N tests/gpu/rank_parity.py [SECONDS] [--transport T]
+With --cpu it runs without GPUs, to prove the script; with --replicas only the cases in which every rank keeps all parameters.
 """
 
 import argparse
@@ -17,8 +18,13 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 parser = argparse.ArgumentParser()
 parser.add_argument("seconds", nargs="?", type=float, default=240)
-parser.add_argument("--transport", choices=("auto", "peer", "nccl"), default="auto")
+parser.add_argument("--transport", choices=("auto", "peer", "nccl", "gloo"), default="auto")
+parser.add_argument("--cpu", action="store_true")
+parser.add_argument("--replicas", action="store_true")
 ARGS = parser.parse_args()
+if ARGS.cpu:
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    torch.set_num_threads(1)
 faulthandler.dump_traceback_later(ARGS.seconds, exit=True)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -37,16 +43,16 @@ def adamw(named):
 
 
 def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, synchronize: bool,
-          offload: bool = False) -> dict:
-    device = torch.device("cuda", torch.cuda.current_device())
+          offload: bool = False, stage: int = 3) -> dict:
+    device = torch.device("cpu") if ARGS.cpu else torch.device("cuda", torch.cuda.current_device())
     dtype = torch.bfloat16 if bf16 else torch.float32
     module = models.build(kind).to(device, dtype)
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": rounds, "gradient_clipping": 0.5,
-              "zero_optimization": {"stage": 3}, "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True,
+              "zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True,
               "steps_per_print": 10 ** 9,
               "cyclic": {"enabled": True, "rule": rule, "transport": ARGS.transport, "timeout_seconds": 30}}
     if offload:
-        zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+        zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
         config |= {"zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}
     engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(list(module.named_parameters())), config=config)
     losses = {}
@@ -57,13 +63,15 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
             engine.backward(loss)
             engine.step()
             losses[step, m, rank] = loss.detach()
-            if synchronize:
+            if synchronize and not ARGS.cpu:
                 torch.cuda.synchronize()
                 torch.cuda.empty_cache()
         if step == 3:
             engine.flush()
     state = engine.module_state_dict()
-    assert {m.device.type for m in engine._runtime.owner.masters.values()} <= {"cpu" if offload else "cuda"}
+    assert {m.device.type for m in engine._runtime.owner.masters.values()} <= {"cpu" if offload else device.type}
+    assert engine.cyclic_plan.replicated == (stage < 3)
+    assert stage == 3 or all(torch.equal(p, state[n]) for n, p in engine.module.named_parameters()), "all replicas are the newest"
     stages, traffic, transport = engine.cyclic_plan.stages, engine._runtime.traffic(), engine._transport
     assert ARGS.transport in ("auto", transport.name), transport.name
     engine.destroy()
@@ -77,20 +85,27 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
     mine = max(abs(float(v) - want.losses[k]) / abs(want.losses[k]) for k, v in losses.items())
     bytes_right = all(row["counted"] == row["closed form"] for row in traffic.values())
     return {"model": kind, "rule": rule, "rounds": rounds, "bf16": bf16, "ranks": size, "weights": worst / scale, "losses": mine,
-            "bytes": bytes_right, "sync": synchronize, "offload": offload, "transport": transport.name}
+            "bytes": bytes_right, "sync": synchronize, "offload": offload, "stage": stage, "transport": transport.name}
 
 
 def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    deepspeed.init_distributed("nccl")
+    deepspeed.init_distributed("gloo" if ARGS.cpu else "nccl")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not ARGS.cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     cases = [(k, r, m, False, s)
              for k, r, m, s in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"), (1,), (False,))]
     cases += [("llama", "cdp-v2", 2, False, True), ("llama-tied", "cdp-v1", 1, True, False), ("llama", "cdp-v2", 1, True, True),
               ("routed", "cdp-v2", 1, False, False)]
     cases += [("llama-tied", "cdp-v2", 2, False, False, True), ("llama", "cdp-v1", 1, False, True, True),
               ("llama-tied", "cdp-v2", 1, True, False, True), ("llama", "dp", 1, True, False, True)]  # optimizer in host memory
+    cases = [] if ARGS.replicas else cases
+    # every rank keeps all parameters; under v1 owners publish apart, under v2 and dp in place
+    cases += [(k, r, 1, False, False, False, 1) for k, r in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"))]
+    cases += [("llama", "cdp-v2", 2, False, True, False, 2), ("llama-tied", "cdp-v1", 1, True, False, False, 0),
+              ("llama", "cdp-v2", 1, True, True, False, 1), ("routed", "cdp-v2", 1, False, False, False, 1),
+              ("llama-tied", "cdp-v1", 2, False, True, False, 1), ("llama-tied", "cdp-v2", 2, False, False, True, 1)]
     failed = False
     for case in cases:
         begun = time.time()

@@ -31,7 +31,7 @@ wanted() { [[ $items == *" $1 "* ]]; }
 
 for n in $ranks; do
     # $(run ...) and $cpu are to be split into words
-    wanted parity && [ -z "$cpu" ] && item "parity, $n ranks" parity.log 180 $(run "$n" rank_parity.py @BUDGET@)
+    wanted parity && [ -z "$cpu" ] && item "parity, $n ranks" parity.log 240 $(run "$n" rank_parity.py @BUDGET@)
     wanted stress && item "500 disturbed steps, $n ranks" stress.log 300 $(run "$n" rank_stress.py $cpu --steps "${STEPS:-500}" \
         --progress --budget @BUDGET@ --limit 140)
     wanted stress && item "synchronize in every step, $n ranks" stress.log 120 $(run "$n" rank_stress.py $cpu --steps 60 \

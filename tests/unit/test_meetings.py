@@ -9,6 +9,7 @@ from test_plan import HELD_UNIT, make, plans
 
 from deepspeed_cdp.plan import Plan
 from deepspeed_cdp.program import _initiated, build, edges, initial_posts, with_meetings
+from deepspeed_cdp.replicas import ReplicatedPlan
 
 STEPS = 4
 
@@ -43,7 +44,7 @@ def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
 
     def wait(r: int, a) -> None:
         """What this action waits for has been begun before."""
-        if a.kind in ("READ", "SUM", "SUM_HELD", "UPDATE") and a.peer is not None:
+        if a.kind in ("READ", "APPLY", "SUM", "SUM_HELD", "UPDATE") and a.peer is not None:
             use(r, (a.stream, a.peer, r))
         if a.kind == "NORM" and a.peer is not None:
             use(r, ("S", a.peer, r))
@@ -104,8 +105,9 @@ def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize(("ranks", "k"), [(n, k) for n in range(1, 5) for k in range(2 * n)] + [(5, 3)])
 def test_ranks_that_block_at_every_message_finish(ranks, k, rounds, barrier):
-    assert run(make(ranks, k, rounds, 1), barrier) is None
-    assert run(make(ranks, k, rounds, 2, held=HELD_UNIT), barrier) is None
+    for kind in (Plan, ReplicatedPlan):
+        assert run(make(ranks, k, rounds, 1, kind=kind), barrier) is None
+        assert run(make(ranks, k, rounds, 2, held=HELD_UNIT, kind=kind), barrier) is None
 
 
 @settings(max_examples=8, derandomize=True, deadline=None)

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cdp.plan import HELD, Plan, Unit
-from deepspeed_cdp.program import _Builder, build
+from deepspeed_cdp.program import build, builder
 from deepspeed_cdp.schedule import Schedule, threshold
 from deepspeed_cdp.validate import DryRun, PlanError, validate
 
@@ -15,10 +15,10 @@ HELD_UNIT = Unit("", 0, ("tied",), (), 320, 192)
 
 
 def make(ranks: int, k: int, rounds: int = 1, per_stage: int = 1, p_bytes: int = 1024, g_bytes: int = 2048,
-         held: Unit | None = None, keep: bool = False) -> Plan:
+         held: Unit | None = None, keep: bool = False, kind: type[Plan] = Plan) -> Plan:
     """A plan with equal units."""
     units = tuple(Unit(f"u{i}", i // per_stage, (f"w{i}",), (), p_bytes, g_bytes) for i in range(ranks * per_stage))
-    return Plan(Schedule(ranks, k, rounds), units, held, keep)
+    return kind(Schedule(ranks, k, rounds), units, held, keep)
 
 
 @st.composite
@@ -88,7 +88,7 @@ def test_later_steps_repeat_the_steady_one(plan: Plan) -> None:
         steady = build(plan, rank, False)
         assert steady, "a step has actions"
         for step in (2, 3, 7):
-            later = _Builder(plan, rank, step).build()
+            later = builder(plan, rank, step).build()
             assert tuple(a._replace(time=a.time - (step - 1) * period) for a in later) == steady
 
 

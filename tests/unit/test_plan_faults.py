@@ -13,6 +13,7 @@ import pytest
 
 from deepspeed_cdp.plan import END, Action, Plan, Post, Unit
 from deepspeed_cdp.program import build, initial_posts
+from deepspeed_cdp.replicas import ReplicatedPlan
 from deepspeed_cdp.schedule import Schedule
 from deepspeed_cdp.validate import PlanError, validate
 
@@ -24,14 +25,18 @@ STARTS = ("NORM", "TOTAL", "UPDATE")
 
 @cache
 def plan(name: str) -> Plan:
-    """v2 with two rounds, held and frozen parameters; v1 and dp, which have a TOTAL; v2 on four ranks; one rank alone."""
+    """v2 with two rounds, held and frozen parameters; v1 and dp, which have a TOTAL; v2 on four ranks; one rank alone.
+
+    "r-NAME" is the same with all parameters on every rank (tests in test_replica_faults.py).
+    """
+    make, name = (ReplicatedPlan, name[2:]) if name.startswith("r-") else (Plan, name)
     counts, k, rounds = {"v2": ((1, 2, 1), 2, 2), "v1": ((1, 2, 1), 5, 1), "dp": ((1, 2, 1), 0, 1), "one": ((2,), 0, 2),
                          "four": ((1, 2, 1, 1), 3, 1), "keep": ((1, 2, 1, 1), 3, 1)}[name]
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     units = tuple(Unit(f"u{i}", stage, (f"w{i}",), (), 256 * (3 + i), 0 if (name, i) == ("v2", 1) else 128 * (3 + i))
                   for i, stage in enumerate(stages))
     held = None if name in ("dp", "four") else Unit("", 0, ("tied",), (), 512, 256)
-    return Plan(Schedule(len(counts), k, rounds), units, held, name == "keep")
+    return make(Schedule(len(counts), k, rounds), units, held, name == "keep")
 
 
 @cache
@@ -54,7 +59,7 @@ def rejected(name: str, rank: int, first: bool, wrong: Program) -> str:
 
 def everywhere(name: str, fault: Fault, kind: str | None = None) -> Iterator[tuple[Action, int, str]]:
     """(the action made wrong, its rank, the message), for every place where the fault can be made (half of them under v2)."""
-    some = name in ("v2", "four", "keep")
+    some = name in ("v2", "four", "keep", "r-v2", "r-four")
     for rank in range(plan(name).schedule.ranks):
         for first in (True, False):
             good = program(name, rank, first)
@@ -104,7 +109,7 @@ def wrong_size(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
 
 def wrong_version(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     for version in (good[i].version - 1, good[i].version + 1):
-        if good[i].kind in ("READ", "RELAY", "OFFER", *STARTS):
+        if good[i].kind in ("READ", "APPLY", "RELAY", "OFFER", *STARTS):
             yield put(good, i, good[i]._replace(version=version))
 
 
@@ -140,7 +145,7 @@ def out_of_order(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]
 def wrong_landing(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     """Where a one-sided push goes."""
     region, offset, round = good[i].into
-    if region:
+    if region and good[i].kind != "APPLY":
         yield put(good, i, good[i]._replace(into=(region, offset + 64, round)))
         yield put(good, i, good[i]._replace(into=("V", offset, round)))
         if region == "H":

@@ -48,10 +48,11 @@ def ring(strict: bool) -> Callable[[int, int], Callable[[int], GlooPairs]]:
     return lambda size, seconds=20.0: lambda rank: GlooPairs(rank, size, seconds, store, strict=strict)
 
 
+@pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("size", "rule", "rounds"), [(2, "cdp-v2", 1), (2, "dp", 2), (3, "cdp-v1", 1), (3, "cdp-v2", 2),
                                                       (4, "dp", 1), (4, 4, 1), (4, "cdp-v2", 1)])
-def test_training_equals_the_oracle(size, rule, rounds, strict):
+def test_training_equals_the_oracle(size, rule, rounds, strict, replicated):
     """And messages begin where the plan says, never because somebody waits; strictly: each rank stops at every message."""
     forced = {}
 
@@ -64,7 +65,8 @@ def test_training_equals_the_oracle(size, rule, rounds, strict):
             runtime.transport.forced.clear()
         runtime.handoff.flush = seen
 
-    check("rooted", rule, size, rounds=rounds, clip=0.5, flush_after={2}, change=watch, connect=ring(strict)(size))
+    check("rooted", rule, size, rounds=rounds, clip=0.5, flush_after={2}, change=watch, connect=ring(strict)(size),
+          replicated=replicated)
     assert set(forced) == set(range(size)) and not any(sum(v) for v in forced.values()), forced
 
 

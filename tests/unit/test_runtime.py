@@ -42,9 +42,10 @@ def oracle(kind: str, stages, rule, size: int, make, steps: int, dtype=None, tra
 
 
 def check(kind: str, rule, size: int, make=sgd, steps: int = 6, rounds: int = 1, clip: float = 0.0, flush_after=(), on_step=None,
-          dtype=None, sum_dtype=None, exact: bool = True, keep: bool = False, least: int = 0, **extra):
+          dtype=None, sum_dtype=None, exact: bool = True, keep: bool = False, least: int = 0, replicated: bool = False, **extra):
     """Train on a ring of threads and with the oracle: every loss and every final weight is equal."""
-    settings = Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, keep_after_forward=keep, min_unit_bytes=least)
+    settings = Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, keep_after_forward=keep, min_unit_bytes=least,
+                        replicated=replicated)
     got = train(kind, size, settings, make, steps, flush_after, on_step, dtype, **extra)
     plan = got["runtimes"][0].plan
     want = oracle(kind, plan.stages, rule, size, make, steps, dtype, rounds=rounds, clip=clip, flush_after=flush_after,

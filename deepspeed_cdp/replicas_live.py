@@ -1,0 +1,165 @@
+"""Where every rank keeps all parameters (replicas.py): the walk's one new action, and hooks that leave parameters in place.
+
+``param.data`` is a view of the replica (region ``R``) from the start to the end. The hooks of ``Binder`` still say how far to
+walk: a unit's new version is there before its forward, its running gradient sum before its backward.
+"""
+
+from typing import Any
+
+import torch
+
+from .handoff import Handoff
+from .hooks import BACKWARD, FORWARD, Binder
+from .plan import HELD, Action
+from .replicas import ReplicatedPlan
+from .walk import Place
+
+
+class ReplicaHandoff(Handoff):
+    """One rank's walk through its program; see ``Handoff``."""
+
+    plan: ReplicatedPlan
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._do["APPLY"] = self._apply_version
+        self._owned = frozenset(self.plan.members(self.schedule.owned(self.rank)))
+
+    def begin(self) -> None:
+        """Start from the version that all replicas have."""
+        super().begin()
+        self._came: dict[int, Any] = {}  # unit -> the message that brought its present version, to be passed on
+
+    def spread(self) -> None:
+        """Collective, between steps: every rank's replica gets what the owners have published."""
+        where, (_, starts, _) = f"rank {self.rank}, step {self.global_step}, bringing replicas up to date", self.plan.replica
+        for stage, start in enumerate(starts):
+            owner = self.schedule.owner(stage)
+            nbytes = self.plan.v_layout(stage)[1]
+            flat = self.buffers.regions["R"][start:start + nbytes]
+            if self.plan.staged and owner == self.rank:
+                flat.copy_(self.buffers.regions["V0"][:nbytes])
+            if self.schedule.ranks * self.plan.rings > 1 and nbytes:
+                self.transport.broadcast(flat, owner, where)
+
+    def _kept_under(self, region: str, offset: int) -> str:
+        return f"{region}{offset}" if region in "LR" else region  # where each unit has one place, and there are many
+
+    def _free_copy(self, a: Action) -> None:
+        if self.plan.staged or self._flushing:
+            super()._free_copy(a)
+            return
+        for i in self._owned:
+            for ticket in self._readers("R", self.plan.replica[0][i], self.plan.unit(i).p_bytes):
+                ticket.wait(Place(self, a))
+        self.transport.after(self._own_read_end)
+
+    def _apply_version(self, a: Action) -> None:
+        """The replica gets its next version of a unit: it has landed there, or is copied into it."""
+        region, view = self._place(a)
+        if a.peer is not None:
+            self._came[a.unit] = self._await(a)
+        else:
+            self.transport.after(self._published_at.get(a.unit))
+        if region != "R":
+            for ticket in self._readers("R", a.into[1], a.nbytes):
+                ticket.wait(Place(self, a))
+            self.buffers.view("R", a.into[1], a.nbytes).copy_(view)
+            self.transport.moved_on()
+        if a.peer is None:
+            self._own_read_end = self.transport.mark()
+
+    def _read(self, a: Action) -> None:
+        if not a.backward:
+            if a.unit in self._owned and not self.plan.staged:
+                self.transport.after(self._published_at.get(a.unit))  # which was written in place, beside the passes
+            self.params[a.unit] = self._place(a)[1]
+        self._posts(a)
+
+    def _relay(self, a: Action) -> None:
+        self._push(a, self._came.pop(a.unit, None))
+
+    def _done(self, a: Action) -> None:
+        self.params.pop(a.unit, None)
+        self.on_release(a.unit)
+        if a.unit in self._owned:
+            self._own_read_end = self.transport.mark()
+        if self.schedule.ranks == 1 and a.backward:  # summed in place, not passed on
+            self.sums.pop(a.unit, None)
+        self._posts(a)
+
+    @property
+    def newest(self) -> bool:
+        """Whether the replica is the newest version as a whole: right after a flush, or before the first step."""
+        return self.step == 0 and self.between_steps
+
+
+class ReplicaBinder(Binder):
+    """Walks as a module's units are used; their parameters stay where they are, in the replica. See ``Binder``."""
+
+    handoff: ReplicaHandoff
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        offsets = self.handoff.plan.replica[0]
+        for i, pairs in self.slots.items():
+            flat = self._bound[i] = self.handoff.buffers.view("R", offsets[i], self.handoff.plan.unit(i).p_bytes)
+            for p, s in pairs:
+                p.data = s.value(flat)
+
+    def remove(self) -> None:
+        """Take the hooks off; using parameters of several versions is refused from now on."""
+        stays = self.handoff.newest or not self._handles
+        self._empty = {}
+        super().remove()
+        if not stays:
+            for m in self._root.modules():
+                if m is self._root or m._parameters:
+                    m.register_forward_pre_hook(_refuse, prepend=True)
+                    m.register_state_dict_pre_hook(_refuse)
+
+    def released(self, p: torch.nn.Parameter) -> bool:
+        """Whether the parameter may lack the version that is wanted now: in a pass its unit's, between steps the newest."""
+        if self.mode in (FORWARD, BACKWARD):
+            return self._unit_of[p] not in self.handoff.params
+        return not self.handoff.newest
+
+    def bind(self, i: int, flat: torch.Tensor) -> None:
+        """They are."""
+
+    def unbind(self, i: int) -> None:
+        """The unit's sum is passed on."""
+        for p, _ in self.slots[i]:
+            p.grad = None
+
+    def release_all(self) -> None:
+        for i in self.slots:
+            self.unbind(i)
+
+    def forget_views(self) -> None:
+        """None is of memory that goes."""
+
+    def _begin_saving(self) -> bool:
+        return False  # what autograd saves stays
+
+    def _add_early(self, i: int, flat: torch.Tensor) -> None:
+        if i != HELD and i not in self.visited and any(p.grad is not None for p, _ in self.slots[i]):
+            raise self._read_outside(i)
+        super()._add_early(i, flat)
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        for i, pairs in self.slots.items():
+            if i not in self.visited and any(p.grad is not None and s.sum_offset >= 0 for p, s in pairs):
+                raise self._read_outside(i)
+
+    def _read_outside(self, i: int) -> ValueError:
+        name, step = self.handoff.plan.unit(i).name, self.handoff.global_step
+        return ValueError(f"parameters of {name!r} got gradients in step {step}, but its module was not called in the forward, "
+                          "so they were read from outside it, perhaps at another version; list the modules that are called in "
+                          f"cyclic.units, without {name!r}")
+
+
+def _refuse(module: torch.nn.Module, *_: Any) -> None:
+    raise ValueError(f"a {type(module).__name__} was used after engine.destroy(), which came without engine.flush(), so its "
+                     "parameters are of several versions; call engine.flush() on every rank before")

@@ -1,0 +1,138 @@
+"""Plans under which every rank keeps all parameters, made wrong on purpose: each is rejected, and the message names the place."""
+
+import re
+from collections.abc import Iterator
+
+import pytest
+from test_plan_faults import (
+    FAULTS,
+    NAMED,
+    Program,
+    drop,
+    early_update,
+    everywhere,
+    late_push,
+    moved,
+    plan,
+    program,
+    put,
+    rejected,
+    wrong_posts,
+)
+
+from deepspeed_cdp.plan import END, HELD, START, Plan
+from deepspeed_cdp.program import initial_posts
+from deepspeed_cdp.validate import validate
+
+NAMES = ["r-v2", "r-v1", "r-dp", "r-four", "r-one"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_plans_themselves_pass(name: str) -> None:
+    validate(plan(name), programs=lambda r, f: program(name, r, f), posts=lambda r: initial_posts(plan(name), r))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_rejected_and_named(name: str, fault) -> None:
+    for action, rank, message in everywhere(name, fault):
+        assert NAMED.search(message), (action, rank, message)
+
+
+KINDS = {"APPLY": "APPLY|READ|OFFER|RELAY|UPDATE|DONE|DONE_HELD",
+         "READ": "READ|RELAY|DONE|DONE_HELD|SUM|SUM_HELD|TAKE|OFFER|APPLY", "RELAY": "RELAY|READ|APPLY",
+         "OFFER": "OFFER|APPLY", "TAKE": "OFFER|APPLY",
+         "UPDATE": "UPDATE|OFFER|READ|NORM|APPLY|RELAY",
+         "DONE": "DONE|READ|RELAY|APPLY|UPDATE|TAKE|PASS|SUM_HELD|DONE_HELD", "DONE_HELD": "DONE|READ|APPLY|UPDATE|TAKE"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_missing_action_is_named_by_itself_or_by_what_suffers(name: str, kind: str) -> None:
+    found = list(everywhere(name, drop, kind))
+    assert bool(found) == any(a.kind == kind for r in range(plan(name).schedule.ranks) for a in program(name, r, False))
+    for action, _, message in found:
+        assert re.search(rf"rank \d+, step \d+: ({KINDS[kind]})\b", message), (action, message)
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])
+def test_wrong_posts_are_rejected(name: str) -> None:
+    messages = list(everywhere(name, wrong_posts))
+    assert len(messages) > 200
+    for action, rank, message in messages:
+        assert NAMED.search(message), (action, rank, message)
+
+
+# ---- too early: what is still read would be overwritten -------------------------------------------------------------------
+def early_apply(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """A copy into the replica before the old version's last backward is over (in the steps after the first)."""
+    a = good[i]
+    if a.kind == "APPLY" and a.region != "R":
+        last = max((j for j in range(i) if good[j].kind == ("DONE_HELD" if a.unit == HELD else "DONE")
+                    and good[j].unit == a.unit), default=None)
+        if last is not None:
+            yield moved(good, i, last)
+
+
+@pytest.mark.parametrize("name", ["r-v1"])
+def test_a_copy_before_the_old_version_is_out_of_use_is_rejected(name: str) -> None:
+    messages = list(everywhere(name, early_apply, "APPLY"))
+    assert messages
+    for action, rank, message in messages:
+        assert re.match(rf"rank {rank}, step [01]: APPLY ", message), (action, message)
+
+
+def early_credit(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """Stages from 1 on are let in one visit earlier: stage 1's first unit is still in its backward."""
+    if good[i].kind == "DONE" and any(x.unit == good[i].unit for x in good[i].posts):  # not on the rank that owns stage 1
+        before = max(j for j in range(i) if good[j].phase == END)
+        wrong = put(good, i, good[i]._replace(posts=()))
+        yield put(wrong, before, good[before]._replace(posts=(*good[before].posts, *good[i].posts)))
+
+
+@pytest.mark.parametrize("name", ["r-v2", "r-v1", "r-dp", "r-four"])
+def test_landing_in_what_is_still_read_is_rejected(name: str) -> None:
+    messages = list(everywhere(name, early_credit, "DONE"))
+    assert len(messages) >= 2
+    for _, rank, message in messages:
+        assert message.startswith(f"rank {rank}, step") and "is still in use" in message, message
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_an_update_in_place_before_the_last_read_is_rejected(rank: int) -> None:
+    """The owner's own UPDATE (and what it is made of) moved before the DONE of its last unit that reads the old version."""
+    good, p = program("r-dp", rank, False), plan("r-dp")
+    i = next(j for j, a in enumerate(good) if a.kind == "UPDATE")
+    own = p.members(p.schedule.owned(rank))
+    j = next(j for j, a in enumerate(good) if a.kind == "DONE" and a.unit in own)
+    message = rejected("r-dp", rank, False, moved(good, i, j))
+    assert re.match(rf"rank {rank}, step 1: (UPDATE|TOTAL|NORM) |nothing moves", message), message
+
+
+def test_a_read_of_what_has_landed_but_was_not_waited_for_is_rejected() -> None:
+    """The message may have come by chance; without APPLY nobody has made sure."""
+    count = 0
+    for name in ("r-v2", "r-four"):
+        for rank in range(plan(name).schedule.ranks):
+            good = program(name, rank, False)
+            for i, a in enumerate(good):
+                if a.kind == "APPLY" and a.region == "R" and a.phase == START:
+                    message = rejected(name, rank, False, put(good, i))
+                    count += "has applied version" in message or "the schedule says" in message
+                    assert re.match(r"rank \d+, step \d: (READ|RELAY|APPLY)", message), message
+    assert count > 4
+
+
+def late_in_the_step(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """As ``late_push``, but not what the last rank hands to rank 0 for the next step: that has the whole step's time."""
+    if good[i].kind != "RELAY" or rank < p.schedule.ranks - 1:
+        yield from late_push(p, rank, good, i)
+
+
+@pytest.mark.parametrize("name", ["r-v2", "r-v1", "r-dp", "r-four"])
+def test_late_pushes_and_early_updates_are_rejected(name: str) -> None:
+    messages = [x for kind in ("RELAY", "PASS") for x in everywhere(name, late_in_the_step, kind)]
+    messages += everywhere(name, early_update)
+    assert messages
+    for action, _, message in messages:
+        assert NAMED.search(message), (action, message)

@@ -1,0 +1,348 @@
+"""Every rank keeps all parameters (replicas.py): plans, and training on threads against the oracle, bitwise."""
+
+from collections import Counter
+
+import models
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from local_ring import run_ranks, train
+from test_plan import HELD_UNIT, make, plans
+from test_runtime import RULES, adamw, check, muon, named_rule, oracle, schedule, sgd
+from torch import nn
+
+from deepspeed_cdp.plan import HELD, Plan, Unit
+from deepspeed_cdp.program import build, builder
+from deepspeed_cdp.replicas import ReplicatedPlan
+from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.schedule import Schedule, threshold
+from deepspeed_cdp.validate import dry_run, validate
+
+
+def replicated(plan: Plan) -> ReplicatedPlan:
+    return ReplicatedPlan(plan.schedule, plan.units, plan.held)
+
+
+# ---- plans --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("ranks", "k", "rounds"), [(n, k, m) for n in range(1, 6) for k in range(2 * n) for m in (1, 2, 3)])
+def test_every_small_ring_passes(ranks: int, k: int, rounds: int) -> None:
+    units = []
+    for stage in range(ranks):
+        for _ in range(1 + (stage + k) % 3):
+            i = len(units)
+            g_bytes = 0 if i % 4 == 2 else 100 + 900 * (i * 5 % 3)
+            units.append(Unit(f"u{i}", stage, (f"w{i}",), (), 64 + 700 * (i * 7 % 5), g_bytes))
+    plan = ReplicatedPlan(Schedule(ranks, k, rounds), tuple(units), HELD_UNIT if (k + rounds) % 2 else None)
+    validate(plan)
+    assert plan.staged == (k >= ranks), "only then an owner reads the old version after its update"
+
+
+@settings(max_examples=10, derandomize=True, deadline=None)
+@given(plans(st.integers(1, 9)))
+def test_random_plans_pass(plan: Plan) -> None:
+    validate(replicated(plan))
+
+
+@settings(max_examples=2, derandomize=True, deadline=None)
+@given(plans(st.integers(16, 24), rounds=1))
+def test_random_large_rings_pass(plan: Plan) -> None:
+    validate(replicated(plan), steps=3)
+
+
+@settings(max_examples=15, derandomize=True, deadline=None)
+@given(plans(st.integers(1, 6)))
+def test_later_steps_repeat_the_steady_one(plan: Plan) -> None:
+    plan = replicated(plan)
+    period = plan.schedule.period * plan.scale
+    for rank in range(plan.schedule.ranks):
+        steady = build(plan, rank, False)
+        for step in (2, 3, 7):
+            later = builder(plan, rank, step).build()
+            assert tuple(a._replace(time=a.time - (step - 1) * period) for a in later) == steady
+
+
+@pytest.mark.parametrize(("ranks", "k", "rounds"), [(n, k, m) for n in range(1, 6) for k in range(2 * n) for m in (1, 2, 3)])
+def test_a_replica_changes_where_the_schedule_changes_version(ranks: int, k: int, rounds: int) -> None:
+    """Micro-batch by micro-batch; each version once, and each in time for the next rank to have it two positions later."""
+    plan = make(ranks, k, rounds, kind=ReplicatedPlan)
+    s = plan.schedule
+    for rank in range(ranks):
+        for stage in range(ranks):
+            has, came = 0, []
+            for step in range(5):
+                for m in range(rounds):
+                    new = plan.applied(step, m, rank, stage)
+                    came += [] if new is None else [new]
+                    has = has if new is None else new
+                    assert has == s.version(step, m, rank, stage), (rank, stage, step, m)
+            assert came == list(range(came[0], came[-1] + 1)) and came[0] in (0, 1)
+            giver = plan.giver(rank, stage)
+            if giver is not None and plan.first_readers[stage] != rank:
+                (a, m), (b, n) = plan._needs[giver, stage], plan._needs[rank, stage]
+                gap = s.start(b + 1, n, rank) - s.start(a + 1, m, giver)
+                assert gap == 2 if rank or k >= ranks - 1 else gap >= 2
+
+
+def counted(run, rank: int, step: int) -> dict[str, int]:
+    total = {"F": 0, "B": 0, "G": 0, "O": 0}
+    for r, t, a in run.log:
+        if t == step and r == rank and a.peer is not None and a.kind in ("APPLY", "READ", "SUM", "SUM_HELD"):
+            total["F" if a.kind in ("APPLY", "READ") else "G"] += a.nbytes
+        if t == step and a.stream == "O" and a.peer == rank != r:
+            total["O"] += a.nbytes
+    return total
+
+
+@settings(max_examples=12, derandomize=True, deadline=None)
+@given(plans(st.integers(1, 6)))
+def test_closed_form_equals_what_the_dry_run_counts(plan: Plan) -> None:
+    plan = replicated(plan)
+    run = dry_run(plan, 4)
+    run.run()
+    for rank in range(plan.schedule.ranks):
+        assert counted(run, rank, 2) == counted(run, rank, 3) == plan.received_bytes(rank)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_two_psi_a_step_by_hand(ranks: int, rule: str, rounds: int) -> None:
+    """Psi in parameters and Psi in sums (here 1 and 2 KiB a unit): 2 Psi with one round, less on the first and the last rank."""
+    psi = 1024 * 2 * ranks
+    plan = make(ranks, threshold(rule, ranks), rounds, per_stage=2, kind=ReplicatedPlan)
+    for r in range(ranks):
+        assert plan.received_bytes(r) == {"F": psi - psi // ranks, "B": 0, "G": 2 * psi * (rounds - (r == 0)),
+                                          "O": 0 if r == ranks - 1 else 2 * psi // ranks}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_no_second_copy_of_the_model(ranks: int) -> None:
+    """Beside the replica: a stage that lands, under v1 one that is published, and sums as under stage 3."""
+    for rule in ("cdp-v2", "cdp-v1", "dp"):
+        stage = 1024 * 4
+        plan = make(ranks, threshold(rule, ranks), per_stage=4, kind=ReplicatedPlan)
+        other = make(ranks, threshold(rule, ranks), per_stage=4)
+        assert plan.memory() == {"replica": ranks * stage, "in flight": stage + other.regions["G"], "sums": other.regions["O"],
+                                 "published": stage if rule == "cdp-v1" else 0, "scalars": other.regions["S"]}
+        assert sum(plan.regions.values()) == sum(plan.memory().values())
+        assert {"P", "H0", "H1", "V1"}.isdisjoint(plan.regions)
+
+
+@settings(max_examples=20, derandomize=True, deadline=None)
+@given(plans(st.integers(1, 8)))
+def test_regions_hold_all_that_is_placed_in_them(plan: Plan) -> None:
+    plan = replicated(plan)
+    for rank in range(plan.schedule.ranks):
+        for first in (True, False):
+            actions = build(plan, rank, first)
+            for x in [*actions, *(post for a in actions for post in a.posts)]:
+                if x.region:
+                    region = "V0" if x.region == "V" else x.region
+                    assert 0 <= x.offset <= plan.regions[region] - x.nbytes, x
+
+
+def test_alone_nothing_travels() -> None:
+    for k in (0, 1):
+        plan = make(1, k, 2, per_stage=3, held=HELD_UNIT, kind=ReplicatedPlan)
+        assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0} and "L" not in plan.regions
+        kinds = {a.kind for a in build(plan, 0, False)}
+        assert kinds == {"READ", "DONE", "SUM", "SUM_HELD", "DONE_HELD", "NORM", "UPDATE"} | ({"APPLY"} if k else set())
+
+
+def test_a_program_applies_each_unit_once_and_reads_only_the_replica() -> None:
+    for k in (0, 3, 5, 7):
+        plan = make(4, k, 2, per_stage=2, held=HELD_UNIT, kind=ReplicatedPlan)
+        for rank in range(4):
+            actions = build(plan, rank, False)
+            own = plan.members(plan.schedule.owned(rank))
+            want = Counter(i for i in (HELD, *range(8)) if i not in own or plan.staged)
+            assert Counter(a.unit for a in actions if a.kind == "APPLY") == want
+            assert all(a.region == "R" and a.peer is None for a in actions if a.kind == "READ")
+            assert not any(a.backward for a in actions if a.kind in ("RELAY", "OFFER", "TAKE"))
+
+
+# ---- training -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_mlp(size, rule, rounds):
+    check("mlp", named_rule(rule, size), size, rounds=rounds, flush_after={2}, replicated=True)
+
+
+@pytest.mark.parametrize("threshold", range(8))
+def test_every_threshold(threshold):
+    check("mlp", threshold, 4, adamw, clip=0.5, replicated=True)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", ["rooted", "conv", "llama", "llama-tied"])
+def test_models(kind, rule):
+    check(kind, named_rule(rule, 3), 3, adamw, on_step=schedule, rounds=2 if rule == "cdp-v2" else 1, clip=0.3, replicated=True)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ranks_that_take_different_branches(rule):
+    got, _ = check("routed", named_rule(rule, 3), 3, sgd, steps=8, replicated=True)
+    assert len({frozenset(r.binder.visited) for r in got["runtimes"]}) > 1, "the test needs ranks that use different experts"
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
+def test_muon_has_whole_matrices():
+    got = train("mlp", 3, Settings("cdp-v2", replicated=True), muon, 6)
+    matrices = {n for n in got["runtimes"][0].plan.stages for n in n}
+    want = oracle("mlp", got["runtimes"][0].plan.stages, "cdp-v2", 3, muon, 6, trained=matrices)
+    for name, master in want.masters.items():
+        assert torch.equal(got["state"][name], master)
+
+
+@pytest.mark.parametrize(("kind", "rule", "size"), [("llama", "cdp-v2", 2), ("llama-tied", "cdp-v1", 2), ("routed", "cdp-v2", 2)])
+def test_merged_units(kind, rule, size):
+    check(kind, rule, size, sgd, steps=8, rounds=2 if kind == "llama" else 1, least=10 ** 9, replicated=True)
+
+
+@pytest.mark.parametrize("sum_dtype", [None, torch.float32])
+@pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
+def test_bf16(rule, sum_dtype):
+    check("llama-tied", rule, 2, adamw, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5, replicated=True)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_random_delays_change_nothing(rule):
+    for seed in range(2):
+        check("mlp", named_rule(rule, 4), 4, rounds=1 + seed, delay=0.002, seed=seed, steps=5, replicated=True)
+
+
+@pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])
+def test_the_optimizer_in_host_memory(rule):
+    runs = [train("rooted", 3, Settings(rule, clip=0.3, rounds=2, offload=offload, replicated=True), adamw, 5, {2})
+            for offload in (False, True)]
+    assert runs[0]["losses"] == runs[1]["losses"]
+    assert all(torch.equal(x, runs[1]["state"][n]) for n, x in runs[0]["state"].items())
+
+
+def test_bytes_collectives_and_memory_are_as_planned():
+    for size in (2, 3, 4):
+        for rule in RULES:
+            rounds = 1 + size % 2
+            got = train("llama-tied", size, Settings(named_rule(rule, size), rounds=rounds, replicated=True), sgd, 4)
+            for runtime in got["runtimes"]:
+                for kind, row in runtime.traffic().items():
+                    assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.handoff.rank, kind, row)
+                assert runtime.collectives_in_steps == 0
+                assert runtime.handoff.buffers.nbytes() == sum(runtime.plan.memory().values())
+
+
+def test_parameters_stay_where_they_are():
+    """Views of the replica from the start to the end, whole in every hook, and no tensor of autograd's is replaced."""
+    places: list[dict] = []
+
+    def whole(module: nn.Module, *_) -> None:
+        assert all(p.isfinite().all() for p in module.parameters())
+
+    def look(runtime: Runtime) -> None:
+        places.append({p: p.data_ptr() for p in runtime.module.parameters()})
+        low, high = (lambda r: (r.data_ptr(), r.data_ptr() + r.numel()))(runtime.handoff.buffers.regions["R"])
+        assert all(low <= at < high for at in places[-1].values())
+        for m in runtime.module.modules():
+            m.register_forward_pre_hook(whole)
+
+    got = train("llama-tied", 3, Settings("cdp-v2", replicated=True), sgd, 4, change=look)
+    assert all(p.data_ptr() == at for there in places for p, at in there.items()) and len(got["runtimes"]) == len(places)
+    assert all(not r.binder._is_saving and not r.binder._rebuilt for r in got["runtimes"])
+
+
+# ---- broken on purpose --------------------------------------------------------------------------------------------------
+def test_a_version_that_is_not_applied_is_seen():
+    """One rank's replica misses one new version of one unit."""
+    def skip(runtime: Runtime) -> None:
+        apply, handoff = runtime.handoff._do["APPLY"], runtime.handoff
+
+        def missing(a) -> None:
+            before = handoff.buffers.regions["R"].clone()
+            apply(a)
+            if (handoff.rank, handoff.step, a.unit, a.region) == (1, 3, 0, "L"):
+                handoff.buffers.regions["R"].copy_(before)
+        runtime.handoff._do["APPLY"] = missing
+
+    check("mlp", "cdp-v1", 3, replicated=True)
+    with pytest.raises(AssertionError):
+        check("mlp", "cdp-v1", 3, replicated=True, change=skip)
+
+
+def test_an_update_applied_too_early_is_seen():
+    """Rank 1 lets stages from 1 on land a step's forward earlier than it may: its passes read what is not theirs yet."""
+    def early(runtime: Runtime) -> None:
+        handoff = runtime.handoff
+        if handoff.rank != 1:
+            return
+        for program in (handoff._first, handoff._steady):
+            at = next(i for i, a in enumerate(program.actions) if a.kind == "DONE" and a.posts)
+            to = next(i for i, a in enumerate(program.actions) if a.kind == "READ" and a.unit == 0)
+            actions = list(program.actions)
+            actions[to] = actions[to]._replace(posts=(*actions[to].posts, *actions[at].posts))
+            actions[at] = actions[at]._replace(posts=())
+            program.actions = tuple(actions)
+
+    check("mlp", "cdp-v2", 4, replicated=True)
+    with pytest.raises(AssertionError):
+        for seed in range(10):
+            check("mlp", "cdp-v2", 4, replicated=True, change=early, delay=0.002, seed=seed)
+
+
+class Peeks(nn.Module):
+    """Reads a layer's weight without calling it; nothing shows that before the backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.silent = nn.Linear(8, 8)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return nn.functional.linear(x, self.silent.weight)
+
+
+def test_parameters_read_outside_their_module_are_noticed():
+    def work(rank, transport):
+        module = Peeks()
+        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings(replicated=True), transport, torch.device("cpu"))
+        with runtime.forward():
+            value = module(models.batch("mlp", 0, 0, rank)).pow(2).mean()
+        with pytest.raises(ValueError, match="'silent' got gradients in step 0, but its module was not called"):
+            value.backward()
+            runtime.end_backward()
+        runtime.close(False)
+    run_ranks(1, work)
+
+
+def test_the_module_outside_the_engine():
+    """Training it is refused once versions differ; evaluation and state_dict() bring it up to date first."""
+    modules = [models.build("mlp") for _ in range(2)]
+
+    def work(rank, transport):
+        module = modules[rank]
+        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings("cdp-v1", replicated=True), transport,
+                          torch.device("cpu"))
+        for step in range(2):
+            with runtime.forward():
+                value = models.loss(module, "mlp", models.batch("mlp", step, 0, rank))
+            value.backward()
+            runtime.end_backward()
+            runtime.step()
+        with pytest.raises(ValueError, match="while its parameters are of several versions; call the engine instead"):
+            module(models.batch("mlp", 0, 0, 0))
+        with pytest.raises(ValueError, match="load it before"):
+            module.load_state_dict({})
+        state = {n: x.clone() for n, x in module.state_dict().items()}
+        with torch.no_grad():
+            seen = module(models.batch("mlp", 0, 0, 0))
+        runtime.close(True)
+        assert all(torch.equal(x, state[n]) for n, x in module.state_dict().items()), "what was flushed may be used after the end"
+        return state, seen
+
+    results = run_ranks(2, work)
+    assert all(torch.equal(x, results[1][0][n]) for n, x in results[0][0].items()) and torch.equal(results[0][1], results[1][1])
+    start = models.build("mlp").state_dict()
+    assert any(not torch.equal(start[n], x) for n, x in results[0][0].items())
