@@ -167,8 +167,8 @@ class ReplicatedPlan(Plan):
     def memory(self) -> dict[str, int]:
         """As ``Plan.memory``, with the ``replica``."""
         regions = self.regions
-        return {"replica": regions["R"], "in flight": sum(regions.get(x, 0) for x in ("L", "G", "GH")), "sums": regions["O"] + regions.get("X", 0),
-                "published": regions.get("V0", 0), "scalars": regions["S"]}
+        return {"replica": regions["R"], "in flight": sum(regions.get(x, 0) for x in ("L", "G", "GH")),
+                "sums": regions["O"] + regions.get("X", 0), "published": regions.get("V0", 0), "scalars": regions["S"]}
 
     def received_bytes(self, rank: int) -> dict[str, int]:
         """As ``Plan.received_bytes``: F = Psi minus the owned stage, once a step whatever the rounds; B = 0; G and O as ever."""
@@ -200,13 +200,18 @@ class ReplicaBuilder(Builder):
         plan, s, stage = self.plan, self.schedule, self.schedule.owned(self.rank)
         ahead, round = self._place(m + 1)
         version = plan.applied(self.step + ahead, round, self.rank, stage)
-        if version is None:
+        if version is None or round == 0 and self._made_late(version, ahead):
             return
         begin, made = s.start(self.step, m, self.rank) * plan.scale, (s.update_time(version - 1, stage) * plan.scale, START)
         for i in reversed(plan.members(stage)):
             end = begin + (2 * s.ranks * plan.scale if i == HELD else plan.spans[i, True][1])
             yield self._action("APPLY", *max((end, END), made), m, i, True, region="V", offset=plan.copy_layout(stage)[0][i],
                                nbytes=plan.unit(i).p_bytes, version=version - self.step, into=("R", plan.replica[0][i], m))
+
+    def _made_late(self, version: int, ahead: int) -> bool:
+        """Whether the owned stage's version is made only in the step (so many ahead) in which its owner reads it first."""
+        s = self.schedule
+        return s.update_time(version - 1, s.owned(self.rank)) >= s.start(self.step + ahead, 0, self.rank)
 
     def _read(self, time: int, m: int, i: int, backward: bool, offset: int) -> Iterator[Action]:
         plan, s, unit = self.plan, self.schedule, self.plan.unit(i)
@@ -221,6 +226,9 @@ class ReplicaBuilder(Builder):
             stream = "P0" if plan.first_readers[stage] == self.rank else "P"
             yield self._action("APPLY", time, START, m, i, False, peer=src, stream=stream, version=version,
                                into=("R", place["offset"], m), **landed)
+        elif came and plan.staged and m == 0 and self._made_late(self.step + version, 0):
+            yield self._action("APPLY", time, START, m, i, False, region="V", offset=plan.copy_layout(stage)[0][i],
+                               nbytes=unit.p_bytes, version=version, into=("R", place["offset"], m))
         begins = i == self._first_of_stage_1
         yield self._action("READ", time, START, m, i, False, version=version, **place,
                            posts=tuple(self._landings(m, True)) if begins else ())

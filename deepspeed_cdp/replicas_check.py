@@ -51,7 +51,8 @@ class ReplicaRun(DryRun):
         if a.peer is None and (place[0] != self.plan.copy_region(version) or self._stage(a) != self.schedule.owned(rank.number)):
             raise self._error(rank, "takes what this rank neither owns nor was sent")
         latest = self.order[rank.reads - 1][0]  # the round under way
-        if a.peer is None and (self._next(rank, a) != version or not a.backward or a.round != latest):
+        wanted = self._next(rank, a) if a.backward else self.plan.applied(rank.step, a.round, rank.number, self._stage(a))
+        if a.peer is None and (wanted != version or a.round != (latest if a.backward else 0)):
             raise self._error(rank, "takes a version that the next micro-batch does not read")
         if place[0] != "R":
             self._claim(rank, *to, a.nbytes)

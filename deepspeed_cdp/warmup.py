@@ -8,6 +8,7 @@ one has at least as many published copies, so one set of buffers serves both.
 """
 
 from collections.abc import Sequence
+
 from .plan import Plan
 
 
