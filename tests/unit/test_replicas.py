@@ -4,6 +4,8 @@ from collections import Counter
 
 import models
 import pytest
+import test_rings
+import test_warmup
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -213,6 +215,21 @@ def test_random_delays_change_nothing(rule):
         check("mlp", named_rule(rule, 4), 4, rounds=1 + seed, delay=0.002, seed=seed, steps=5, replicated=True)
 
 
+@pytest.mark.parametrize(("size", "rule"), [(1, "cdp-v1"), (2, "cdp-v2"), (3, "cdp-v1"), (3, 3), (3, 1)])
+def test_after_a_warm_up_under_dp(size, rule):
+    """Under v1 and other K >= N owners publish apart in the warm-up too, since one set of buffers serves both plans."""
+    got, _ = test_warmup.check("rooted", rule, size, 3, adamw, rounds=1 + size % 2, clip=0.3, replicated=True)
+    for plan in got["runtimes"][0].handoff.phases.plans:
+        assert plan.replicated and plan.staged == got["runtimes"][0].plan.staged
+        validate(plan)
+
+
+@pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])
+@pytest.mark.parametrize(("size", "rings"), [(1, 2), (2, 2), (2, 3)])
+def test_several_rings(size, rings, rule):
+    test_rings.check("rooted", rule, size, rings, adamw, steps=5, clip=0.3, rounds=2, flush_after={2}, replicated=True)
+
+
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])
 def test_the_optimizer_in_host_memory(rule):
     runs = [train("rooted", 3, Settings(rule, clip=0.3, rounds=2, offload=offload, replicated=True), adamw, 5, {2})
@@ -276,7 +293,7 @@ def test_an_update_applied_too_early_is_seen():
         handoff = runtime.handoff
         if handoff.rank != 1:
             return
-        for program in (handoff._first, handoff._steady):
+        for program in handoff._programs[handoff.schedule]:
             at = next(i for i, a in enumerate(program.actions) if a.kind == "DONE" and a.posts)
             to = next(i for i, a in enumerate(program.actions) if a.kind == "READ" and a.unit == 0)
             actions = list(program.actions)
