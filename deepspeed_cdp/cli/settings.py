@@ -89,6 +89,11 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
         if not isinstance(config, dict):
             raise UserError(f"--config names {path!r}, which holds no block of settings; give a ds_config.json")
     _refuse(config)
+    if path is not None:
+        stage = _block(config, "zero_optimization").get("stage", 0)
+        if stage != 3:
+            raise UserError(f"zero_optimization.stage is {stage} in the ds_config, under which every rank keeps all parameters, "
+                            "but only stage 3 can be predicted so far; set it to 3")
     block = dict(_block(config, CYCLIC), enabled=True)
     if rule is not None:
         block["rule"] = rule

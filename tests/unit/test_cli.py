@@ -128,6 +128,8 @@ WRONG = [
     ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/list.json", "holds no block of settings"),
     ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/key.json", "cyclic.rul"),
     ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/refused.json", "offload_param"),
+    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/stage.json", "zero_optimization.stage is 1 in the ds_config"),
+    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/block.json", "zero_optimization.stage is 0 in the ds_config"),
     ("plan --model python:cli_models:mlp --ranks 2 --step-ms -1", "'-1' is not a number"),
     ("plan --model hf:{bad}/text.json --ranks 2", "is no Hugging Face config"),
     ("plan --model python:cli_models:mlp --ranks 6 --ring-size 4", "cyclic.ring_size is 4, which does not divide the 6 ranks"),
@@ -153,6 +155,8 @@ def bad(tmp_path_factory) -> Path:
     (folder / "text.json").write_text("not { json")
     (folder / "list.json").write_text("[1]")
     (folder / "key.json").write_text('{"cyclic": {"enabled": true, "rul": "dp"}}')
+    (folder / "stage.json").write_text('{"zero_optimization": {"stage": 1}}')
+    (folder / "block.json").write_text('{"bf16": {"enabled": true}}')
     (folder / "refused.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
     return folder
 
