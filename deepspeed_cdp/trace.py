@@ -21,7 +21,7 @@ from .handoff import Handoff
 from .plan import HELD, Action
 from .transport.choose import host
 
-RECEIVES = ("READ", "SUM", "SUM_HELD")
+RECEIVES = ("APPLY", "READ", "SUM", "SUM_HELD")
 SENDS = ("RELAY", "PASS", "PASS_HELD", "OFFER")
 OWNER = ("NORM", "UPDATE")
 BEGINS = ("READ", "RELAY", "SUM")
