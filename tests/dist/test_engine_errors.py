@@ -68,7 +68,7 @@ CONFIGS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"cyclic": {"rul": "cdp-v2"}}, ("cyclic.rul is 'cdp-v2'", "no such key", "did you mean cyclic.rule?")),
     ({"cyclic": {"rule": "cdp-v3"}}, ("cyclic.rule is 'cdp-v3'", '"cdp-v2"', "use")),
     ({"cyclic": {"rule": 4}}, ("cyclic.rule is 4", "from 0 to 3 with 2 ranks", "choose")),
-    ({"cyclic": {"timeout_seconds": 0}}, ("cyclic.timeout_seconds is 0", "above 0", "use 600")),
+    ({"cyclic": {"timeout_seconds": 0}}, ("cyclic.timeout_seconds is 0", "from 0.01", "use 600")),
     ({"cyclic": {"units": ["blocks.0", "blocks.9"]}}, ("cyclic.units has 'blocks.9'", "no module of this model")),
     ({"cyclic": {"units": ["blocks"]}}, ("cyclic.units has 'blocks'", "never called", "list its children")),
     ({"cyclic": {"units": ["blocks.0"]}}, ("1 units for 2 ranks", "list more modules in cyclic.units")),
