@@ -23,8 +23,7 @@ read again at once, land in a buffer of their size (region ``L``), credited a ro
 ======  ====================================================================================================
 R       the replica: all parameters
 L       stage 0 and held parameters on their way
-V0      the owned stage's published version, only where the owner still reads the old one when it updates (K >= N);
-        else it updates its replica in place
+V0      the owned stage's published version, if its owner still reads the old one then (K >= N); else it updates in place
 ======  ====================================================================================================
 
 A flush brings all replicas to the newest version (``version 0`` of the next step), so step 0 receives nothing. In step 1 stale
