@@ -51,10 +51,10 @@ def meets(rank: int, world: int, fault: str, who: int, rule: str, folder: str) -
     engine = start(job, world, module)
     train(engine, job, rank, 0, SAVED)
     engine.save_checkpoint(folder, tag="good")
-    train(engine, job, rank, SAVED, BEGIN)
     impatient(engine)
     began = time.monotonic()
     try:
+        train(engine, job, rank, SAVED, BEGIN)  # the guilty rank may be a step ahead
         if fault == "killed_saving":
             (kill_in_save if rank == who else lambda e, f: e.save_checkpoint(f, tag="good"))(engine, folder)
         if rank == who:

@@ -121,6 +121,18 @@ def test_plans(plan, data):
         assert re.match(r"(nothing moves any more: )?rank \d+, step \d+: ", str(error)), error
 
 
+@pytest.mark.parametrize("change", [{"peer": None}, {"unit": 7}, {"kind": "REALY"}, {"peer": 5}, {"round": 3}, {"stream": "?"}])
+def test_actions_that_make_no_sense(change):
+    """They once ended the dry-run in an AssertionError, IndexError or KeyError of its own."""
+    plan = Plan(Schedule(2, 1), (Unit("a", 0, ("a",), (), 64, 64), Unit("b", 1, ("b",), (), 64, 64)))
+
+    def programs(r: int, first: bool) -> tuple[Action, ...]:
+        good = build(plan, r, first)
+        return tuple(a._replace(**change) if a.kind == "RELAY" else a for a in good)
+    with pytest.raises(PlanError, match=r"rank \d, step \d"):
+        validate(plan, programs=programs)
+
+
 def test_the_dry_run_itself_can_refuse():
     plan = Plan(Schedule(2, 1), (Unit("a", 0, ("a",), (), 64, 64), Unit("b", 1, ("b",), (), 64, 64)))
     with pytest.raises(PlanError, match="rank 0, step"):
