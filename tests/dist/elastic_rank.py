@@ -28,8 +28,7 @@ def main() -> None:
     begun = engine.global_steps
     for step in range(begun, steps):
         train(engine, job, rank, step, step + 1)
-        if tag is None:
-            engine.save_checkpoint(folder)
+        engine.save_checkpoint(folder / "reference" if tag else folder)  # a save flushes: both runs need the same ones
     state = pack(whole(engine))
     if rank == 0:
         (folder / f"end-{'reference' if tag else 'elastic'}").write_bytes(state)
