@@ -10,6 +10,7 @@ import torch
 
 from .buffers import Buffers
 from .chain import finishing
+from .errors import HandoffError
 from .plan import HELD, Action, Plan, Post
 from .program import build, edges, initial_posts, with_meetings
 from .rings import Across
@@ -109,6 +110,17 @@ class Handoff:
 
     def spread(self) -> None:
         """Collective, between steps: bring to all ranks what they keep of the published copies. Here they keep nothing."""
+
+    def linger(self) -> None:
+        """Before the end, without a flush: let the last step's finished sums in. Nobody will use them, but rank N-1 may still be
+        in that step, and cannot go on until what it has sent is taken."""
+        if not self.transport.host_waits:  # then closing waits for all steps of all ranks
+            return
+        for key in [k for k in self._arrivals if k[0] == "O" and k[1] < self.step]:
+            try:
+                self._arrivals.pop(key).wait(f"rank {self.transport.label}, closing")
+            except HandoffError:
+                return  # it has failed, and says so itself
 
     @property
     def between_steps(self) -> bool:

@@ -345,6 +345,8 @@ class Runtime:
     def close(self, linger: bool) -> None:
         """Take hooks off and free everything; idempotent."""
         self.binder.remove()
+        if linger:
+            self.handoff.linger()
         self.transport.close(linger)
 
 

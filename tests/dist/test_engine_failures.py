@@ -6,6 +6,7 @@ What fails while it runs is in test_faults.py.
 import os
 import re
 import time
+from typing import Any
 
 import models
 import pytest

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import tempfile
+import time
 from typing import Any
 
 import models
@@ -222,3 +223,25 @@ def test_default_device_of_the_script_is_none_of_ours(pool, rule):
     for (state, loss), (expected, their_loss) in zip(got, want):
         assert loss == their_loss
         same(unpack(state), unpack(expected))
+
+
+# ---- the end ------------------------------------------------------------------------------------------------------------------
+def ends_without_a_flush(rank: int, world: int, rule: str) -> int:
+    """Rank 0 is done with its last step, and closes, while the last rank is in its backward; sums are larger than a socket holds."""
+    job = Job("mlp", rule, optimizer="sgd", timeout=10.0)
+    torch.manual_seed(0)
+    engine = start(job, world, models.MLP(width=512, blocks=4))
+    for step in range(3):
+        loss = engine(torch.randn(4, 512)).pow(2).mean()
+        if (rank, step) == (world - 1, 2):
+            for watched in (loss, engine.module.blocks[1][0].weight):
+                watched.register_hook(lambda gradient: time.sleep(0.7))
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return engine.global_steps
+
+
+@pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])
+def test_a_script_may_end_without_a_flush_while_others_are_in_their_last_step(pool, rule):
+    assert pool.run(2, ends_without_a_flush, rule, timeout=60) == [3, 3]
