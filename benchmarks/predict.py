@@ -20,6 +20,8 @@ from deepspeed_cdp.runtime import Settings, make_plan
 from deepspeed_cdp.simulation.events import simulate
 from deepspeed_cdp.simulation.times import Hardware, Work, times
 
+RUNS = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second", "2026-11-28_4xH100_third", "2026-11-28_4xH100_fourth",
+        "2026-11-28_4xH100_fifth")  # of one ring on H100s; a new run is added here, and docs/make_cli.py run again
 BEFORE_ONE_PASS_ADAM = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second")
 
 
@@ -52,9 +54,9 @@ def planned(name: str, ranks: int) -> tuple[Plan, list[Work], Any]:
 
 
 def recorded() -> list[Recorded]:
-    """Every recorded setting of cdp-v2."""
+    """Every setting of cdp-v2 in RUNS."""
     found = []
-    for path in sorted(rows.RESULTS.glob("*/results.csv")):
+    for path in (rows.RESULTS / run / "results.csv" for run in RUNS):
         compute: dict[tuple, float] = {}
         for values, engines in rows.settings(rows.read(path)).items():
             setting = dict(zip(rows.SETTING, values))
