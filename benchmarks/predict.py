@@ -13,22 +13,26 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import models, rows
-from deepspeed_cdp.discover import example_of, find_units
+from deepspeed_cdp.activations import track
+from deepspeed_cdp.discover import Example, example_of, find_units
 from deepspeed_cdp.plan import Plan
 from deepspeed_cdp.runtime import Settings, make_plan
 from deepspeed_cdp.simulation.events import simulate
 from deepspeed_cdp.simulation.times import Hardware, Work, times
 
+RUNS = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second", "2026-11-28_4xH100_third", "2026-11-28_4xH100_fourth",
+        "2026-11-28_4xH100_fifth")  # of one ring on H100s; a new run is added here, and docs/make_cli.py run again
 BEFORE_ONE_PASS_ADAM = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second")
 
 
 class Recorded(NamedTuple):
-    """Medians of one setting's windows, in seconds; ``compute`` without delays, None if it was not measured."""
+    """Medians of one setting's windows: seconds (``compute`` without delays, None if it was not measured), ``peak`` in bytes."""
 
     run: str
     setting: dict[str, str]
     compute: float | None
     measured: float
+    peak: float
 
     @property
     def name(self) -> str:
@@ -50,9 +54,9 @@ def planned(name: str, ranks: int) -> tuple[Plan, list[Work], Any]:
 
 
 def recorded() -> list[Recorded]:
-    """Every recorded setting of cdp-v2."""
+    """Every setting of cdp-v2 in RUNS."""
     found = []
-    for path in sorted(rows.RESULTS.glob("*/results.csv")):
+    for path in (rows.RESULTS / run / "results.csv" for run in RUNS):
         compute: dict[tuple, float] = {}
         for values, engines in rows.settings(rows.read(path)).items():
             setting = dict(zip(rows.SETTING, values))
@@ -61,7 +65,8 @@ def recorded() -> list[Recorded]:
             if not float(setting["jitter_ms"]) and "compute" in medians:
                 compute[key] = medians["compute"]
             if "cdp-v2" in medians and not setting["bandwidth_gb_s"] and setting["compiled"] == "False":
-                found.append(Recorded(path.parent.name, setting, compute.get(key), medians["cdp-v2"]))
+                peak = statistics.median(float(r["peak_gib"]) for r in engines["cdp-v2"]) * 2**30
+                found.append(Recorded(path.parent.name, setting, compute.get(key), medians["cdp-v2"], peak))
     return found
 
 
@@ -79,15 +84,33 @@ def predicted(row: Recorded) -> float:
     return simulate(plan, given, 60, lambda rank, step: drawn.setdefault((rank, step), rng.uniform(0, jitter))).period()
 
 
+@cache
+def activations(name: str, micro_batch: int, sequence: int) -> int:
+    """Bytes that a micro-batch keeps for its backward."""
+    module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
+    x = torch.zeros(micro_batch, sequence, dtype=torch.long, device="meta")
+    return track(module, Example(kwargs={"input_ids": x, "labels": x})).peak
+
+
+def memory(row: Recorded) -> float:
+    """Bytes on the rank that has most: buffers, masters and Adam's state, activations."""
+    s = row.setting
+    plan, work, _ = planned(s["model"], int(s["ranks"]))
+    owned = max(sum(work[i].parameters for i in plan.members(stage)) for stage in range(plan.schedule.ranks))
+    return sum(plan.memory().values()) + 12 * owned + activations(s["model"], int(s["micro_batch"]), int(s["sequence"]))
+
+
 def table() -> str:
     """Markdown: every recorded setting, predicted and measured."""
-    lines = ["| run | setting | passes alone | predicted | measured | error |", "|---|---|---|---|---|---|"]
+    lines = ["| run | setting | passes alone | predicted | measured | error | memory, predicted | measured |",
+             "|---|---|---|---|---|---|---|---|"]
     for row in recorded():
         guess = predicted(row)
         alone = "not measured" if row.compute is None else f"{row.compute * 1e3:.1f} ms"
         error = f"{100 * (guess / row.measured - 1):+.1f} %"
         both = f"{guess * 1e3:.1f} ms | {row.measured * 1e3:.1f} ms"
-        lines.append(f"| {row.run.rpartition('_')[2]} | {row.name} | {alone} | {both} | {error} |")
+        space = f"{memory(row) / 2**30:.1f} GiB | {row.peak / 2**30:.1f} GiB"
+        lines.append(f"| {row.run.rpartition('_')[2]} | {row.name} | {alone} | {both} | {error} | {space} |")
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ import statistics
 import pytest
 
 pytest.importorskip("transformers")
-from benchmarks.predict import predicted, recorded  # noqa: E402
+from benchmarks.predict import memory, predicted, recorded  # noqa: E402
 
 ROWS = recorded()
 SOUND = [row for row in ROWS if row.setting["micro_batch"] != "1"]
@@ -43,6 +43,11 @@ def test_better_than_compute_alone():
         return statistics.mean(abs(guess(row) / row.measured - 1) for row in SOUND)
 
     assert errors(predicted) < 0.5 * errors(lambda row: row.compute)
+
+
+@pytest.mark.parametrize("row", [r for r in ROWS if r not in HOST_BOUND], ids=name)
+def test_memory_within_six_percent(row):
+    assert memory(row) == pytest.approx(row.peak, rel=0.06)
 
 
 @pytest.mark.parametrize("row", HOST_BOUND, ids=name)
