@@ -1,0 +1,500 @@
+"""One rank of a cyclic pipeline: it walks its program (schedule.py) and knows nothing of DeepSpeed.
+
+A receive posts its buffer when the program comes to it, and is waited for by the instruction that needs it; a send never blocks.
+The program is free of circles even if both did block (validate.py), so no wait here can be part of one.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_cdp.transport.base import Ticket, Transport
+
+from . import wire
+from .schedule import Instruction, PipeSchedule, Walker
+from .weights import Named, Owner, Unit, options_of
+
+
+@dataclass
+class Part:
+    """A stage, as the runtime needs it.
+
+    Attributes:
+        run: (inputs, number of the micro-batch since training began) -> outputs.
+        units: trained parameters by unit of the schedule.
+        fixed: frozen parameters and buffers, the same on all replicas when training begins.
+    """
+
+    run: Callable[[Any, int], Any]
+    units: Mapping[int, Named]
+    fixed: Mapping[str, Tensor]
+
+
+@dataclass
+class Known:
+    """The last step that is finished everywhere."""
+
+    step: int
+    loss: Tensor  # float64, mean over the step's micro-batches
+    squares: Tensor  # float64, squared norm of the averaged gradient by stage
+
+    @property
+    def norm(self) -> Tensor:
+        return self.squares.sum().sqrt()
+
+
+@dataclass
+class _Pass:
+    inputs: Any
+    outputs: Any = None
+    sent: list[Ticket] | None = None
+    grads: list[Tensor] | None = None  # of the outputs that need one
+    coming: list[Ticket] | None = None
+
+
+class PipeRuntime:
+    """See the module's text.
+
+    Attributes:
+        global_step: steps begun since training began.
+        known: the last step whose loss and norms this rank knows, or None.
+        skipped: steps that were not applied because their norm was not finite (exact_norm only).
+    """
+
+    def __init__(self, schedule: PipeSchedule, rank: int, parts: Mapping[int, Part], loss: Callable[[Any, Any], Tensor],
+                 optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], transport: Transport | None,
+                 device: torch.device, clip: float = 0.0, sum_dtype: torch.dtype | None = None, dynamic: bool = False):
+        """Collective: replicas and tied copies take the values of the lowest rank that has them.
+
+        Args:
+            parts: by stage of this rank.
+            loss: (the last stage's outputs, labels) -> scalar.
+            names: of the parameters in the optimizer's groups.
+            dynamic: shapes change from micro-batch to micro-batch.
+        """
+        self.schedule, self.rank, self.parts, self.loss_fn = schedule, rank, dict(parts), loss
+        self.user_optimizer, self.transport, self.device, self.clip = optimizer, transport, device, clip
+        self.dynamic = dynamic
+        self.global_step, self.skipped, self.known = 0, 0, None
+        self.units: dict[int, Unit] = {}
+        for u in range(len(schedule.units)):
+            mine = [s for s in schedule.units[u] if s in self.parts]
+            if mine:
+                self.units[u] = Unit(self.parts[mine[0]].units.get(u, ()), schedule.copies(u), mine, sum_dtype, device)
+        self._specs: dict[tuple[str, bool, int], wire.Spec] = {}
+        self._share()
+        self.owners = {s: Owner(s, [self.units[u] for u in schedule.homed(s)], optimizer, names, clip)
+                       for s in self.parts if schedule.owner(s) == rank}
+        self._landing = {(u, b): torch.zeros(self.units[u].layout.g_bytes, dtype=torch.uint8, device=device)
+                         for s in self.owners for u in schedule.homed(s) for b in schedule.units[u] if self._lands(u, b, s)}
+        self._walker: Walker | None = None
+
+    def _lands(self, unit: int, stage: int, home: int) -> bool:
+        """Whether a finished sum of some step comes to the owner's memory, or must outlast the stage's next one."""
+        last = self.schedule.micro_batches - 1
+        return stage != home or any(self.schedule.rank_of(t, last, stage) != self.rank for t in range(self.schedule.stages))
+
+    def _share(self) -> None:
+        """The lowest holder's values of every unit, and the first replica's of what is not trained, go to the others."""
+        tickets = []
+        for u, unit in self.units.items():
+            tickets += self._spread(self.schedule.holders(u), unit.flats[0], f"first values of unit {u}")
+        for s, part in sorted(self.parts.items()):
+            for name, tensor in sorted(part.fixed.items()):
+                whole = tensor.detach().contiguous()
+                tickets += self._spread(self.schedule.replicas(s), wire.as_bytes(whole), f"first value of {name}",
+                                        lambda t=tensor, w=whole: t.detach().copy_(w))
+        for ticket in tickets:
+            ticket.wait(f"rank {self.rank}, sharing first values")
+
+    def _spread(self, ranks: tuple[int, ...], flat: Tensor, what: str, then: Callable[[], Any] = lambda: None) -> list[Ticket]:
+        if flat.numel() == 0 or self.rank not in ranks:
+            return []
+        if self.rank == ranks[0]:
+            return [self.transport.push("first", peer, flat) for peer in ranks[1:]]
+        self.transport.post("first", ranks[0], flat).wait(f"rank {self.rank}, {what}")
+        then()
+        return []
+
+    # ---- a run: from one flush to the next ----------------------------------------------------------------------------------
+    @property
+    def open(self) -> bool:
+        """Whether steps have been made since the last flush."""
+        return self._walker is not None
+
+    def _begin(self) -> None:
+        self.schedule = replace(self.schedule, alone=self.known is None)
+        self._walker, self._start = Walker(self.schedule, self.rank), self.global_step
+        self._passes: dict[tuple[int, int, int], _Pass] = {}
+        self._labels: dict[tuple[int, int], Any] = {}
+        self._losses: dict[int, list[Tensor]] = {}
+        self._vectors: dict[int, Tensor] = {}  # step -> squared norms by stage, as far as they came, and the loss
+        self._totals: dict[int, Tensor] = {}  # step -> all of them
+        if self.known is not None:
+            self._totals[-1] = torch.cat([self.known.squares, self.known.loss.reshape(1)])
+        self._recorded: dict[int, list[dict[str, Any]]] = {}
+        self._waits: dict[Any, Ticket] = {}  # what must have come before something is used
+        self._taken: dict[Any, list[Ticket]] = {}  # pushes that still read a buffer
+        self._sent: deque[Ticket] = deque()
+
+    def train(self, batches: Iterator[Any] | None) -> Tensor:
+        """One step.
+
+        Args:
+            batches: yields the step's micro-batches (inputs, labels); read on ranks that hold the first or the last stage.
+        Returns:
+            The mean loss of the last step that is finished everywhere (float64, on the device): under ``dp`` and in the very first
+            call of this step, else of the step before.
+        """
+        if self._walker is None:
+            self._begin()
+        step = self._walker.step
+        if self.owners:
+            self._recorded[step] = options_of(self.user_optimizer)
+        self._vectors.pop(step - 3, None)  # long passed on
+        self._feed = _Feed(batches, self.schedule.micro_batches)
+        for i in self._walker.call():
+            self._do(i)
+        if self.parts.keys() & {0, self.schedule.stages - 1}:
+            self._feed.finish()
+        self.global_step += 1
+        self._settle(step if self.schedule.drains(step) else step - 1)
+        return self.known.loss
+
+    def flush(self) -> None:
+        """Collective: end all steps; the next one reads the newest version everywhere."""
+        if self._walker is None:
+            return
+        for i in self._walker.rest():
+            self._do(i)
+        last = self._walker.step - 1
+        self._settle(last)
+        for ticket in [*self._waits.values(), *self._sent, *(t for ts in self._taken.values() for t in ts)]:
+            ticket.wait(f"rank {self.rank}, step {self._start + last}, flush")
+        assert not self._passes and not self._labels, "a flush leaves nothing under way"
+        for unit in self.units.values():
+            unit.restart(self._walker.step)
+        self._walker = None
+
+    def _settle(self, step: int) -> None:
+        """Take note of a finished step's loss and norms."""
+        if step < 0:  # known since the flush
+            return
+        self._need(("totals", step), Instruction("recv_totals", 0, step))
+        vector = self._totals[step]
+        self._totals.pop(step - 1, None)
+        self.known = Known(self._start + step, vector[-1], vector[:-1])
+
+    # ---- instructions ---------------------------------------------------------------------------------------------------------
+    def _do(self, i: Instruction) -> None:
+        getattr(self, f"_{i.name}")(i)
+
+    def _where(self, i: Instruction) -> str:
+        micro = f" of micro-batch {i.micro}" if i.micro >= 0 else ""
+        return f"rank {self.rank}, step {self._start + i.step}, stage {i.stage}, {i.name.replace('_', ' ')}{micro}"
+
+    def _need(self, key: Any, i: Instruction) -> None:
+        ticket = self._waits.pop(key, None)
+        if ticket is not None:
+            ticket.wait(self._where(i))
+
+    def _free(self, key: Any, i: Instruction) -> None:
+        """Memory is written again: what was sent from it must have been taken."""
+        for ticket in self._taken.pop(key, ()):
+            ticket.wait(self._where(i))
+
+    def _push(self, stream: str, i: Instruction, tensor: Tensor, key: Any = None) -> Ticket:
+        ticket = self.transport.push(stream, i.peer, wire.as_bytes(tensor))
+        if key is not None:
+            self._taken.setdefault(key, []).append(ticket)
+        else:
+            self._sent.append(ticket)
+            while len(self._sent) > 8 * self.schedule.stages:  # (bounds what is kept, on both sides of long overdue messages)
+                self._sent.popleft().wait(self._where(i))
+        return ticket
+
+    def _at(self, i: Instruction) -> tuple[int, int, int]:
+        return (i.stage, i.step, i.micro)
+
+    def _bind(self, i: Instruction) -> None:
+        """The stage's parameters are those that this micro-batch reads."""
+        for u in self.schedule.units_at(i.stage):
+            version = self.schedule.version(i.step, i.micro, self.schedule.units[u][0])
+            self._need(("weights", u, version), i)
+            self.units[u].bind(version)
+
+    def _load(self, i: Instruction) -> None:
+        first, last = i.stage == 0, i.stage == self.schedule.stages - 1
+        if not first and 0 in self.parts:
+            return  # the labels came with the inputs
+        inputs, labels = self._feed.get(i.micro)
+        if first:
+            self._passes[self._at(i)] = _Pass(inputs)
+        if last or self.schedule.stages - 1 in self.parts:
+            self._labels[i.step, i.micro] = labels
+
+    def _forward(self, i: Instruction) -> None:
+        self._bind(i)
+        this = self._passes[self._at(i)]
+        for ticket in this.coming or ():
+            ticket.wait(self._where(i))
+        this.coming = None
+        with torch.enable_grad():
+            out = self.parts[i.stage].run(this.inputs, (self._start + i.step) * self.schedule.micro_batches + i.micro)
+            if i.stage == self.schedule.stages - 1:
+                loss = self.loss_fn(out, self._labels.pop((i.step, i.micro)))
+                self._losses.setdefault(i.step, []).append(loss.detach().to(torch.float64))
+                this.outputs = loss
+                return
+        this.outputs = out
+        spec = wire.describe(out)
+        if self.schedule.rank_of(i.step, i.micro, i.stage + 1) == self.rank:
+            given = [t.detach().requires_grad_(t.requires_grad) for t in wire.tensors_of(out)]
+            self._passes[i.stage + 1, i.step, i.micro] = _Pass(given[0] if spec.alone else tuple(given))
+
+    def _backward(self, i: Instruction) -> None:
+        self._bind(i)
+        this, units = self._passes.pop(self._at(i)), self.schedule.units_at(i.stage)
+        for ticket in (*(this.coming or ()), *(this.sent or ())):  # (who has sent back a gradient has taken the output)
+            ticket.wait(self._where(i))
+        for u in units:
+            unit = self.units[u]
+            self._need(("sum", u, i.stage), i)
+            if i.micro == 0:
+                self._free(("sum", u, i.stage), i)
+                unit.sums[i.stage].zero_()
+            unit.begin_backward(i.stage)
+        if i.stage == self.schedule.stages - 1:
+            (this.outputs / self.schedule.rounds).backward()
+        else:
+            wanted = [t for t in wire.tensors_of(this.outputs) if t.requires_grad]
+            torch.autograd.backward(wanted, this.grads)
+        for u in units:
+            self.units[u].end_backward(i.stage)
+        if i.stage:
+            given = [t for t in wire.tensors_of(this.inputs) if t.requires_grad]
+            grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in given]
+            if self.schedule.rank_of(i.step, i.micro, i.stage - 1) == self.rank:
+                self._passes[i.stage - 1, i.step, i.micro].grads = grads
+            else:
+                self._passes[self._at(i)] = _Pass(None, grads=grads)  # until they are sent
+
+    # ---- messages of passes -----------------------------------------------------------------------------------------------------
+    def _send_activation(self, i: Instruction) -> None:
+        this = self._passes[self._at(i)]
+        this.sent = self.send_output(i, this.outputs, True)
+
+    def _recv_activation(self, i: Instruction) -> None:
+        inputs, coming = self.receive_output(i, True)
+        self._passes[self._at(i)] = _Pass(inputs, coming=coming)
+
+    def send_output(self, i: Instruction, output: Any, training: bool) -> list[Ticket]:
+        """Push a stage's output to ``i.peer``; what it is goes ahead if the peer does not know."""
+        spec, key = wire.describe(output), ("to", training, i.peer)
+        if self.dynamic or key not in self._specs:
+            self._push("describe", i, wire.pack(spec, self.device))
+            self._specs[key] = spec
+        elif self._specs[key] != spec:
+            raise ValueError(f"stage {i.stage} returned {_words(spec)}, before it was {_words(self._specs[key])}; pass "
+                             "dynamic_shape=True to PipelineModule, or give it batches of one size (drop_last=True)")
+        return [self.transport.push("activation", i.peer, wire.as_bytes(t.detach().contiguous())) for t in wire.tensors_of(output)]
+
+    def receive_output(self, i: Instruction, training: bool) -> tuple[Any, list[Ticket]]:
+        """Where the output of ``i.peer`` lands, and what to wait for."""
+        key = ("from", training, i.peer)
+        if self.dynamic or key not in self._specs:
+            words = wire.room(self.device)
+            self.transport.post("describe", i.peer, wire.as_bytes(words)).wait(self._where(i) if self.open else f"rank {self.rank}")
+            self._specs[key] = wire.unpack(words)
+        spec = self._specs[key]
+        tensors = spec.empty(self.device)
+        tickets = [self.transport.post("activation", i.peer, wire.as_bytes(t)) for t in tensors]
+        if training:
+            for tensor, item in zip(tensors, spec.items):
+                tensor.requires_grad_(item.grad)
+        return (tensors[0] if spec.alone else tuple(tensors)), tickets
+
+    def forget_shapes(self, training: bool) -> None:
+        """Outputs may be of other shapes from now on, on all ranks."""
+        self._specs = {k: v for k, v in self._specs.items() if k[1] != training}
+
+    def _send_grad(self, i: Instruction) -> None:
+        for grad in self._passes.pop(self._at(i)).grads:
+            self._push("grad", i, grad.contiguous())
+
+    def _recv_grad(self, i: Instruction) -> None:
+        this = self._passes[self._at(i)]
+        this.grads = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in wire.tensors_of(this.outputs)
+                      if t.requires_grad]
+        this.coming = [self.transport.post("grad", i.peer, wire.as_bytes(g)) for g in this.grads]
+
+    # ---- sums, norms, updates -----------------------------------------------------------------------------------------------------
+    def _send_sum(self, i: Instruction) -> None:
+        self._push("sum", i, self.units[i.unit].sums[i.stage], ("sum", i.unit, i.stage))
+
+    def _recv_sum(self, i: Instruction) -> None:
+        self._free(("sum", i.unit, i.stage), i)
+        self._waits["sum", i.unit, i.stage] = self.transport.post("sum", i.peer, self.units[i.unit].sums[i.stage])
+
+    def _send_finished(self, i: Instruction) -> None:
+        flat = self.units[i.unit].sums[i.stage]
+        if i.peer == self.rank:
+            self._landing[i.unit, i.stage].copy_(flat)
+        else:
+            self._push("finished", i, flat, ("sum", i.unit, i.stage))
+
+    def _recv_finished(self, i: Instruction) -> None:
+        self._waits["finished", i.unit, i.stage] = self.transport.post("finished", i.peer, self._landing[i.unit, i.stage])
+
+    def _vector(self, step: int) -> Tensor:
+        """Squared norms by stage and the loss, float64."""
+        if step not in self._vectors:
+            self._vectors[step] = torch.zeros(self.schedule.stages + 1, dtype=torch.float64, device=self.device)
+        return self._vectors[step]
+
+    def _recv_norms(self, i: Instruction) -> None:
+        self._waits["norms", i.step] = self.transport.post("norms", i.peer, wire.as_bytes(self._vector(i.step)))
+
+    def _norm(self, i: Instruction) -> None:
+        schedule = self.schedule
+        self._need(("norms", i.step), i)
+        sums = []
+        for u in schedule.homed(i.stage):
+            sums.append([])
+            for b in schedule.units[u]:
+                landed = schedule.rank_of(i.step, schedule.micro_batches - 1, b) != self.rank or b != i.stage
+                self._need(("finished", u, b), i)
+                sums[-1].append(self.units[u].sum_views(self._landing[u, b]) if landed else self.units[u].grads[b])
+        vector = self._vector(i.step)
+        vector[i.stage] = self.owners[i.stage].average(i.step, sums, schedule.stages, schedule.exact_norm)
+        if i.stage == schedule.stages - 1:
+            vector[-1] = torch.stack(self._losses.pop(i.step)).mean()
+        if i.stage == 0:
+            self._totals[i.step] = vector.clone()
+
+    def _send_norms(self, i: Instruction) -> None:
+        self._push("norms", i, self._vector(i.step).clone())
+
+    def _send_totals(self, i: Instruction) -> None:
+        self._push("totals", i, self._totals[i.step])
+
+    def _recv_totals(self, i: Instruction) -> None:
+        into = self._totals[i.step] = torch.zeros(self.schedule.stages + 1, dtype=torch.float64, device=self.device)
+        self._waits["totals", i.step] = self.transport.post("totals", i.peer, wire.as_bytes(into))
+
+    def _update(self, i: Instruction) -> None:
+        schedule = self.schedule
+        norm2 = self._norm_to_clip_by(i) if self.clip > 0 else None
+        skip = schedule.exact_norm and not bool(torch.isfinite(norm2))
+        self.skipped += skip and i.stage == max(self.owners)
+        for u in schedule.homed(i.stage):
+            self._free(("weights", u, i.version % schedule.copies(u)), i)
+        self.owners[i.stage].update(i.step, self._recorded[i.step], norm2, i.version, skip)
+        if all(schedule.update_time(i.step, s) <= schedule.update_time(i.step, i.stage) for s in self.owners):
+            del self._recorded[i.step]
+
+    def _norm_to_clip_by(self, i: Instruction) -> Tensor:
+        """Squared: the step's, if it is waited for; else this step's stages >= this one and last step's before it (section 9)."""
+        if self.schedule.exact_norm:
+            self._need(("totals", i.step), i)
+            return self._totals[i.step][:-1].sum()
+        now = self._vector(i.step)[i.stage:-1].sum()
+        if i.step - 1 not in self._totals:  # the very first step
+            return now
+        self._need(("totals", i.step - 1), i)
+        return now + self._totals[i.step - 1][:i.stage].sum()
+
+    def _send_weights(self, i: Instruction) -> None:
+        unit = self.units[i.unit]
+        self._push("weights", i, unit.flats[i.version % len(unit.flats)], ("weights", i.unit, i.version % len(unit.flats)))
+
+    def _recv_weights(self, i: Instruction) -> None:
+        unit = self.units[i.unit]
+        ticket = self.transport.post("weights", i.peer, unit.flats[i.version % len(unit.flats)])
+        self._waits["weights", i.unit, i.version] = ticket
+
+    # ---- evaluation -------------------------------------------------------------------------------------------------------------
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Any] | None, count: int, loss: bool = True, share: bool = True) -> tuple[list[Any], Any]:
+        """Collective: flush, and the forward of ``count`` micro-batches.
+
+        Args:
+            loss: apply the loss to the outputs.
+            share: tell every rank the losses (of one number each).
+        Returns:
+            (by micro-batch the loss, or the outputs; the last outputs). Ranks without the last stage have ([losses], None) if
+            they were shared, else ([], None).
+        """
+        self.flush()
+        schedule, last = self.schedule, self.schedule.stages - 1
+        self.forget_shapes(False)
+        feed, results, outputs, held, sent = _Feed(batches, count), [], None, {}, []
+        for q in range(count):
+            for s in sorted(self.parts):
+                if schedule.rank_of(0, q, s) != self.rank:
+                    continue
+                where = f"rank {self.rank}, evaluation, stage {s}, micro-batch {q}"
+                inputs, labels = feed.get(q) if s == 0 or s == last and (loss and 0 not in self.parts) else (None, None)
+                if s == 0:
+                    held[q] = labels
+                elif (peer := schedule.rank_of(0, q, s - 1)) != self.rank:
+                    inputs, tickets = self.receive_output(Instruction("recv_activation", s, 0, q, peer=peer), False)
+                    for ticket in tickets:
+                        ticket.wait(where)
+                else:
+                    inputs = outputs
+                outputs = self.parts[s].run(inputs, q)
+                if s == last:
+                    labels = held.pop(q, labels)
+                    results.append(self.loss_fn(outputs, labels) if loss else outputs)
+                elif (peer := schedule.rank_of(0, q, s + 1)) != self.rank:
+                    sent += self.send_output(Instruction("send_activation", s, 0, q, peer=peer), outputs, False)
+        if self.parts.keys() & {0, last}:
+            feed.finish()
+        if share and schedule.ranks > 1:
+            results = self._share_results(results, count)
+        for ticket in sent:
+            ticket.wait(f"rank {self.rank}, evaluation")
+        return results, outputs if last in self.parts else None
+
+    def _share_results(self, results: list[Tensor], count: int) -> list[Tensor]:
+        src = self.schedule.replicas(self.schedule.stages - 1)[0]
+        where = f"rank {self.rank}, evaluation, losses"
+        if self.rank == src:
+            packed = torch.stack([r.detach().reshape(()).to(torch.float64) for r in results])
+            for ticket in [self.transport.push("losses", p, wire.as_bytes(packed)) for p in range(self.schedule.ranks) if p != src]:
+                ticket.wait(where)
+            return results
+        into = torch.zeros(count, dtype=torch.float64, device=self.device)
+        self.transport.post("losses", src, wire.as_bytes(into)).wait(where)
+        return list(into)
+
+    def close(self, linger: bool) -> None:
+        """Let go of the transport; ``linger``: not before peers have what they wait for."""
+        if self.transport is not None:
+            self.transport.close(linger)
+
+
+class _Feed:
+    """The step's micro-batches from an iterator; those that another rank computes are read and dropped."""
+
+    def __init__(self, batches: Iterator[Any] | None, count: int):
+        self._batches, self._count, self._read, self._last = batches, count, 0, None
+
+    def get(self, micro: int) -> Any:
+        while self._read <= micro:
+            self._last = next(self._batches)
+            self._read += 1
+        return self._last
+
+    def finish(self) -> None:
+        """Every rank's iterator moves on by a whole step."""
+        self.get(self._count - 1)
+
+
+def _words(spec: wire.Spec) -> str:
+    return ", ".join(f"{str(i.dtype).removeprefix('torch.')}{list(i.shape)}" for i in spec.items)
