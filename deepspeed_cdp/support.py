@@ -56,7 +56,7 @@ def _removed_in_mics(value: Any, config: Any) -> bool:
 
 
 def _stage_not_3(value: Any, config: Any) -> bool:
-    return int(value) != 3
+    return int(value) != 3 and not getattr(config, "cyclic_pipeline", False)  # pipelines have rules of their own
 
 
 def _late(config: Any) -> bool:
@@ -159,7 +159,7 @@ TABLE: tuple[Row, ...] = (
     _refused("eigenvalue", "enabled", _enabled, "it reads every layer's parameters between steps", "remove it"),
     _refused("quantize_training", "enabled", _enabled, "it rewrites parameters between steps", "remove it"),
     _refused("compression_training", "set", _on, "it rewrites layers after the units are found", "remove it"),
-    _refused("model: PipelineModule", "any", None, LATER, "pass an ordinary nn.Module"),
+    _refused("model: DualPipeVModule", "any", None, LATER, "pass a PipelineModule"),
     _refused("model: deepspeed.moe.layer.MoE", "any", None, "expert parallelism is " + LATER,
              "keep whole experts on every rank in ordinary modules"),
     _refused("model: mpu or mesh_param", "above 1 model or sequence parallel", None, LATER, "use data parallelism only"),
@@ -181,6 +181,8 @@ TABLE: tuple[Row, ...] = (
         "as in ZeRO-3"),
     Row(("wall_clock_breakdown", "steps_per_print", "tensorboard", "wandb", "csv_monitor", "flops_profiler", "comms_logger"),
         "supported", "as in ZeRO-3; docs/observability.md has what they cost"),
+    Row(("model: PipelineModule",), "supported",
+        "with ZeRO stage 0 or 1, fp32 or bf16, one pipeline (no data or tensor parallelism beside it); see docs/pipeline.md"),
     Row((ZERO + "overlap_comm", ZERO + "reduce_scatter", ZERO + "reduce_bucket_size", ZERO + "use_multi_rank_bucket_allreduce",
          ZERO + "allgather_partitions", ZERO + "allgather_bucket_size", ZERO + "stage3_allgather_sequential",
          ZERO + "stage3_use_all_reduce_for_fetch_params", ZERO + "stage3_prefetch_bucket_size", "disable_allgather"),

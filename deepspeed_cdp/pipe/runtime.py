@@ -67,7 +67,8 @@ class PipeRuntime:
 
     def __init__(self, schedule: PipeSchedule, rank: int, parts: Mapping[int, Part], loss: Callable[[Any, Any], Tensor],
                  optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], transport: Transport | None,
-                 device: torch.device, clip: float = 0.0, sum_dtype: torch.dtype | None = None, dynamic: bool = False):
+                 device: torch.device, clip: float = 0.0, sum_dtype: torch.dtype | None = None, dynamic: bool = False,
+                 read: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (lambda x: x, lambda x: x)):
         """Collective: replicas and tied copies take the values of the lowest rank that has them.
 
         Args:
@@ -75,10 +76,11 @@ class PipeRuntime:
             loss: (the last stage's outputs, labels) -> scalar.
             names: of the parameters in the optimizer's groups.
             dynamic: shapes change from micro-batch to micro-batch.
+            read: what brings a batch's inputs, and its labels, to the device.
         """
         self.schedule, self.rank, self.parts, self.loss_fn = schedule, rank, dict(parts), loss
         self.user_optimizer, self.transport, self.device, self.clip = optimizer, transport, device, clip
-        self.dynamic = dynamic
+        self.dynamic, (self._inputs, self._read_labels) = dynamic, read
         self.global_step, self.skipped, self.known = 0, 0, None
         self.units: dict[int, Unit] = {}
         for u in range(len(schedule.units)):
@@ -89,11 +91,18 @@ class PipeRuntime:
         self._share()
         self.owners = {s: Owner(s, [self.units[u] for u in schedule.homed(s)], optimizer, names, clip)
                        for s in self.parts if schedule.owner(s) == rank}
-        self._landing = {(u, b): torch.zeros(self.units[u].layout.g_bytes, dtype=torch.uint8, device=device)
-                         for s in self.owners for u in schedule.homed(s) for b in schedule.units[u] if self._lands(u, b, s)}
         self._walker: Walker | None = None
+        self.set_rounds(schedule.rounds)
 
-    def _lands(self, unit: int, stage: int, home: int) -> bool:
+    def set_rounds(self, rounds: int) -> None:
+        """Collective: flush; from now on a step has ``rounds`` times N micro-batches."""
+        self.flush()
+        self.schedule = replace(self.schedule, rounds=rounds)
+        self._landing = {(u, b): torch.zeros(self.units[u].layout.g_bytes, dtype=torch.uint8, device=self.device)
+                         for s in self.owners for u in self.schedule.homed(s) for b in self.schedule.units[u]
+                         if self._lands(b, s)}
+
+    def _lands(self, stage: int, home: int) -> bool:
         """Whether a finished sum of some step comes to the owner's memory, or must outlast the stage's next one."""
         last = self.schedule.micro_batches - 1
         return stage != home or any(self.schedule.rank_of(t, last, stage) != self.rank for t in range(self.schedule.stages))
@@ -231,11 +240,11 @@ class PipeRuntime:
         first, last = i.stage == 0, i.stage == self.schedule.stages - 1
         if not first and 0 in self.parts:
             return  # the labels came with the inputs
-        inputs, labels = self._feed.get(i.micro)
+        batch = self._feed.get(i.micro)
         if first:
-            self._passes[self._at(i)] = _Pass(inputs)
+            self._passes[self._at(i)] = _Pass(self._inputs(batch[0]))
         if last or self.schedule.stages - 1 in self.parts:
-            self._labels[i.step, i.micro] = labels
+            self._labels[i.step, i.micro] = self._read_labels(batch[1])
 
     def _forward(self, i: Instruction) -> None:
         self._bind(i)
@@ -432,15 +441,14 @@ class PipeRuntime:
         self.flush()
         schedule, last = self.schedule, self.schedule.stages - 1
         self.forget_shapes(False)
-        feed, results, outputs, held, sent = _Feed(batches, count), [], None, {}, []
+        feed, results, outputs, sent = _Feed(batches, count), [], None, []
         for q in range(count):
             for s in sorted(self.parts):
                 if schedule.rank_of(0, q, s) != self.rank:
                     continue
                 where = f"rank {self.rank}, evaluation, stage {s}, micro-batch {q}"
-                inputs, labels = feed.get(q) if s == 0 or s == last and (loss and 0 not in self.parts) else (None, None)
                 if s == 0:
-                    held[q] = labels
+                    inputs = self._inputs(feed.get(q)[0])
                 elif (peer := schedule.rank_of(0, q, s - 1)) != self.rank:
                     inputs, tickets = self.receive_output(Instruction("recv_activation", s, 0, q, peer=peer), False)
                     for ticket in tickets:
@@ -449,8 +457,7 @@ class PipeRuntime:
                     inputs = outputs
                 outputs = self.parts[s].run(inputs, q)
                 if s == last:
-                    labels = held.pop(q, labels)
-                    results.append(self.loss_fn(outputs, labels) if loss else outputs)
+                    results.append(self.loss_fn(outputs, self._read_labels(feed.get(q)[1])) if loss else outputs)
                 elif (peer := schedule.rank_of(0, q, s + 1)) != self.rank:
                     sent += self.send_output(Instruction("send_activation", s, 0, q, peer=peer), outputs, False)
         if self.parts.keys() & {0, last}:

@@ -168,8 +168,8 @@ class PipeSchedule:
         return replicas[(step * self.micro_batches + micro) % len(replicas)]
 
     def owner(self, stage: int) -> int:
-        """The rank that keeps a stage's masters and optimizer state: the replica of step 0's last micro-batch."""
-        return self.rank_of(0, self.micro_batches - 1, stage)
+        """The rank that keeps a stage's masters and optimizer state: the replica of the N-th micro-batch."""
+        return self.rank_of(0, self.stages - 1, stage)
 
     # ---- units of weights -----------------------------------------------------------------------------------------------------
     @property
