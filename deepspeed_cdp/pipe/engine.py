@@ -179,7 +179,7 @@ class CyclicPipelineEngine(PipelineEngine):
             with only_stage(module, bounds, stage, number), autocast_if_enabled(self):
                 return module.forward(inputs)
 
-        return Part(run, units, fixed)
+        return Part(run, units, fixed, lambda: only_stage(module, bounds, stage, module.micro_offset))
 
     def _loss(self, outputs: Any, labels: Any) -> torch.Tensor:
         with autocast_if_enabled(self):
@@ -254,6 +254,7 @@ class CyclicPipelineEngine(PipelineEngine):
         """As DeepSpeed's. Collective: it flushes, so that every stage has its newest weights."""
         if reduce_output not in (None, "avg"):
             raise NotImplementedError(f"reduction type {reduce_output} not supported.")
+        self.flush()
         before, self.data_iterator = self.data_iterator, data_iter
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
         share = compute_loss and reduce_output == "avg" and (bcast_loss or self.monitor.enabled)
@@ -276,6 +277,7 @@ class CyclicPipelineEngine(PipelineEngine):
         if train_batch_size % each == 0:
             _check_micro_batches("set_train_batch_size: micro-batches per step", train_batch_size // each, self.num_stages)
         super().set_train_batch_size(train_batch_size)
+        self.flush()
         with self._noting_failure():
             self._runtime.set_rounds(self.micro_batches // self.num_stages)
         self.pipe_schedule = self._runtime.schedule
@@ -287,8 +289,11 @@ class CyclicPipelineEngine(PipelineEngine):
 
     def flush(self) -> None:
         """Collective: finish all steps and apply the last update; the next step reads it everywhere (the delay starts anew)."""
+        mode = self.module.training
         with self._noting_failure():
+            self.module.train()  # as in train_batch, whose last passes are done here
             self._runtime.flush()
+            self.module.train(mode)
 
     @property
     def cyclic_metrics(self) -> dict[str, Any]:
@@ -324,6 +329,7 @@ class CyclicPipelineEngine(PipelineEngine):
         Raises:
             CheckpointError: it could not be written; on every rank, and the last good checkpoint is untouched.
         """
+        self.flush()
         with self._noting_failure():
             return checkpoint.save(self, self._runtime, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
 
@@ -337,6 +343,7 @@ class CyclicPipelineEngine(PipelineEngine):
         Raises:
             CheckpointError: it cannot be read; on every rank, with the file's name, and nothing was changed.
         """
+        self.flush()
         with self._noting_failure():
             return checkpoint.load(self, self._runtime, load_dir, tag, load_module_strict, load_optimizer_states,
                                    load_lr_scheduler_states, load_module_only, custom_load_fn)

@@ -6,6 +6,7 @@ The program is free of circles even if both did block (validate.py), so no wait 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,11 +28,13 @@ class Part:
         run: (inputs, number of the micro-batch since training began) -> outputs.
         units: trained parameters by unit of the schedule.
         fixed: frozen parameters and buffers, the same on all replicas when training begins.
+        again: what a backward runs in, since it may run forwards again (activation checkpointing).
     """
 
     run: Callable[[Any, int], Any]
     units: Mapping[int, Named]
     fixed: Mapping[str, Tensor]
+    again: Callable[[], AbstractContextManager] = nullcontext
 
 
 @dataclass
@@ -174,8 +177,9 @@ class PipeRuntime:
         self._settle(step if self.schedule.drains(step) else step - 1)
         return self.known.loss
 
+    @torch.enable_grad()
     def flush(self) -> None:
-        """Collective: end all steps; the next one reads the newest version everywhere."""
+        """Collective: end all steps; the next one reads the newest version everywhere. Modules must be in training mode."""
         if self._walker is None:
             return
         for i in self._walker.rest():
@@ -277,11 +281,11 @@ class PipeRuntime:
                 self._free(("sum", u, i.stage), i)
                 unit.sums[i.stage].zero_()
             unit.begin_backward(i.stage)
-        if i.stage == self.schedule.stages - 1:
-            (this.outputs / self.schedule.rounds).backward()
-        else:
-            wanted = [t for t in wire.tensors_of(this.outputs) if t.requires_grad]
-            torch.autograd.backward(wanted, this.grads)
+        with self.parts[i.stage].again():
+            if i.stage == self.schedule.stages - 1:
+                (this.outputs / self.schedule.rounds).backward()
+            else:
+                torch.autograd.backward([t for t in wire.tensors_of(this.outputs) if t.requires_grad], this.grads)
         for u in units:
             self.units[u].end_backward(i.stage)
         if i.stage:

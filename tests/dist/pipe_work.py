@@ -30,6 +30,7 @@ class Block(nn.Module):
         self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
 
     def forward(self, x):
+        assert self.training == torch.is_grad_enabled(), "a pass of training in evaluation mode, or the other way round"
         return x + torch.tanh(self.linear(self.norm(x)))
 
 
@@ -124,6 +125,8 @@ def config(job: Job) -> dict[str, Any]:
 def initialize(job: Job) -> Any:
     import deepspeed
     module = build(job)
+    for p in module.parameters():
+        p.model_parallel = True  # stock DeepSpeed clips fp32 pipelines by the first stage's norm unless parameters say so
     return deepspeed.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad],
                                 config=config(job))[0]
 
@@ -214,7 +217,7 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         return max(s for s in range(job.stages) if bounds[s] <= layer)
 
     stages = [[n for n, _ in module.named_parameters() if home(n) == s] for s in range(job.stages)]
-    lr = [1e-3 + (1e-2 - 1e-3) * min(1.0, (t) / 4) for t in range(job.steps)]
+    lr = [1e-3 + (1e-2 - 1e-3) * min(1.0, max(0, t - 1) / 4) for t in range(job.steps)]  # WarmupLR's first two are alike
 
     def on_step(step: int, optimizer: torch.optim.Optimizer) -> None:
         if job.warmup:
