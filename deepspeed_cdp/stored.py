@@ -260,7 +260,7 @@ class Cyclic(Stored):
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
         own = self._buffer_file(rank)
-        home = own if name in self._files[own]["tensors"] else next(f for f in self._buffer_files if name in self._files[f]["tensors"])
+        home = next(f for f in (own, *self._buffer_files) if name in self._files[f]["tensors"])
         return self._open(home).get_tensor(name)
 
     def scalars(self, stages: Any) -> torch.Tensor | None:

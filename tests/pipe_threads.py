@@ -1,4 +1,4 @@
-"""Cyclic pipelines as threads of one process: the pipe runtime without processes or DeepSpeed; and the oracle for the same model."""
+"""Cyclic pipelines as threads of one process: the pipe runtime without processes or DeepSpeed; and the oracle."""
 
 import copy
 from dataclasses import dataclass, field
@@ -9,7 +9,8 @@ from local_ring import run_ranks
 from torch import nn
 
 from deepspeed_cdp import reference
-from deepspeed_cdp.pipe.runtime import Part, PipeRuntime
+from deepspeed_cdp.pipe.parts import Part
+from deepspeed_cdp.pipe.runtime import PipeRuntime
 from deepspeed_cdp.pipe.schedule import PipeSchedule
 
 

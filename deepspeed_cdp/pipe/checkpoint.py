@@ -1,7 +1,7 @@
 """Checkpoints of cyclic pipelines, in the format of ``deepspeed_cdp.checkpoint``: one file per stage, keyed by parameter name.
 
-A PipelineModule names parameters by the number of the layer in the whole model, so any number of stages and any placement can read
-what another wrote. Saving flushes; resuming is bitwise equal to continuing.
+A PipelineModule names parameters by the number of the layer in the whole model, so any number of stages and any placement can
+read what another wrote. Saving flushes; resuming is bitwise equal to continuing.
 """
 
 import json
@@ -41,7 +41,8 @@ from deepspeed_cdp.foreign import open_stored
 from deepspeed_cdp.stored import COUNTERS, MANIFEST, manifest_text, pack_state, plain_options
 
 from .module import bounds_of, layers_of
-from .runtime import Known, PipeRuntime
+from .parts import Known
+from .runtime import PipeRuntime
 
 if TYPE_CHECKING:
     from .engine import CyclicPipelineEngine
@@ -71,8 +72,8 @@ def save(engine: "CyclicPipelineEngine", runtime: PipeRuntime, save_dir: str, ta
     where = f"rank {rank}, saving checkpoint {tag!r}"
     tags = sorted(set(gather(tag, where)))
     if len(tags) > 1:
-        raise CheckpointError(f"tag is {tag!r} on rank {rank} but the ranks have {tags}; give the same tag on every rank (nothing was "
-                              "saved)")
+        raise CheckpointError(f"tag is {tag!r} on rank {rank} but the ranks have {tags}; give the same tag on every rank "
+                              "(nothing was saved)")
     final = os.path.join(save_dir, tag)
     working = beside(final, "saving")
 
@@ -146,14 +147,15 @@ def _write(engine: "CyclicPipelineEngine", runtime: PipeRuntime, folder: str, cl
         scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
         known = runtime.known
         last = None if known is None else {"step": known.step, "loss": known.loss.cpu(), "squares": known.squares.cpu()}
-        files["client.pt"] = save_plain(folder, "client.pt", {"client_state": client_state, "lr_scheduler": scheduler, "known": last},
-                                        "client_state or the lr scheduler's state")
+        content = {"client_state": client_state, "lr_scheduler": scheduler, "known": last}
+        files["client.pt"] = save_plain(folder, "client.pt", content, "client_state or the lr scheduler's state")
     return {"files": files, "stages": stages}
 
 
-# ---- loading ------------------------------------------------------------------------------------------------------------------
-def load(engine: "CyclicPipelineEngine", runtime: PipeRuntime, load_dir: str, tag: str | None, strict: bool, optimizer_states: bool,
-         scheduler_states: bool, module_only: bool, custom_load_fn: Any) -> tuple[str | None, dict | None]:
+# ---- loading ----------------------------------------------------------------------------------------------------------------
+def load(engine: "CyclicPipelineEngine", runtime: PipeRuntime, load_dir: str, tag: str | None, strict: bool,
+         optimizer_states: bool, scheduler_states: bool, module_only: bool,
+         custom_load_fn: Any) -> tuple[str | None, dict | None]:
     """Collective; see ``CyclicPipelineEngine.load_checkpoint``. Everything is read on every rank before anything is changed."""
     if custom_load_fn is not None:
         raise ValueError("custom_load_fn is given, but the cyclic engine loads by parameter name; leave it out of "
@@ -171,11 +173,12 @@ def load(engine: "CyclicPipelineEngine", runtime: PipeRuntime, load_dir: str, ta
     tags = {x for x, _ in everyone}
     if len(tags) > 1:
         raise CheckpointError(f"tag is {tag!r} on rank {rank} but the ranks have {sorted(map(str, tags))} (None: no file "
-                              f"{os.path.join(load_dir, 'latest')}); give every rank the same tag and folder (nothing was changed)")
+                              f"{os.path.join(load_dir, 'latest')}); give every rank the same tag and folder (nothing was "
+                              "changed)")
     if tag is None:
         if rank == 0:
-            logger.warning(f"nothing was loaded: there is no file {os.path.join(load_dir, 'latest')} that names the checkpoint to "
-                           "load; write one, or pass tag=")
+            logger.warning(f"nothing was loaded: there is no file {os.path.join(load_dir, 'latest')} that names the checkpoint "
+                           "to load; write one, or pass tag=")
         return None, None
     folder = os.path.join(load_dir, tag)
     mine = sorted(_here(engine, runtime))
@@ -196,8 +199,8 @@ def _here(engine: "CyclicPipelineEngine", runtime: PipeRuntime) -> dict[str, tor
     return trained | {n: p for s in runtime.parts for n, p in _mine(engine, s)[0].items()}
 
 
-def _read(engine: "CyclicPipelineEngine", runtime: PipeRuntime, folder: str, wanted: set[str], strict: bool, optimizer_states: bool,
-          scheduler_states: bool) -> dict[str, Any]:
+def _read(engine: "CyclicPipelineEngine", runtime: PipeRuntime, folder: str, wanted: set[str], strict: bool,
+          optimizer_states: bool, scheduler_states: bool) -> dict[str, Any]:
     """What this rank needs, checked and in memory; nothing is changed."""
     here = _here(engine, runtime)
     masters = {n: m for owner in runtime.owners.values() for n, m in owner.masters.items()}

@@ -35,14 +35,16 @@ def refuse(config: Any) -> None:
     """Raises ValueError, "key is value: reason; fix.", for what the ring supports and the pipeline does not."""
     stage = int(config.zero_optimization_stage)
     if stage > 1:
-        raise ValueError(f"zero_optimization.stage is {stage}: DeepSpeed's pipelines have stages 0 and 1, and each rank keeps its "
-                         "stage of the model; set it to 0.")
+        raise ValueError(f"zero_optimization.stage is {stage}: DeepSpeed's pipelines have stages 0 and 1, and each rank keeps "
+                         "its stage of the model; set it to 0.")
     if config.float16_config.enabled:
-        raise ValueError("fp16.enabled is true: a pipeline's stages are updated before the step's last overflow is known; use bf16.")
+        raise ValueError("fp16.enabled is true: a pipeline's stages are updated before the step's last overflow is known; use "
+                         "bf16.")
     if config.torch_autocast_enabled and config.torch_autocast_dtype != torch.bfloat16:
         raise ValueError("torch_autocast.dtype is not bfloat16: a cyclic pipeline does not scale losses; set it to \"bfloat16\".")
     if config.zero_config.offload_optimizer is not None and config.zero_config.offload_optimizer.device != "none":
-        raise ValueError("zero_optimization.offload_optimizer is set: not supported for PipelineModules in this version; remove it.")
+        raise ValueError("zero_optimization.offload_optimizer is set: not supported for PipelineModules in this version; "
+                         "remove it.")
     block, default = config.cyclic_config, CyclicConfig()
     for key, fix in _RING_ONLY.items():
         if getattr(block, key) != getattr(default, key):

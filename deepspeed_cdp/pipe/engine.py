@@ -1,4 +1,4 @@
-"""CyclicPipelineEngine: DeepSpeed's PipelineEngine without its flush, for all three placements; the work is done by PipeRuntime."""
+"""CyclicPipelineEngine: DeepSpeed's PipelineEngine without its flush, in three placements; the work is done by PipeRuntime."""
 
 import hashlib
 import logging
@@ -25,14 +25,16 @@ from deepspeed_cdp.schedule import threshold
 from deepspeed_cdp.transport.base import Transport
 
 from . import checkpoint
+from .evaluate import evaluate
 from .links import connect
 from .module import bounds_of, layers_of, only_stage, placement_of, ties_of
-from .runtime import Part, PipeRuntime
+from .parts import Part
+from .runtime import PipeRuntime
 from .schedule import PipeSchedule
 
 
 class PipeOptimizer(DeepSpeedOptimizer):
-    """What ``deepspeed.initialize`` returns as the optimizer: groups are the user's, their parameters this rank's fp32 masters."""
+    """What ``deepspeed.initialize`` returns as the optimizer: the user's groups, of this rank's fp32 masters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: PipeRuntime):
         self.optimizer, self._runtime = optimizer, runtime
@@ -99,8 +101,8 @@ class CyclicPipelineEngine(PipelineEngine):
     def _warn_of_stall(self, rule: Any) -> None:
         schedule = self.pipe_schedule
         if schedule.stall and schedule.placement != "single":
-            log_dist(f"cyclic.rule {rule!r} (K = {schedule.threshold}) on {schedule.stages} stages reads versions before they exist: "
-                     f"in a step of {schedule.micro_batches} micro-batches every stage waits for {schedule.stall} of "
+            log_dist(f"cyclic.rule {rule!r} (K = {schedule.threshold}) on {schedule.stages} stages reads versions before they "
+                     f"exist: in a step of {schedule.micro_batches} micro-batches every stage waits for {schedule.stall} of "
                      f"{schedule.period} passes ({schedule.idle:.0%}); K >= {schedule.stages - 1} (\"cdp-v2\") does not wait",
                      ranks=[0], level=logging.WARNING)
 
@@ -122,8 +124,8 @@ class CyclicPipelineEngine(PipelineEngine):
         for other, theirs in enumerate(self._transport.gather(mine, f"rank {rank}, comparing settings between ranks")):
             for key, value in mine.items():
                 if theirs.get(key) != value:
-                    raise ValueError(f"{key} is {value!r} on rank {rank} but {theirs.get(key)!r} on rank {other}; start every rank "
-                                     "with the same config, model and package versions")
+                    raise ValueError(f"{key} is {value!r} on rank {rank} but {theirs.get(key)!r} on rank {other}; start every "
+                                     "rank with the same config, model and package versions")
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works
@@ -246,8 +248,9 @@ class CyclicPipelineEngine(PipelineEngine):
             self._began = now
             if self.global_rank == 0:
                 self._report_progress(self.global_steps)
-                print(f"steps: {self.global_steps} loss: {self.agg_train_loss.item():0.4f} iter time (s): {(now - began) / every:0.3f} "
-                      f"samples/sec: {self.train_batch_size() * every / (now - began):0.3f}")
+                seconds = (now - began) / every
+                print(f"steps: {self.global_steps} loss: {self.agg_train_loss.item():0.4f} iter time (s): {seconds:0.3f} "
+                      f"samples/sec: {self.train_batch_size() / seconds:0.3f}")
 
     def eval_batch(self, data_iter: Iterator, return_logits: bool = False, compute_loss: bool = True,
                    reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None) -> Any:
@@ -261,7 +264,7 @@ class CyclicPipelineEngine(PipelineEngine):
         try:
             with self._noting_failure():
                 self.module.eval()
-                result, outputs = self._runtime.evaluate(self._batches(), count, compute_loss, share)
+                result, outputs = evaluate(self._runtime, self._batches(), count, compute_loss, share)
         finally:
             self.data_iterator = before
         if reduce_output == "avg":
@@ -348,7 +351,7 @@ class CyclicPipelineEngine(PipelineEngine):
             return checkpoint.load(self, self._runtime, load_dir, tag, load_module_strict, load_optimizer_states,
                                    load_lr_scheduler_states, load_module_only, custom_load_fn)
 
-    # ---- the end --------------------------------------------------------------------------------------------------------------
+    # ---- the end ------------------------------------------------------------------------------------------------------------
     def _close_transport(self) -> None:
         if self._transport is not None:
             self._transport.close(False)
@@ -364,5 +367,5 @@ class CyclicPipelineEngine(PipelineEngine):
 
 def _check_micro_batches(what: str, count: int, stages: int) -> None:
     if count % stages:
-        raise ValueError(f"{what} is {count}, but a cyclic pipeline of {stages} stages takes a multiple of {stages} micro-batches per "
-                         f"step; set it to {(count // stages + 1) * stages}.")
+        raise ValueError(f"{what} is {count}, but a cyclic pipeline of {stages} stages takes a multiple of {stages} "
+                         f"micro-batches per step; set it to {(count // stages + 1) * stages}.")

@@ -2,8 +2,8 @@
 
 ``PipelineModule(layers, num_stages=N)`` is built before any config is read, and DeepSpeed refuses it where N does not divide the
 number of ranks. Registration (register.py) gives it a topology there, so that scripts stay as they are; ``refuse_placed`` says at
-``deepspeed.initialize`` what DeepSpeed would have said, if the config does not enable the cyclic engine. Where N divides the ranks of
-a pyramid (N odd), DeepSpeed builds several pipelines instead, and the script must say ``topology=pyramid_topology(N)``.
+``deepspeed.initialize`` what DeepSpeed would have said, if the config does not enable the cyclic engine. Where N divides the
+ranks of a pyramid (N odd), DeepSpeed builds several pipelines instead, and the script must say ``topology=pyramid_topology(N)``.
 """
 
 from collections import namedtuple
@@ -15,6 +15,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTopology
 
 from .schedule import PipeSchedule
+
 
 class PyramidTopology(ProcessTopology):
     """N(N+1)/2 ranks, of which stage s has N-s. To DeepSpeed it is a grid of one axis, without data parallelism."""

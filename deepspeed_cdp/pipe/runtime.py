@@ -6,8 +6,7 @@ The program is free of circles even if both did block (validate.py), so no wait 
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,47 +15,9 @@ from torch import Tensor, nn
 from deepspeed_cdp.transport.base import Ticket, Transport
 
 from . import wire
+from .parts import Feed, Known, Part, Pass
 from .schedule import Instruction, PipeSchedule, Walker
-from .weights import Named, Owner, Unit, options_of
-
-
-@dataclass
-class Part:
-    """A stage, as the runtime needs it.
-
-    Attributes:
-        run: (inputs, number of the micro-batch since training began) -> outputs.
-        units: trained parameters by unit of the schedule.
-        fixed: frozen parameters and buffers, the same on all replicas when training begins.
-        again: what a backward runs in, since it may run forwards again (activation checkpointing).
-    """
-
-    run: Callable[[Any, int], Any]
-    units: Mapping[int, Named]
-    fixed: Mapping[str, Tensor]
-    again: Callable[[], AbstractContextManager] = nullcontext
-
-
-@dataclass
-class Known:
-    """The last step that is finished everywhere."""
-
-    step: int
-    loss: Tensor  # float64, mean over the step's micro-batches
-    squares: Tensor  # float64, squared norm of the averaged gradient by stage
-
-    @property
-    def norm(self) -> Tensor:
-        return self.squares.sum().sqrt()
-
-
-@dataclass
-class _Pass:
-    inputs: Any
-    outputs: Any = None
-    sent: list[Ticket] | None = None
-    grads: list[Tensor] | None = None  # of the outputs that need one
-    coming: list[Ticket] | None = None
+from .weights import Owner, Unit, options_of
 
 
 class PipeRuntime:
@@ -83,7 +44,7 @@ class PipeRuntime:
         """
         self.schedule, self.rank, self.parts, self.loss_fn = schedule, rank, dict(parts), loss
         self.user_optimizer, self.transport, self.device, self.clip = optimizer, transport, device, clip
-        self.dynamic, (self._inputs, self._read_labels) = dynamic, read
+        self.dynamic, (self.read_inputs, self.read_labels) = dynamic, read
         self.global_step, self.skipped, self.known = 0, 0, None
         self.units: dict[int, Unit] = {}
         for u in range(len(schedule.units)):
@@ -141,7 +102,7 @@ class PipeRuntime:
     def _begin(self) -> None:
         self.schedule = replace(self.schedule, alone=self.known is None)
         self._walker, self._start = Walker(self.schedule, self.rank), self.global_step
-        self._passes: dict[tuple[int, int, int], _Pass] = {}
+        self._passes: dict[tuple[int, int, int], Pass] = {}
         self._labels: dict[tuple[int, int], Any] = {}
         self._losses: dict[int, list[Tensor]] = {}
         self._vectors: dict[int, Tensor] = {}  # step -> squared norms by stage, as far as they came, and the loss
@@ -159,8 +120,8 @@ class PipeRuntime:
         Args:
             batches: yields the step's micro-batches (inputs, labels); read on ranks that hold the first or the last stage.
         Returns:
-            The mean loss of the last step that is finished everywhere (float64, on the device): under ``dp`` and in the very first
-            call of this step, else of the step before.
+            The mean loss of the last step that is finished everywhere (float64, on the device): under ``dp`` and in the very
+            first call of this step, else of the step before.
         """
         if self._walker is None:
             self._begin()
@@ -168,7 +129,7 @@ class PipeRuntime:
         if self.owners:
             self._recorded[step] = options_of(self.user_optimizer)
         self._vectors.pop(step - 3, None)  # long passed on
-        self._feed = _Feed(batches, self.schedule.micro_batches)
+        self._feed = Feed(batches, self.schedule.micro_batches)
         for i in self._walker.call():
             self._do(i)
         if self.parts.keys() & {0, self.schedule.stages - 1}:
@@ -202,7 +163,7 @@ class PipeRuntime:
         self._totals.pop(step - 1, None)
         self.known = Known(self._start + step, vector[-1], vector[:-1])
 
-    # ---- instructions ---------------------------------------------------------------------------------------------------------
+    # ---- instructions -------------------------------------------------------------------------------------------------------
     def _do(self, i: Instruction) -> None:
         getattr(self, f"_{i.name}")(i)
 
@@ -246,9 +207,9 @@ class PipeRuntime:
             return  # the labels came with the inputs
         batch = self._feed.get(i.micro)
         if first:
-            self._passes[self._at(i)] = _Pass(self._inputs(batch[0]))
+            self._passes[self._at(i)] = Pass(self.read_inputs(batch[0]))
         if last or self.schedule.stages - 1 in self.parts:
-            self._labels[i.step, i.micro] = self._read_labels(batch[1])
+            self._labels[i.step, i.micro] = self.read_labels(batch[1])
 
     def _forward(self, i: Instruction) -> None:
         self._bind(i)
@@ -267,7 +228,7 @@ class PipeRuntime:
         spec = wire.describe(out)
         if self.schedule.rank_of(i.step, i.micro, i.stage + 1) == self.rank:
             given = [t.detach().requires_grad_(t.requires_grad) for t in wire.tensors_of(out)]
-            self._passes[i.stage + 1, i.step, i.micro] = _Pass(given[0] if spec.alone else tuple(given))
+            self._passes[i.stage + 1, i.step, i.micro] = Pass(given[0] if spec.alone else tuple(given))
 
     def _backward(self, i: Instruction) -> None:
         self._bind(i)
@@ -294,16 +255,16 @@ class PipeRuntime:
             if self.schedule.rank_of(i.step, i.micro, i.stage - 1) == self.rank:
                 self._passes[i.stage - 1, i.step, i.micro].grads = grads
             else:
-                self._passes[self._at(i)] = _Pass(None, grads=grads)  # until they are sent
+                self._passes[self._at(i)] = Pass(None, grads=grads)  # until they are sent
 
-    # ---- messages of passes -----------------------------------------------------------------------------------------------------
+    # ---- messages of passes -------------------------------------------------------------------------------------------------
     def _send_activation(self, i: Instruction) -> None:
         this = self._passes[self._at(i)]
         this.sent = self.send_output(i, this.outputs, True)
 
     def _recv_activation(self, i: Instruction) -> None:
         inputs, coming = self.receive_output(i, True)
-        self._passes[self._at(i)] = _Pass(inputs, coming=coming)
+        self._passes[self._at(i)] = Pass(inputs, coming=coming)
 
     def send_output(self, i: Instruction, output: Any, training: bool) -> list[Ticket]:
         """Push a stage's output to ``i.peer``; what it is goes ahead if the peer does not know."""
@@ -312,16 +273,17 @@ class PipeRuntime:
             self._push("describe", i, wire.pack(spec, self.device))
             self._specs[key] = spec
         elif self._specs[key] != spec:
-            raise ValueError(f"stage {i.stage} returned {_words(spec)}, before it was {_words(self._specs[key])}; pass "
+            raise ValueError(f"stage {i.stage} returned {wire.words(spec)}, before it was {wire.words(self._specs[key])}; pass "
                              "dynamic_shape=True to PipelineModule, or give it batches of one size (drop_last=True)")
-        return [self.transport.push("activation", i.peer, wire.as_bytes(t.detach().contiguous())) for t in wire.tensors_of(output)]
+        tensors = [t.detach().contiguous() for t in wire.tensors_of(output)]
+        return [self.transport.push("activation", i.peer, wire.as_bytes(t)) for t in tensors]
 
     def receive_output(self, i: Instruction, training: bool) -> tuple[Any, list[Ticket]]:
         """Where the output of ``i.peer`` lands, and what to wait for."""
         key = ("from", training, i.peer)
         if self.dynamic or key not in self._specs:
-            words = wire.room(self.device)
-            self.transport.post("describe", i.peer, wire.as_bytes(words)).wait(self._where(i) if self.open else f"rank {self.rank}")
+            words, where = wire.room(self.device), self._where(i) if self.open else f"rank {self.rank}, evaluation"
+            self.transport.post("describe", i.peer, wire.as_bytes(words)).wait(where)
             self._specs[key] = wire.unpack(words)
         spec = self._specs[key]
         tensors = spec.empty(self.device)
@@ -345,7 +307,7 @@ class PipeRuntime:
                       if t.requires_grad]
         this.coming = [self.transport.post("grad", i.peer, wire.as_bytes(g)) for g in this.grads]
 
-    # ---- sums, norms, updates -----------------------------------------------------------------------------------------------------
+    # ---- sums, norms, updates -----------------------------------------------------------------------------------------------
     def _send_sum(self, i: Instruction) -> None:
         self._push("sum", i, self.units[i.unit].sums[i.stage], ("sum", i.unit, i.stage))
 
@@ -430,82 +392,7 @@ class PipeRuntime:
         ticket = self.transport.post("weights", i.peer, unit.flats[i.version % len(unit.flats)])
         self._waits["weights", i.unit, i.version] = ticket
 
-    # ---- evaluation -------------------------------------------------------------------------------------------------------------
-    @torch.no_grad()
-    def evaluate(self, batches: Iterator[Any] | None, count: int, loss: bool = True, share: bool = True) -> tuple[list[Any], Any]:
-        """Collective: flush, and the forward of ``count`` micro-batches.
-
-        Args:
-            loss: apply the loss to the outputs.
-            share: tell every rank the losses (of one number each).
-        Returns:
-            (by micro-batch the loss, or the outputs; the last outputs). Ranks without the last stage have ([losses], None) if
-            they were shared, else ([], None).
-        """
-        self.flush()
-        schedule, last = self.schedule, self.schedule.stages - 1
-        self.forget_shapes(False)
-        feed, results, outputs, sent = _Feed(batches, count), [], None, []
-        for q in range(count):
-            for s in sorted(self.parts):
-                if schedule.rank_of(0, q, s) != self.rank:
-                    continue
-                where = f"rank {self.rank}, evaluation, stage {s}, micro-batch {q}"
-                if s == 0:
-                    inputs = self._inputs(feed.get(q)[0])
-                elif (peer := schedule.rank_of(0, q, s - 1)) != self.rank:
-                    inputs, tickets = self.receive_output(Instruction("recv_activation", s, 0, q, peer=peer), False)
-                    for ticket in tickets:
-                        ticket.wait(where)
-                else:
-                    inputs = outputs
-                outputs = self.parts[s].run(inputs, q)
-                if s == last:
-                    results.append(self.loss_fn(outputs, self._read_labels(feed.get(q)[1])) if loss else outputs)
-                elif (peer := schedule.rank_of(0, q, s + 1)) != self.rank:
-                    sent += self.send_output(Instruction("send_activation", s, 0, q, peer=peer), outputs, False)
-        if self.parts.keys() & {0, last}:
-            feed.finish()
-        if share and schedule.ranks > 1:
-            results = self._share_results(results, count)
-        for ticket in sent:
-            ticket.wait(f"rank {self.rank}, evaluation")
-        return results, outputs if last in self.parts else None
-
-    def _share_results(self, results: list[Tensor], count: int) -> list[Tensor]:
-        src = self.schedule.replicas(self.schedule.stages - 1)[0]
-        where = f"rank {self.rank}, evaluation, losses"
-        if self.rank == src:
-            packed = torch.stack([r.detach().reshape(()).to(torch.float64) for r in results])
-            for ticket in [self.transport.push("losses", p, wire.as_bytes(packed)) for p in range(self.schedule.ranks) if p != src]:
-                ticket.wait(where)
-            return results
-        into = torch.zeros(count, dtype=torch.float64, device=self.device)
-        self.transport.post("losses", src, wire.as_bytes(into)).wait(where)
-        return list(into)
-
     def close(self, linger: bool) -> None:
         """Let go of the transport; ``linger``: not before peers have what they wait for."""
         if self.transport is not None:
             self.transport.close(linger)
-
-
-class _Feed:
-    """The step's micro-batches from an iterator; those that another rank computes are read and dropped."""
-
-    def __init__(self, batches: Iterator[Any] | None, count: int):
-        self._batches, self._count, self._read, self._last = batches, count, 0, None
-
-    def get(self, micro: int) -> Any:
-        while self._read <= micro:
-            self._last = next(self._batches)
-            self._read += 1
-        return self._last
-
-    def finish(self) -> None:
-        """Every rank's iterator moves on by a whole step."""
-        self.get(self._count - 1)
-
-
-def _words(spec: wire.Spec) -> str:
-    return ", ".join(f"{str(i.dtype).removeprefix('torch.')}{list(i.shape)}" for i in spec.items)

@@ -1,7 +1,7 @@
 """The cyclic pipeline's timetable as data: who computes, sends, receives and updates what, when, and at which version.
 
 In the style of DeepSpeed's ``PipeSchedule`` (deepspeed/runtime/pipe/schedule.py), but instructions name (stage, micro-batch,
-version) instead of a buffer, and nothing is flushed between steps (the paper's Figure 2 (a.ii), (c.ii), (c.iii); design section 12).
+version) instead of a buffer, and nothing is flushed between steps (the paper's Figure 2 (a.ii), (c.ii), (c.iii)).
 
 Micro-batch q of step t takes the place of rank r = q mod N, round m = q div N, in the rule of ``deepspeed_cdp.schedule``. With
 ``base(t)`` the start of step t, its forward on stage s is at logical time ``base(t) + 2q + s``, its backward at
@@ -38,9 +38,9 @@ class Instruction(NamedTuple):
     """One thing that a rank does.
 
     Attributes:
-        name: ``load``, ``forward``, ``backward``, ``norm``, ``update``; ``send_X`` and ``recv_X`` with X ``activation``, ``grad``,
-            ``sum`` (running, from replica to replica), ``finished`` (a step's sum, to the unit's owner; to oneself: keep it),
-            ``norms`` (from owner to owner), ``totals`` (norms and loss, to everybody), ``weights`` (a new version).
+        name: ``load``, ``forward``, ``backward``, ``norm``, ``update``; ``send_X`` and ``recv_X`` with X ``activation``,
+            ``grad``, ``sum`` (running, from replica to replica), ``finished`` (a step's sum, to the unit's owner; to oneself:
+            keep it), ``norms`` (from owner to owner), ``totals`` (norms and loss, to everybody), ``weights`` (a new version).
         stage, step: of what; steps count from the last flush.
         micro: micro-batch of the step, or -1.
         version: that a pass reads, or that an update or message makes, or -1.
@@ -171,7 +171,7 @@ class PipeSchedule:
         """The rank that keeps a stage's masters and optimizer state: the replica of the N-th micro-batch."""
         return self.rank_of(0, self.stages - 1, stage)
 
-    # ---- units of weights -----------------------------------------------------------------------------------------------------
+    # ---- units of weights ---------------------------------------------------------------------------------------------------
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
         """The stages that use each unit: unit s < N is stage s's own weights, the others are the tied groups.
@@ -196,7 +196,7 @@ class PipeSchedule:
         """The ranks that keep a copy of a unit."""
         return tuple(sorted({r for s in self.units[unit] for r in self.replicas(s)}))
 
-    # ---- programs -------------------------------------------------------------------------------------------------------------
+    # ---- programs -----------------------------------------------------------------------------------------------------------
     def program(self, rank: int, step: int) -> list[tuple[Key, Instruction]]:
         """What a rank does for a step, in order. Some of it falls between the instructions of the next step."""
         mine = [*self._passes(rank, step), *self._owning(rank, step)]

@@ -1,9 +1,9 @@
 """Dry-run of a cyclic pipeline: all ranks' instructions, with tags for tensors, every send blocking until it is received.
 
-It trusts none of the schedule's text. It checks that the run ends (also with a barrier of the user's after every ``train_batch``),
-that messages match, that both passes of every micro-batch read the rule's version, that no version is overwritten while it is in
-use, that no rank keeps more versions or activations than the schedule says, and that an update holds every micro-batch of its step
-once, in order, from every stage that uses the unit.
+It trusts none of the schedule's text. It checks that the run ends (also with a barrier after every ``train_batch``), that
+messages match, that both passes of every micro-batch read the rule's version, that no version is overwritten while it is in
+use, that no rank keeps more versions than the schedule says, and that an update holds every micro-batch of its step once, in
+order, from every stage that uses the unit.
 """
 
 from collections import defaultdict
@@ -109,8 +109,8 @@ class _Play:
 
     def _meets(self, r: int, i: Instruction) -> bool:
         there = self.ranks[i.peer].todo
-        return bool(there) and there[0].peer == r and there[0].name == i.name.replace("send", "recv") and there[0].step == i.step \
-            and there[0].unit == i.unit
+        wanted = (i.name.replace("send", "recv"), r, i.step, i.unit)
+        return bool(there) and (there[0].name, there[0].peer, there[0].step, there[0].unit) == wanted
 
     @staticmethod
     def _need(good: bool, r: int, i: Instruction, why: str) -> None:

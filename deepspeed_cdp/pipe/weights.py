@@ -1,8 +1,8 @@
 """Weights of a rank of the cyclic pipeline: versions, gradient sums, and the owner's masters and updates.
 
-A *unit* (``PipeSchedule.units``) is a stage's own trained parameters, or those of a tied group. A rank that uses a unit keeps one or
-two versions of it as flat memory, of which ``param.data`` is a view during a pass; and, for each of its stages that uses it, one
-flat sum of the step's gradients, to which autograd adds in place.
+A *unit* (``PipeSchedule.units``) is a stage's own trained parameters, or those of a tied group. A rank that uses a unit
+keeps one or two versions of it as flat memory, of which ``param.data`` is a view during a pass; and, for each of its stages
+that uses it, one flat sum of the step's gradients, to which autograd adds in place.
 """
 
 import copy

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 _WORDS = 256  # int64 words of a description; as long as DeepSpeed's
-_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16, torch.uint8, torch.int8,
-           torch.int16, torch.int32, torch.int64, torch.bool)
+_DTYPES = (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.float16, torch.bfloat16, torch.uint8,
+           torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 
 
 class Item(NamedTuple):
@@ -51,7 +51,8 @@ def pack(spec: Spec, device: torch.device) -> Tensor:
     for i in spec.items:
         words += [_DTYPES.index(i.dtype), int(i.grad), len(i.shape), *i.shape]
     if len(words) > _WORDS:
-        raise ValueError(f"a pipeline stage returned {len(spec.items)} tensors, too many to describe in {_WORDS} words; return fewer")
+        raise ValueError(f"a pipeline stage returned {len(spec.items)} tensors, too many to describe in {_WORDS} "
+                         "words; return fewer")
     return torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64, device=device)
 
 
@@ -73,3 +74,8 @@ def unpack(words: Tensor) -> Spec:
 def as_bytes(tensor: Tensor) -> Tensor:
     """A contiguous tensor as uint8, 1-D, sharing its memory."""
     return tensor.reshape(-1).view(torch.uint8)
+
+
+def words(spec: Spec) -> str:
+    """For people."""
+    return ", ".join(f"{str(i.dtype).removeprefix('torch.')}{list(i.shape)}" for i in spec.items)

@@ -5,7 +5,8 @@ import torch
 from pipe_threads import adamw, loss
 from torch import nn
 
-from deepspeed_cdp.pipe.runtime import Part, PipeRuntime
+from deepspeed_cdp.pipe.parts import Part
+from deepspeed_cdp.pipe.runtime import PipeRuntime
 from deepspeed_cdp.pipe.schedule import PipeSchedule
 
 WIDTH = 32

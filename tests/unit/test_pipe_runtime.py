@@ -55,7 +55,7 @@ def test_ranks_that_dawdle_change_nothing(placement):
     check(Case(3, 2, placement, tied=True, delay=0.002), 1e-7)
 
 
-# ---- broken on purpose ----------------------------------------------------------------------------------------------------------
+# ---- broken on purpose ------------------------------------------------------------------------------------------------------
 def differs(case: Case) -> bool:
     masters, _, _ = train(case)
     return farthest(masters, oracle(case)[0]) > 1e-5

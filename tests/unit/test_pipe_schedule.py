@@ -100,7 +100,7 @@ def test_instructions_say_what_they_are():
     assert str(Instruction("forward", 1, 4, 2, 3)) == "forward(stage=1, step=4, micro=2, version=3)"
 
 
-# ---- broken on purpose --------------------------------------------------------------------------------------------------------
+# ---- broken on purpose ------------------------------------------------------------------------------------------------------
 def broken(schedule: PipeSchedule, change) -> str:
     with pytest.raises(ScheduleError) as caught:
         dry_run(schedule, change=change)
