@@ -113,8 +113,8 @@ def main() -> None:
         engine.save_checkpoint(args.save)
     if engine.global_rank == 0:
         ranks = torch.distributed.get_world_size()
-        print(f"{type(engine).__name__}, {args.stages} stages on {ranks} rank(s): {args.steps} steps in {seconds:.1f} s, held-out "
-              f"loss {before.item():.3f} -> {after.item():.3f}", flush=True)
+        print(f"{type(engine).__name__}, {args.stages} stages on {ranks} rank(s): {args.steps} steps in {seconds:.1f} s, held-out"
+              f" loss {before.item():.3f} -> {after.item():.3f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,6 @@ def connect(kind: str, timeout_seconds: float, device: torch.device, schedule: P
         if kind == "gloo":
             raise ValueError("cyclic.transport is 'gloo', which cannot work here: the ranks compute on GPUs; use 'auto'.")
         from .nccl import GroupTransport
-        transport = GroupTransport(dist.get_rank(), schedule, timeout_seconds, device)
+        transport = GroupTransport(dist.get_rank(), schedule.ranks, timeout_seconds, device)
     log_dist(f"activations, gradients and weights travel by {transport.name}", ranks=[0], level=logging.WARNING)
     return transport

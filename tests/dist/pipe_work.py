@@ -11,6 +11,7 @@ from deepspeed_cdp import reference
 from deepspeed_cdp.schedule import threshold
 
 WIDTH, WORDS = 8, 12
+DEVICE = torch.device("cpu")  # tests/gpu/rank_pipe.py sets another
 
 
 class Embed(nn.Module):
@@ -52,8 +53,8 @@ def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def batch(step: int, q: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + q)
-    words = torch.randint(0, WORDS, (3, 6), generator=generator)
+    generator = torch.Generator("cpu").manual_seed(100 * step + q)
+    words = torch.randint(0, WORDS, (3, 6), generator=generator, device="cpu").to(DEVICE)
     return words[:, :-1], words[:, 1:]
 
 
@@ -99,7 +100,7 @@ def build(job: Job) -> Any:
 
     import deepspeed_cdp  # noqa: F401, registers
     from deepspeed_cdp.pipe.module import pyramid_topology
-    deepspeed.init_distributed(dist_backend="gloo")
+    deepspeed.init_distributed(dist_backend="gloo" if DEVICE.type == "cpu" else "nccl")
     place = {"topology": pyramid_topology(job.stages)} if job.pyramid else {"num_stages": job.stages}
     return PipelineModule(specs(job), loss_fn=loss, partition_method="uniform", seed_layers=True, base_seed=7,
                           activation_checkpoint_interval=job.checkpointing, **place)
@@ -203,7 +204,9 @@ class Whole(nn.Module):
 
 def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
     """(masters, mean losses, norms) by the definition."""
-    module = Whole(job)
+    with torch.device("cpu"):  # (where PipelineModule builds layers, and so with the same random numbers)
+        module = Whole(job)
+    module.to(DEVICE)
     if job.bf16:
         module.to(torch.bfloat16)
     layers = job.blocks + 2

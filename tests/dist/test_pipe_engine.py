@@ -180,3 +180,34 @@ def rebatch(rank: int, world: int) -> list[float]:
 def test_another_number_of_micro_batches(pool):
     a, b = pool.run(2, rebatch)
     assert a == b and len(a) == 3
+
+
+def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dict, list[float]]:
+    """The runtime over torch.distributed's groups, as on GPUs, with gloo for NCCL."""
+    import pipe_threads as threads
+
+    from deepspeed_cdp.pipe.nccl import GroupTransport
+    from deepspeed_cdp.pipe.runtime import PipeRuntime
+    case = threads.Case(stages, stages - 1, placement, tied=True, clip=0.05)
+    model, schedule = threads.build(stages, True), case.schedule
+    parts = {s: model.part(s, schedule) for s in schedule.stages_of(rank)}
+    named = [(n, p) for part in parts.values() for u in sorted(part.units) for n, p in part.units[u]]
+    runtime = PipeRuntime(schedule, rank, parts, threads.loss, threads.adamw(named), {p: n for n, p in named},
+                          GroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"), torch.device("cpu"), case.clip)
+    told = []
+    for step in range(case.steps):
+        threads.decay(step, runtime.user_optimizer)
+        told.append(float(runtime.train(threads.batch(step, q) for q in range(schedule.micro_batches))))
+    runtime.flush()
+    masters = {n: m.detach().clone() for owner in runtime.owners.values() for n, m in owner.masters.items()}
+    runtime.close(True)
+    return masters, told
+
+
+@pytest.mark.parametrize(("world", "stages", "placement"), [(3, 3, "pipeline"), (3, 2, "pyramid")])
+def test_the_transport_of_gpus_carries_the_same(pool, world, stages, placement):
+    import pipe_threads as threads
+    results = pool.run(world, over_groups, stages, placement)
+    want, means = threads.oracle(threads.Case(stages, stages - 1, placement, tied=True, clip=0.05))
+    assert farthest({n: m for r in results for n, m in r[0].items()}, want) < 1e-6
+    assert all(r[1] == pytest.approx(threads.told(means, stages - 1), rel=1e-6) for r in results)
