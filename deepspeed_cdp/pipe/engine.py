@@ -142,7 +142,8 @@ class CyclicPipelineEngine(PipelineEngine):
         try:
             self._runtime = PipeRuntime(schedule, rank, parts, self._loss, optimizer, trained, self._transport, device,
                                         float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
-                                        self.module.dynamic_shape, (self._read_inputs, self._read_labels))
+                                        self.module.dynamic_shape, self._config.cyclic_config.warmup_steps,
+                                        (self._read_inputs, self._read_labels))
         except BaseException:
             self._close_transport()
             raise

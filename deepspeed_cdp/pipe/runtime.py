@@ -17,6 +17,7 @@ from deepspeed_cdp.transport.base import Ticket, Transport
 from . import wire
 from .parts import Feed, Known, Part, Pass
 from .schedule import Instruction, PipeSchedule, Walker
+from .share import share
 from .weights import Owner, Unit, options_of
 
 
@@ -32,7 +33,7 @@ class PipeRuntime:
     def __init__(self, schedule: PipeSchedule, rank: int, parts: Mapping[int, Part], loss: Callable[[Any, Any], Tensor],
                  optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], transport: Transport | None,
                  device: torch.device, clip: float = 0.0, sum_dtype: torch.dtype | None = None, dynamic: bool = False,
-                 read: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (lambda x: x, lambda x: x)):
+                 warmup_steps: int = 0, read: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (lambda x: x, lambda x: x)):
         """Collective: replicas and tied copies take the values of the lowest rank that has them.
 
         Args:
@@ -40,10 +41,12 @@ class PipeRuntime:
             loss: (the last stage's outputs, labels) -> scalar.
             names: of the parameters in the optimizer's groups.
             dynamic: shapes change from micro-batch to micro-batch.
+            warmup_steps: the first steps of training follow K = 0.
             read: what brings a batch's inputs, and its labels, to the device.
         """
         self.schedule, self.rank, self.parts, self.loss_fn = schedule, rank, dict(parts), loss
         self.user_optimizer, self.transport, self.device, self.clip = optimizer, transport, device, clip
+        self.warmup_steps, self._threshold = warmup_steps, schedule.threshold
         self.dynamic, (self.read_inputs, self.read_labels) = dynamic, read
         self.global_step, self.skipped, self.known = 0, 0, None
         self.units: dict[int, Unit] = {}
@@ -52,7 +55,7 @@ class PipeRuntime:
             if mine:
                 self.units[u] = Unit(self.parts[mine[0]].units.get(u, ()), schedule.copies(u), mine, sum_dtype, device)
         self._specs: dict[tuple[str, bool, int], wire.Spec] = {}
-        self._share()
+        share(schedule, rank, self.units, self.parts, transport)
         self.owners = {s: Owner(s, [self.units[u] for u in schedule.homed(s)], optimizer, names, clip)
                        for s in self.parts if schedule.owner(s) == rank}
         self._walker: Walker | None = None
@@ -70,28 +73,6 @@ class PipeRuntime:
         """Whether a finished sum of some step comes to the owner's memory, or must outlast the stage's next one."""
         last = self.schedule.micro_batches - 1
         return stage != home or any(self.schedule.rank_of(t, last, stage) != self.rank for t in range(self.schedule.stages))
-
-    def _share(self) -> None:
-        """The lowest holder's values of every unit, and the first replica's of what is not trained, go to the others."""
-        tickets = []
-        for u, unit in self.units.items():
-            tickets += self._spread(self.schedule.holders(u), unit.flats[0], f"first values of unit {u}")
-        for s, part in sorted(self.parts.items()):
-            for name, tensor in sorted(part.fixed.items()):
-                whole = tensor.detach().contiguous()
-                tickets += self._spread(self.schedule.replicas(s), wire.as_bytes(whole), f"first value of {name}",
-                                        lambda t=tensor, w=whole: t.detach().copy_(w))
-        for ticket in tickets:
-            ticket.wait(f"rank {self.rank}, sharing first values")
-
-    def _spread(self, ranks: tuple[int, ...], flat: Tensor, what: str, then: Callable[[], Any] = lambda: None) -> list[Ticket]:
-        if flat.numel() == 0 or self.rank not in ranks:
-            return []
-        if self.rank == ranks[0]:
-            return [self.transport.push("first", peer, flat) for peer in ranks[1:]]
-        self.transport.post("first", ranks[0], flat).wait(f"rank {self.rank}, {what}")
-        then()
-        return []
 
     # ---- a run: from one flush to the next ----------------------------------------------------------------------------------
     @property
@@ -123,6 +104,11 @@ class PipeRuntime:
             The mean loss of the last step that is finished everywhere (float64, on the device): under ``dp`` and in the very
             first call of this step, else of the step before.
         """
+        wanted = 0 if self.global_step < self.warmup_steps else self._threshold
+        if wanted != self.schedule.threshold:  # versions kept are as many as the rule after the warm-up needs
+            self.flush()
+            exact = self.clip > 0 and wanted in (0, 2 * self.schedule.stages - 1)
+            self.schedule = replace(self.schedule, threshold=wanted, exact_norm=exact)
         if self._walker is None:
             self._begin()
         step = self._walker.step
@@ -367,7 +353,7 @@ class PipeRuntime:
         skip = schedule.exact_norm and not bool(torch.isfinite(norm2))
         self.skipped += skip and i.stage == max(self.owners)
         for u in schedule.homed(i.stage):
-            self._free(("weights", u, i.version % schedule.copies(u)), i)
+            self._free(("weights", u, i.version % len(self.units[u].flats)), i)
         self.owners[i.stage].update(i.step, self._recorded[i.step], norm2, i.version, skip)
         if all(schedule.update_time(i.step, s) <= schedule.update_time(i.step, i.stage) for s in self.owners):
             del self._recorded[i.step]

@@ -231,7 +231,7 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         module, stages, threshold(job.rule, job.stages), lambda t, m, r: batch(t, m * job.stages + r),
         lambda call, b: loss(call(b[0]), b[1]),
         lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1), job.steps, rounds=job.rounds,
-        clip=job.clip, flush_after=job.eval_after, grad_dtype=torch.float32 if job.sum_fp32 else None, on_step=on_step)
+        clip=job.clip, warmup_steps=job.cyclic.get("warmup_steps", 0), flush_after=job.eval_after, grad_dtype=torch.float32 if job.sum_fp32 else None, on_step=on_step)
     count = job.rounds * job.stages
     means = [math.fsum(result.losses[t, m, r] for m in range(job.rounds) for r in range(job.stages)) / count
              for t in range(job.steps)]
