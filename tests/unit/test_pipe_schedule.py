@@ -83,6 +83,13 @@ def test_the_pictures_of_the_docs():
     assert PipeSchedule(3, 0).grid() in text
 
 
+def test_the_table_of_the_docs_is_what_was_recorded():
+    from benchmarks.pipeline import table
+    root = Path(__file__).parents[2]
+    recorded = table(root / "benchmarks" / "results" / "2026-11-28_cpu_pipeline" / "rows.jsonl")
+    assert recorded in (root / "docs" / "pipeline.md").read_text()
+
+
 def test_a_call_takes_its_own_data_only():
     """Every forward's load is in the call of its step: an iterator is asked for one step's micro-batches per call."""
     for placement in PLACEMENTS:
