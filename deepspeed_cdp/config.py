@@ -177,9 +177,6 @@ def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> N
         sizes = ", ".join(str(r) for r in range(1, world_size + 1) if world_size % r == 0)
         raise ValueError(f"{CYCLIC}.ring_size is {config.ring_size}, which does not divide the {world_size} ranks; allowed are "
                          f'"auto" and {sizes}; use "auto" for a ring per host.')
-    if config.placement != "auto":
-        raise ValueError(f"{CYCLIC}.placement is {_show(config.placement)}, which is not supported in this version; "
-                         'use "auto".')
 
 
 def parse_cyclic(param_dict: dict[str, Any], world_size: int | None = None) -> CyclicConfig:

@@ -5,6 +5,7 @@ or a whole micro-batch, is received, relayed and passed on all the same. Nothing
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 
@@ -109,18 +110,14 @@ class Handoff:
         self.transport.reset(where)
 
     def spread(self) -> None:
-        """Collective, between steps: bring to all ranks what they keep of the published copies. Here they keep nothing."""
+        """Collective, between steps: bring to all ranks what they keep of the published copies (here: nothing)."""
 
     def linger(self) -> None:
-        """Before the end, without a flush: let the last step's finished sums in. Nobody will use them, but rank N-1 may still be
-        in that step, and cannot go on until what it has sent is taken."""
-        if not self.transport.host_waits:  # then closing waits for all steps of all ranks
-            return
-        for key in [k for k in self._arrivals if k[0] == "O" and k[1] < self.step]:
-            try:
-                self._arrivals.pop(key).wait(f"rank {self.transport.label}, closing")
-            except HandoffError:
-                return  # it has failed, and says so itself
+        """Before the end, without a flush: let the last step's finished sums in, for rank N-1 may wait until they are taken."""
+        if self.transport.host_waits:  # else closing waits for all steps of all ranks
+            with suppress(HandoffError):  # it has failed, and says so itself
+                for key in [k for k in self._arrivals if k[0] == "O" and k[1] < self.step]:
+                    self._arrivals.pop(key).wait(f"rank {self.transport.label}, closing")
 
     @property
     def between_steps(self) -> bool:

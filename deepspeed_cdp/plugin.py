@@ -11,6 +11,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed_cdp.pipe.register import classes, refuse_placed, stock_again, tolerate_placements
+
 # Nothing of deepspeed, and nothing of this package that imports it, is imported here at the top: registration runs at the very
 # end of `import deepspeed`, which any module of this package may have started and be waiting for.
 
@@ -26,6 +28,7 @@ def register() -> None:
         config._initialize_params = _with_cyclic_config(config._initialize_params)
     if not hasattr(deepspeed.initialize, _STOCK):
         deepspeed.initialize = _with_cyclic_engine(deepspeed.initialize)
+    tolerate_placements()
 
 
 def unregister() -> None:
@@ -34,6 +37,7 @@ def unregister() -> None:
     config = deepspeed.DeepSpeedConfig
     config._initialize_params = getattr(config._initialize_params, _STOCK, config._initialize_params)
     deepspeed.initialize = getattr(deepspeed.initialize, _STOCK, deepspeed.initialize)
+    stock_again()
 
 
 def engine_class() -> type:
@@ -68,20 +72,27 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
         from deepspeed_cdp.config import CYCLIC, parse_cyclic
         given = signature.bind(*args, **kwargs).arguments
         raw = _resolve_config(given)
+        pipeline = isinstance(given.get("model"), deepspeed.PipelineModule)
         if CYCLIC not in raw or not parse_cyclic(raw).enabled:
+            if pipeline:
+                refuse_placed(given["model"])
             return stock(*args, **kwargs)
-        _refuse_model(given)
-        engine = engine_class()
-        # Stock `initialize` has no parameter for the engine's class: it looks `DeepSpeedEngine` up among the globals of its
-        # module. It reads ours there for the length of this call only, so that afterwards `deepspeed.DeepSpeedEngine` is the
-        # stock class again, and isinstance(engine, deepspeed.DeepSpeedEngine) true, since ours derives from it.
-        stock_engine = deepspeed.DeepSpeedEngine
-        deepspeed.DeepSpeedEngine = engine
+        _refuse_model(given, parse_cyclic(raw).placement)
+        # Stock `initialize` has no parameter for the engine's class: it looks `DeepSpeedEngine` (for a PipelineModule,
+        # `PipelineEngine`) up among the globals of its module. It reads ours there for the length of this call only, so that
+        # afterwards `deepspeed.DeepSpeedEngine` is the stock class again, and isinstance(engine, deepspeed.DeepSpeedEngine)
+        # true, since ours derives from it.
+        ours = classes() if pipeline else {"DeepSpeedEngine": engine_class()}
+        stocks = {name: getattr(deepspeed, name) for name in ours}
+        for name, cls in ours.items():
+            setattr(deepspeed, name, cls)
         try:
             result = stock(*args, **kwargs)
         finally:
-            deepspeed.DeepSpeedEngine = stock_engine
+            for name, cls in stocks.items():
+                setattr(deepspeed, name, cls)
         # Guards against a DeepSpeed whose `initialize` finds its engine elsewhere: never train with the wrong one silently.
+        engine = next(iter(ours.values()))
         assert isinstance(result[0], engine), f"deepspeed.initialize built {type(result[0]).__name__}, not {engine.__name__}"
         return result
 
@@ -120,15 +131,18 @@ def _resolve_config(given: dict[str, Any]) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _refuse_model(given: dict[str, Any]) -> None:
+def _refuse_model(given: dict[str, Any], placement: str) -> None:
     """Raises for what the config does not show (`check_supported` sees the rest, hybrid engine included)."""
     import deepspeed
     from deepspeed.moe.layer import MoE
 
     from deepspeed_cdp.support import refusal
     model = given.get("model")
-    if isinstance(model, deepspeed.PipelineModule):
-        raise refusal("model: PipelineModule", "given")
+    if type(model).__name__ == "DualPipeVModule":
+        raise refusal("model: DualPipeVModule", "given")
+    if placement != "auto" and not isinstance(model, deepspeed.PipelineModule):
+        raise ValueError(f"cyclic.placement is '{placement}', but the model is a {type(model).__name__}; placements are for "
+                         "deepspeed.PipelineModule; use \"auto\".")
     for name, module in model.named_modules() if hasattr(model, "named_modules") else ():
         if isinstance(module, MoE):
             raise refusal("model: deepspeed.moe.layer.MoE", f"at '{name}'")

@@ -180,7 +180,9 @@ class Cyclic(Stored):
         self.trained = {n: known[n] for n in (*order, *known) if n in known}
         self.frozen = {key[len("frozen/"):]: kind for key, kind in kinds.items() if key.startswith("frozen/")}
         self._buffer_files = sorted(name for name in self._files if name.startswith("buffers_"))
-        self.buffers = {k: _kind(v) for k, v in self._files[self._buffer_files[0]]["tensors"].items()}
+        # (a pipeline's stages have different ones)
+        self.buffers = {k: _kind(v) for name in self._buffer_files for k, v in self._files[name]["tensors"].items()}
+        self.pipeline: dict[str, Any] = manifest.get("pipeline", {})
         self.shared, self.frozen_left_out = manifest["shared"], manifest["frozen_left_out"]
         self.counters, self.ranks = manifest["counters"], len(self._buffer_files)
         self.dtype, self.loss_scale = getattr(torch, manifest["dtype"]), manifest.get("loss_scale")
@@ -257,7 +259,9 @@ class Cyclic(Stored):
                                   f"({type(error).__name__}: {ascii(error)[:80]})") from error
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
-        return self._open(self._buffer_file(rank)).get_tensor(name)
+        own = self._buffer_file(rank)
+        home = next(f for f in (own, *self._buffer_files) if name in self._files[f]["tensors"])
+        return self._open(home).get_tensor(name)
 
     def scalars(self, stages: Any) -> torch.Tensor | None:
         if json.loads(json.dumps(stages)) != self._manifest["stages"] or "scalars" not in self._homes:

@@ -99,12 +99,9 @@ def test_a_block_that_does_not_say_enabled_is_not_silently_off(block):
     assert "cyclic.enabled is missing" in error_of(parse_cyclic, {"cyclic": block})
 
 
-@pytest.mark.parametrize("block", [{"placement": "pyramid"}, {"placement": "pipeline"}, {"placement": "single"}])
-def test_later_features_are_refused_when_enabled_only(block):
-    (key, _), = block.items()
-    text = error_of(parse, **block)
-    assert text.startswith(f"cyclic.{key} is ") and "not supported in this version" in text
-    parse_cyclic({"cyclic": {"enabled": False, **block}})
+@pytest.mark.parametrize("placement", ["auto", "pyramid", "pipeline", "single"])
+def test_placements_are_allowed(placement):
+    assert parse(placement=placement).placement == placement
 
 
 def test_keep_after_forward_is_allowed():

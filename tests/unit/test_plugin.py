@@ -186,9 +186,16 @@ def test_hybrid_engine_is_refused(world):
         deepspeed.initialize(model=model(), config={**ON, "hybrid_engine": {"enabled": True}})
 
 
-def test_pipeline_module_is_refused(world):
-    pipeline = deepspeed.PipelineModule.__new__(deepspeed.PipelineModule)
-    with pytest.raises(ValueError, match="^model: PipelineModule is given: .* pass an ordinary nn.Module.$"):
+def test_placements_are_for_pipeline_modules(world):
+    with pytest.raises(ValueError, match="^cyclic.placement is 'single', but the model is a Linear; .* use \"auto\".$"):
+        deepspeed.initialize(model=torch.nn.Linear(1, 1), config={**ON, "cyclic": {"enabled": True, "placement": "single"}})
+
+
+def test_dual_pipe_is_refused(world):
+    class DualPipeVModule(deepspeed.PipelineModule):
+        pass
+    pipeline = DualPipeVModule.__new__(DualPipeVModule)
+    with pytest.raises(ValueError, match="^model: DualPipeVModule is given: .* pass a PipelineModule.$"):
         deepspeed.initialize(model=pipeline, config=dict(ON))
 
 

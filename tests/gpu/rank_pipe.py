@@ -1,0 +1,109 @@
+"""GPU check of pipelines: parity with the oracle for N = 2, 3, 4 (``pipeline``) and N = 2 (``pyramid``), idle time against 1F1B.
+
+    python tests/gpu/rank_pipe.py [--ranks 2 3 4] [--cpu] [--ms 4]        # starts the processes itself, a world after the other
+    torchrun --nproc-per-node N tests/gpu/rank_pipe.py [--cpu]            # one world
+
+One line per check, "ok" or "FAILED"; the exit status says whether all passed. About 10 s per world on GPUs.
+"""
+
+import argparse
+import faulthandler
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "dist")]
+parser = argparse.ArgumentParser()
+parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+parser.add_argument("--cpu", action="store_true", help="gloo; proves this script without GPUs")
+parser.add_argument("--ms", type=float, default=4.0, help="of a pass, where idle time is measured")
+parser.add_argument("--steps", type=int, default=10, help="where idle time is measured")
+parser.add_argument("--seconds", type=float, default=150.0, help="after which a process ends, with its stack")
+
+
+def launch(args: argparse.Namespace) -> int:
+    """All worlds, one after the other."""
+    worst = 0
+    for world in args.ranks:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        began = time.time()
+        processes = [subprocess.Popen([sys.executable, __file__, *sys.argv[1:]], env={
+            **os.environ, "RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}) for r in range(world)]
+        codes = [p.wait() for p in processes]
+        worst = max(worst, *(abs(c) for c in codes))
+        print(f"{world} ranks: {'ok' if not any(codes) else f'FAILED {codes}'} in {time.time() - began:.0f} s", flush=True)
+    return worst
+
+
+def check(work, job, rank: int, world: int) -> str:
+    """One job against the oracle on this rank's device; what is wrong, or ""."""
+    import torch.distributed as dist
+
+    from deepspeed_cdp.schedule import threshold
+    result = work.train(rank, world, job)
+    everyone = [None] * world
+    dist.all_gather_object(everyone, {n: w.cpu() for n, w in result["weights"].items()})
+    got = {n: w for there in everyone for n, w in there.items()}
+    masters, means, _ = work.oracle(job)
+    far = max((got[n] - masters[n].cpu()).abs().max().item() for n in masters)
+    told = means if threshold(job.rule, job.stages) == 0 else [means[0], *means[:-1]]
+    loss = max(abs(a - b) for a, b in zip(result["told"], told))
+    limit = 3e-2 if job.bf16 else 2e-5
+    text = f"weights differ by {far:.1e}, losses by {loss:.1e}"
+    return text if far <= limit and loss <= limit and got.keys() == masters.keys() else f"FAILED: {text}"
+
+
+def main(args: argparse.Namespace) -> int:
+    faulthandler.dump_traceback_later(args.seconds, exit=True)
+    if args.cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+    import pipe_work as work
+    import torch
+    from deepspeed.utils import logger
+    from pipe_work import Job
+
+    from benchmarks.pipeline import measure
+    logger.setLevel("ERROR")
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not args.cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cpu") if args.cpu else torch.device("cuda", torch.cuda.current_device())
+    work.DEVICE = device
+    deepspeed.init_distributed(dist_backend="gloo" if args.cpu else "nccl", verbose=False)
+    jobs = [Job(world, "cdp-v2", tied=True, clip=0.5, warmup=True), Job(world, "cdp-v1", clip=0.5, eval_after=(2,)),
+            Job(world, "dp", 2), Job(world, "cdp-v2", bf16=True, sum_fp32=True)]
+    if world == 3:
+        jobs += [Job(2, "cdp-v2", tied=True, clip=0.5), Job(2, "cdp-v1")]
+    bad = 0
+    say = (lambda text: print(text, flush=True)) if rank == 0 else (lambda text: None)
+    quiet, loud = open(os.devnull, "w"), sys.stdout  # DeepSpeed prints each partition
+    for job in jobs:
+        began, sys.stdout = time.time(), quiet
+        text = check(work, job, rank, world)
+        sys.stdout = loud
+        bad += text.startswith("FAILED")
+        name = "pipeline" if world == job.stages else "pyramid"
+        say(f"{world} ranks, {name} of {job.stages} stages, {job.rule}{', tied' * job.tied}{', bf16' * job.bf16}: {text} "
+            f"({time.time() - began:.1f} s)")
+    for way in ("stock", "dp", "cdp-v2", "cdp-v1"):
+        sys.stdout = quiet
+        row = measure(way, world, 1, args.ms / 1000, args.steps)
+        sys.stdout = loud
+        say(f"{world} stages, {row['micro_batches']} micro-batches, {row['engine']}: {row['ms_per_step']:.1f} ms per step, idle "
+            f"{row['idle']:.1%}, closed form {row['closed_form']:.1%}")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return bad
+
+
+if __name__ == "__main__":
+    ARGS = parser.parse_args()
+    sys.exit(main(ARGS) if "RANK" in os.environ else launch(ARGS))

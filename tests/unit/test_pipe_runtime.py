@@ -1,0 +1,114 @@
+"""Cyclic pipelines on threads against the oracle: 1 to 4 stages, every rule, every placement; broken on purpose too."""
+
+import pytest
+import torch
+from pipe_threads import Case, oracle, told, train
+
+from deepspeed_cdp.errors import HandoffError
+
+PLACEMENTS = ("pipeline", "pyramid", "single")
+COVER = [{}, {"tied": True, "clip": 0.05}, {"rounds": 2, "clip": 0.05, "flush_after": (1,)}]
+
+
+def farthest(got: dict, want: dict) -> float:
+    assert got.keys() == want.keys()
+    return max((got[n] - want[n]).abs().max().item() for n in want)
+
+
+def check(case: Case, tolerance: float = 0.0) -> None:
+    masters, losses, _ = train(case)
+    want, means = oracle(case)
+    assert farthest(masters, want) <= tolerance, case
+    for rank in losses:  # every rank tells the same
+        assert rank == losses[0]
+        assert rank == pytest.approx(told(means, case.threshold), rel=1e-6), case
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_equals_the_oracle(stages, placement):
+    """Bitwise; with tied weights to one rounding, since their gradients are summed by stage before they are added."""
+    for number, threshold in enumerate(range(2 * stages)):
+        more = COVER[(number + stages) % 3] if 0 < threshold < 2 * stages - 1 and threshold != stages - 1 else None
+        for extra in COVER if more is None else [more]:
+            check(Case(stages, threshold, placement, **extra), 1e-7 if extra.get("tied") else 0.0)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_bf16_with_fp32_masters(placement):
+    check(Case(2, 1, placement, dtype=torch.bfloat16, clip=0.05))
+    check(Case(3, 5, placement, dtype=torch.bfloat16, sum_dtype=torch.float32, clip=0.05))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_tuples_and_tensors_without_gradient_travel(placement):
+    check(Case(3, 2, placement, split=True))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_frozen_parameters_stay_and_are_shared(placement):
+    check(Case(3, 2, placement, frozen=("1.gain", "2.0.weight", "3.gain")))
+
+
+@pytest.mark.parametrize("placement", ["pipeline", "pyramid"])
+def test_ranks_that_dawdle_change_nothing(placement):
+    check(Case(3, 2, placement, tied=True, delay=0.002), 1e-7)
+
+
+# ---- broken on purpose ------------------------------------------------------------------------------------------------------
+def differs(case: Case) -> bool:
+    masters, _, _ = train(case)
+    return farthest(masters, oracle(case)[0]) > 1e-5
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_newest_version_in_the_place_of_the_rules_shows(placement):
+    def change(runtime):
+        def bind(i):  # forwards take what is newest, backwards what they should
+            for u in runtime.schedule.units_at(i.stage):
+                runtime._waits.pop(("weights", u, i.version), None)
+                runtime.units[u].bind(i.step if i.name == "forward" else i.version)
+        runtime._bind = bind
+    assert differs(Case(3, 5, placement, change=change)) and not differs(Case(3, 5, placement))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_tied_gradient_that_is_left_out_shows(placement):
+    def change(runtime):
+        norm = runtime._norm
+
+        def without(i):
+            runtime._need(("finished", 3, 2), i)
+            if (3, 2) in runtime._landing:
+                runtime._landing[3, 2].zero_()
+            norm(i)
+        runtime._norm = without
+    assert differs(Case(3, 2, placement, tied=True, change=change)) and not differs(Case(3, 2, placement, tied=True))
+
+
+def test_a_rank_that_fails_is_named():
+    def change(runtime):
+        if runtime.rank == 1:
+            def broken(i):
+                raise RuntimeError("broken on purpose")
+            runtime._update = broken
+    with pytest.raises((RuntimeError, HandoffError), match="broken on purpose|rank 1"):
+        train(Case(3, 2, change=change))
+
+
+def test_shapes_that_change_are_refused_in_a_sentence():
+    from local_ring import run_ranks
+    from pipe_threads import adamw, batch, build, loss
+
+    from deepspeed_cdp.pipe.runtime import PipeRuntime
+
+    def work(rank, transport, dynamic):
+        case, model = Case(2, 1), build(2)
+        named = [x for units in [model.part(rank, case.schedule).units] for u in units for x in units[u]]
+        runtime = PipeRuntime(case.schedule, rank, {rank: model.part(rank, case.schedule)}, loss, adamw(named),
+                              {p: n for n, p in named}, transport, torch.device("cpu"), dynamic=dynamic)
+        runtime.train(iter([batch(0, 0), tuple(x[:2] for x in batch(0, 1))]))
+
+    run_ranks(2, lambda rank, transport: work(rank, transport, True))
+    with pytest.raises((ValueError, HandoffError), match="pass dynamic_shape=True to PipelineModule"):
+        run_ranks(2, lambda rank, transport: work(rank, transport, False))

@@ -1,0 +1,180 @@
+"""The cyclic pipeline's timetable: every N up to 8, every K and every placement, dry-run; and timetables broken on purpose."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+from deepspeed_cdp.pipe.schedule import PLACEMENTS, Instruction, PipeSchedule, Walker
+from deepspeed_cdp.pipe.validate import ScheduleError, dry_run
+from deepspeed_cdp.schedule import threshold
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def ties(stages: int) -> tuple[tuple[int, ...], ...]:
+    """First with last, and one group of three."""
+    return {1: (), 2: ((0, 1),)}.get(stages, ((0, stages - 1), (1, stages // 2 + 1) if stages > 3 else (0, 1, 2)))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_every_threshold_runs_with_blocking_sends_and_a_barrier_after_each_step(stages, placement):
+    for k in range(2 * stages):
+        exact = k in (0, 2 * stages - 1)
+        dry_run(PipeSchedule(stages, k, 1, placement, ties(stages), exact, alone=k % 2 == 0), calls=3)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_accumulation_and_no_barriers(stages, placement):
+    for k in range(2 * stages):
+        dry_run(PipeSchedule(stages, k, 3, placement, ties(stages), False, alone=k % 2 == 1), calls=3, barriers=False)
+
+
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_passes_are_the_papers(stages, rule):
+    """The single placement's passes at their logical times, with micro-batch q as the paper's worker q."""
+    with (GOLDEN / f"schedule_n{stages}.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    golden = {(*(int(row[k]) for k in ("time", "rank", "stage", "step")), row["pass"], int(row[f"version_{rule[4:]}"]))
+              for row in rows}
+    schedule = PipeSchedule(stages, threshold(rule, stages), placement="single")
+    steps = 1 + max(int(row["step"]) for row in rows)
+    ours = {(key[0], i.micro, i.stage, i.step, i.name[0].upper(), i.version) for t in range(steps)
+            for key, i in schedule.program(0, t) if i.name in ("forward", "backward")}
+    assert ours == golden
+
+
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_activations_in_flight(stages):
+    """A rank of the pyramid holds one micro-batch's, stage s of the pipeline N-s; one device at most (N+1)/2 models' worth."""
+    for k in (stages - 1, 2 * stages - 1):
+        assert dry_run(PipeSchedule(stages, k, 1, "pyramid")).activations == [1] * (stages * (stages + 1) // 2)
+        assert dry_run(PipeSchedule(stages, k, 1, "pipeline")).activations == [stages - s for s in range(stages)]
+        assert dry_run(PipeSchedule(stages, k, 1, "single")).activations[0] <= stages * (stages + 1) // 2
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5, 8])
+def test_a_stage_never_rests_in_a_steady_step(stages):
+    """Every position of every stage has a pass for K >= N-1; for smaller K exactly ``stall`` positions per step have none."""
+    for k in range(2 * stages):
+        schedule = PipeSchedule(stages, k)
+        for rank in range(stages):
+            passes = sorted(key[0] for t in range(4) for key, i in schedule.program(rank, t) if i.name in ("forward", "backward"))
+            assert len(set(passes)) == len(passes)
+            start, end = 2 * schedule.period, 3 * schedule.period
+            resting = schedule.period - sum(start <= p < end for p in passes)
+            assert resting == schedule.stall == max(0, 2 * (stages - 1 - k)), (k, rank)
+
+
+def test_the_stall_of_dp_is_that_of_1f1b():
+    for stages in range(1, 9):
+        for rounds in (1, 2, 5):
+            schedule = PipeSchedule(stages, 0, rounds)
+            assert schedule.idle == pytest.approx((stages - 1) / (schedule.micro_batches + stages - 1))
+
+
+def test_the_pictures_of_the_docs():
+    text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+    for placement in PLACEMENTS:
+        assert PipeSchedule(3, 2, placement=placement).grid() in text, placement
+    assert PipeSchedule(3, 0).grid() in text
+
+
+def test_the_table_of_the_docs_is_what_was_recorded():
+    from benchmarks.pipeline import table
+    root = Path(__file__).parents[2]
+    recorded = table(root / "benchmarks" / "results" / "2026-11-28_cpu_pipeline" / "rows.jsonl")
+    assert recorded in (root / "docs" / "pipeline.md").read_text()
+
+
+def test_a_call_takes_its_own_data_only():
+    """Every forward's load is in the call of its step: an iterator is asked for one step's micro-batches per call."""
+    for placement in PLACEMENTS:
+        schedule = PipeSchedule(4, 3, 2, placement)
+        for rank in range(schedule.ranks):
+            walker = Walker(schedule, rank)
+            for call in range(4):
+                loads = [i for i in walker.call() if i.name == "load" and i.stage == 0]
+                assert {i.step for i in loads} <= {call}
+                assert [i.micro for i in loads] == sorted(i.micro for i in loads)
+            assert not [i for i in walker.rest() if i.name == "load" and i.stage == 0]
+
+
+def test_instructions_say_what_they_are():
+    assert str(Instruction("forward", 1, 4, 2, 3)) == "forward(stage=1, step=4, micro=2, version=3)"
+
+
+# ---- broken on purpose ------------------------------------------------------------------------------------------------------
+def broken(schedule: PipeSchedule, change) -> str:
+    with pytest.raises(ScheduleError) as caught:
+        dry_run(schedule, change=change)
+    return str(caught.value)
+
+
+def without(name: str, **fields):
+    """Leave out the first instruction that fits, on every rank and call."""
+    def change(rank, instructions):
+        at = next((n for n, i in enumerate(instructions)
+                   if i.name == name and all(getattr(i, k) == v for k, v in fields.items())), None)
+        return instructions if at is None else [*instructions[:at], *instructions[at + 1:]]
+    return change
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (without("backward", step=1), "does not fit"),
+    (without("load", step=1), "has no input"),
+    (without("update", step=0), "has not version 1"),
+    (without("norm", step=1), "comes before its norm"),
+    (without("send_activation", step=1), "nobody can move"),
+    (without("recv_sum", step=1), "nobody can move"),
+    (without("send_finished", step=0), "nobody can move"),
+])
+def test_missing_instructions_are_found(change, words):
+    assert words in broken(PipeSchedule(3, 2, 1, "pyramid", ((0, 2),)), change)
+
+
+def test_a_wrong_version_is_found():
+    def change(rank, instructions):
+        return [i._replace(version=i.version + 1) if i.name == "forward" and i.version < i.step else i for i in instructions]
+    assert "does not say the rule's version" in broken(PipeSchedule(3, 2), change)
+
+
+def test_a_tied_sum_that_is_not_kept_is_found():
+    assert "the sum of unit 3 from stage 2 holds" in broken(PipeSchedule(3, 2, 1, "single", ((0, 2),)), without("send_finished"))
+
+
+def test_an_update_that_comes_too_early_is_found():
+    """Moved in front of the last backward that reads what it overwrites."""
+    def change(rank, instructions):
+        for n, i in enumerate(instructions):
+            if i.name == "update" and i.step == 1:
+                at = max((m for m in range(n) if instructions[m].name == "backward"), default=n)
+                norm = next(m for m in range(n) if instructions[m].name == "norm" and instructions[m].step == 1)
+                if at < norm:
+                    moved = [instructions[norm], i]
+                    return [*instructions[:at], *moved, *(x for x in instructions[at:] if x not in moved)]
+        return instructions
+    assert "from stage 0 holds [(1, 0)]" in broken(PipeSchedule(2, 1), change)
+
+
+def test_one_version_where_two_are_needed_is_found(monkeypatch):
+    monkeypatch.setattr(PipeSchedule, "copies", lambda self, unit: 1)
+    assert "is in use by" in broken(PipeSchedule(3, 2), None)
+
+
+def test_messages_in_another_order_are_found():
+    """Rank 0 sends before it takes what its neighbour sends first: with sends that block, nobody can move."""
+    def change(rank, instructions):
+        if rank:
+            return instructions
+        for n, i in enumerate(instructions):
+            if i.name == "recv_grad":
+                at = next((m for m in range(n + 1, len(instructions)) if instructions[m].name == "send_activation"), None)
+                if at is not None:
+                    return [*instructions[:n], *instructions[n + 1:at + 1], i, *instructions[at + 1:]]
+        return instructions
+    text = broken(PipeSchedule(3, 2), change)
+    assert "nobody can move" in text or "has no gradient" in text
