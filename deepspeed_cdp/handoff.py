@@ -79,9 +79,8 @@ class Handoff:
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units averaged so far
         self._sum_ends: dict[int, object] = {}  # unit -> the mark at which its sum, finished on this rank, is in place
         self._flushing = False
-        self.params.clear()
-        self.sums.clear()
-        self._lost.clear()
+        for known in (self.params, self.sums, self._lost):
+            known.clear()
         self.scalars.begin()
         if self.across:
             self.across.begin()
