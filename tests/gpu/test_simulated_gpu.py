@@ -1,6 +1,6 @@
 """The simulator on a GPU: a captured step does what an eager one does. Needs no DeepSpeed:
 
-    python -m pytest --noconftest tests/gpu/test_simulated.py
+    python -m pytest --noconftest tests/gpu/test_simulated_gpu.py
 """
 
 import os
