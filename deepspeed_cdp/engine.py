@@ -231,17 +231,17 @@ class CyclicEngine(DeepSpeedEngine):
         micro-batches) and ``grad_norm`` (before clipping) are that step's. All three are None before there is one. ``lag``: steps
         from that one to the one just made. ``waited``: seconds by (stream, peer) that the host was held up in the step just made
         until messages had come, ``waited_sent`` until its own had been taken, ``waited_total`` all of them; None on GPUs, where
-        it is the device that waits. ``busy``: seconds by rank that each was busy in its latest step known here (one or two steps
-        ago), without waiting for others; ``slowest``: the rank with the most; None before they are known, and on GPUs.
+        it is the device that waits. ``busy``: seconds by rank of its ring that each was busy in its latest step here (one or two
+        steps ago), without waiting for others; ``slowest``: the rank with the most; None before they are known, and on GPUs.
         Reading waits for nothing: on GPUs the numbers are those that have reached the host.
         """
         handoff, (waited, sent) = self._runtime.handoff, self._runtime.waited()
         step, loss, grad_norm = handoff.scalars.read()
-        busy = handoff.scalars.busy_ranks()
+        busy, first = handoff.scalars.busy_ranks(), self._transport.label - handoff.rank  # of this rank's ring
         return {"step": step, "lag": None if step is None else max(handoff.global_step - 1 - step, 0), "loss": loss,
                 "grad_norm": grad_norm, "waited": waited, "waited_sent": sent,
                 "waited_total": None if waited is None else sum(waited.values()) + sum(sent.values()),
-                "busy": busy, "slowest": None if busy is None else busy.index(max(busy))}
+                "busy": busy, "slowest": None if busy is None else first + busy.index(max(busy))}
 
     @contextmanager
     def cyclic_trace(self, path: str) -> Iterator[None]:

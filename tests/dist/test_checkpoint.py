@@ -29,7 +29,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
             "buffers": {n: b.clone() for n, b in engine.module.named_buffers()},
             "steps": torch.tensor([engine.global_steps, engine.micro_steps, engine.global_samples]),
             "lr": torch.tensor(engine.get_lr()),
-            "scalars": runtime.handoff.scalars.vector.clone()}
+            "scalars": runtime.handoff.scalars.kept.clone()}
 
 
 def equal(a: Any, b: Any) -> bool:

@@ -102,7 +102,8 @@ def uses(rank: int, world: int, one: Job) -> dict:
     state = pack(whole(engine))
     engine.destroy()
     return {"double": torch.equal(seen, before * 2), "plus": torch.equal(after, before * 2 + 1), "values": len(values),
-            "state": state, "report": text, "loss": metrics["loss"], **counted}
+            "state": state, "report": text, "loss": metrics["loss"],
+            "slowest": metrics["slowest"], **counted}
 
 
 def test_access_metrics_and_report(pool):
@@ -111,6 +112,7 @@ def test_access_metrics_and_report(pool):
         assert r["double"] and r["plus"] and r["values"] == rank + 1
         assert r["collectives"] == 0 and all(row["counted"] == row["closed form"] for row in r["traffic"].values())
         assert r["traffic"]["X"]["counted"] > 0 and r["loss"] is not None
+        assert r["slowest"] in ((0, 1) if rank < 2 else (2, 3)), "ranks of its own ring, by their numbers in the world"
         same(unpack(r["state"]), unpack(results[0]["state"]))
         assert "2 such rings" in r["report"] and "X MiB" in r["report"]
 
