@@ -94,7 +94,7 @@ def main() -> None:
               *(LayerSpec(Block, args.width, 4) for _ in range(args.layers)),
               LayerSpec(nn.LayerNorm, args.width),
               TiedLayerSpec("embed", Embedding, args.width, args.length, forward_fn=head)]
-    net = PipelineModule(layers, num_stages=args.stages, loss_fn=loss, partition_method="type:Block", seed_layers=True)
+    net = PipelineModule(layers, num_stages=args.stages, loss_fn=loss, partition_method="type:Block")
     trained = [p for p in net.parameters() if p.requires_grad]
     engine, _, _, _ = deepspeed.initialize(args=args, model=net, model_parameters=trained)
 
