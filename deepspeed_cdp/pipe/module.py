@@ -123,7 +123,7 @@ def placement_of(model: PipelineModule, asked: str) -> tuple[str, int]:
 
 def bounds_of(model: PipelineModule) -> list[int]:
     """Where the stages begin, and the number of layers."""
-    return list(getattr(model, "cyclic_parts", model.parts))
+    return [int(k) for k in getattr(model, "cyclic_parts", model.parts)]  # (DeepSpeed balances with numpy)
 
 
 def ties_of(model: PipelineModule) -> dict[str, tuple[int, ...]]:
