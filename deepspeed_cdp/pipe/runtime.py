@@ -59,6 +59,7 @@ class PipeRuntime:
         self.owners = {s: Owner(s, [self.units[u] for u in schedule.homed(s)], optimizer, names, clip)
                        for s in self.parts if schedule.owner(s) == rank}
         self._walker: Walker | None = None
+        self._start, self._sent = 0, deque[Ticket]()  # first step of this run; pushes whose memory nobody needs
         self.set_rounds(schedule.rounds)
 
     def set_rounds(self, rounds: int) -> None:
@@ -93,7 +94,6 @@ class PipeRuntime:
         self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._waits: dict[Any, Ticket] = {}  # what must have come before something is used
         self._taken: dict[Any, list[Ticket]] = {}  # pushes that still read a buffer
-        self._sent: deque[Ticket] = deque()
 
     def train(self, batches: Iterator[Any] | None) -> Tensor:
         """One step.
@@ -135,6 +135,7 @@ class PipeRuntime:
         self._settle(last)
         for ticket in [*self._waits.values(), *self._sent, *(t for ts in self._taken.values() for t in ts)]:
             ticket.wait(f"rank {self.rank}, step {self._start + last}, flush")
+        self._sent.clear()
         assert not self._passes and not self._labels, "a flush leaves nothing under way"
         for unit in self.units.values():
             unit.restart(self._walker.step)

@@ -64,7 +64,7 @@ class Job:
 
     Attributes:
         rule: None for stock DeepSpeed; save_after: the step after which a checkpoint is saved, and loaded into another engine.
-        eval_after: steps at whose end every rank evaluates; tied: the head is the embedding's.
+        eval_after: steps at whose end every rank evaluates, -1 before the first; tied: the head is the embedding's.
     """
 
     stages: int
@@ -80,6 +80,7 @@ class Job:
     checkpointing: int = 0
     blocks: int = 4
     pyramid: bool = False
+    partition: str = "uniform"
     config: dict[str, Any] = field(default_factory=dict)
     cyclic: dict[str, Any] = field(default_factory=dict)
     timeout: float = 30.0
@@ -102,7 +103,7 @@ def build(job: Job) -> Any:
     from deepspeed_cdp.pipe.module import pyramid_topology
     deepspeed.init_distributed(dist_backend="gloo" if DEVICE.type == "cpu" else "nccl")
     place = {"topology": pyramid_topology(job.stages)} if job.pyramid else {"num_stages": job.stages}
-    return PipelineModule(specs(job), loss_fn=loss, partition_method="uniform", seed_layers=True, base_seed=7,
+    return PipelineModule(specs(job), loss_fn=loss, partition_method=job.partition, seed_layers=job.partition == "uniform", base_seed=7,
                           activation_checkpoint_interval=job.checkpointing, **place)
 
 
@@ -147,7 +148,8 @@ def weights(engine: Any) -> dict[str, torch.Tensor]:
 def train(rank: int, world: int, job: Job) -> dict[str, Any]:
     """The loop of a user's script; runs in a worker."""
     engine = initialize(job)
-    told, evaluated, norms = [], [], []
+    told, norms = [], []
+    evaluated = [float(engine.eval_batch(data(job, 499)))] if -1 in job.eval_after else []
     for step in range(job.steps):
         told.append(float(engine.train_batch(data(job, step))))
         norms.append(engine.get_global_grad_norm())

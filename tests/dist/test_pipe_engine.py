@@ -13,14 +13,14 @@ FREE = {"pipeline": {"use_reentrant": False}}  # reentrant checkpoints want floa
 COVER: dict[int, list[Job]] = {
     1: [Job(2, tied=True, clip=0.5, warmup=True), Job(3, "cdp-v1", clip=0.5), Job(4, 1, checkpointing=1, config=FREE), Job(1, "cdp-v2", rounds=2),
         Job(3, "cdp-v2", bf16=True, eval_after=(1,)), Job(3, "cdp-v1", clip=0.5, tied=True, cyclic={"warmup_steps": 2})],
-    2: [Job(2, "cdp-v2", clip=0.5, warmup=True, eval_after=(1, 3)), Job(2, "cdp-v1", tied=True, clip=0.5),
+    2: [Job(2, "cdp-v2", clip=0.5, warmup=True, eval_after=(-1, 1, 3)), Job(2, "cdp-v1", tied=True, clip=0.5),
         Job(2, "dp", 2, tied=True, clip=0.5, eval_after=(2,)), Job(2, "cdp-v2", checkpointing=1, config=FREE, cyclic={"placement": "pipeline"}),
         Job(2, 2, 2, bf16=True, clip=0.5), Job(2, "cdp-v1", bf16=True, sum_fp32=True, config={"zero_optimization": {"stage": 1}})],
     3: [Job(3, "cdp-v2", tied=True, clip=0.5, warmup=True), Job(3, "cdp-v1", clip=0.5, eval_after=(2,)),
         Job(2, "cdp-v2", tied=True, clip=0.5, warmup=True, eval_after=(1,)), Job(2, "cdp-v1", 2, clip=0.5),
         Job(2, "dp", cyclic={"placement": "pyramid"}), Job(2, "cdp-v2", clip=0.5, cyclic={"warmup_steps": 2})],
     4: [Job(4, "cdp-v2", clip=0.5), Job(4, 4, tied=True)],
-    6: [Job(3, "cdp-v2", tied=True, clip=0.5, pyramid=True, eval_after=(2,)), Job(3, "cdp-v1", clip=0.5, pyramid=True)],
+    6: [Job(3, "cdp-v2", tied=True, clip=0.5, pyramid=True, eval_after=(-1, 2)), Job(3, "cdp-v1", clip=0.5, pyramid=True)],
 }
 
 
@@ -211,3 +211,11 @@ def test_the_transport_of_gpus_carries_the_same(pool, world, stages, placement):
     want, means = threads.oracle(threads.Case(stages, stages - 1, placement, tied=True, clip=0.05))
     assert farthest({n: m for r in results for n, m in r[0].items()}, want) < 1e-6
     assert all(r[1] == pytest.approx(threads.told(means, stages - 1), rel=1e-6) for r in results)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_balanced_partitions_whose_bounds_are_numpys(pool, tmp_path, world):
+    """DeepSpeed's own bounds then are numpy's integers, which neither json nor random seeds take."""
+    job = Job(2, partition="type:Block", steps=2)
+    ranks = pool.run(world, work.resume, job, job, str(tmp_path), 1, True)
+    assert all(r["told"] == ranks[0]["told"] for r in ranks)
