@@ -4,41 +4,31 @@ A PipelineModule names parameters by the number of the layer in the whole model,
 read what another wrote. Saving flushes; resuming is bitwise equal to continuing.
 """
 
-import json
 import os
-import shutil
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from deepspeed.utils import logger
 
 from deepspeed_cdp import __version__
-from deepspeed_cdp.checkpoint import (
-    SCRIPT,
-    _fit_counts,
-    _fits,
-    _moved,
-    _raise_together,
-    _spread_counts,
-    _try_scheduler,
-    _words,
+from deepspeed_cdp.checkpoint_parts import (
+    fit_states,
+    fits,
+    found_together,
+    moved,
+    options_like,
+    pack_stage,
+    place_of,
+    raise_together,
+    refuse_custom_load,
+    save_together,
     saved_buffers,
+    try_scheduler,
+    words,
 )
-from deepspeed_cdp.files import (
-    CheckpointError,
-    beside,
-    check_tag,
-    load_plain,
-    read_latest,
-    replace_folder,
-    save_plain,
-    save_tensors,
-    there,
-    write_text,
-)
+from deepspeed_cdp.files import CheckpointError, load_plain, save_plain, save_tensors, there
 from deepspeed_cdp.foreign import open_stored
-from deepspeed_cdp.stored import COUNTERS, MANIFEST, manifest_text, pack_state, plain_options
+from deepspeed_cdp.stored import COUNTERS, plain_options
 
 from .module import bounds_of, layers_of
 from .parts import Known
@@ -64,50 +54,11 @@ def _mine(engine: "CyclicPipelineEngine", stage: int) -> tuple[dict[str, torch.T
 def save(engine: "CyclicPipelineEngine", runtime: PipeRuntime, save_dir: str, tag: str | None, client_state: dict,
          save_latest: bool, exclude_frozen: bool) -> bool:
     """Collective; see ``CyclicPipelineEngine.save_checkpoint``."""
-    if not save_dir:
-        raise ValueError(f"save_dir is {save_dir!r}; it must name a folder; give one to save_checkpoint()")
-    save_dir, rank, gather = os.fspath(save_dir), runtime.rank, _gather(runtime)
-    tag = check_tag(str(tag if tag is not None else f"global_step{engine.global_steps}"))
+    save_dir, tag = place_of(save_dir, tag, engine.global_steps)
     runtime.flush()
-    where = f"rank {rank}, saving checkpoint {tag!r}"
-    tags = sorted(set(gather(tag, where)))
-    if len(tags) > 1:
-        raise CheckpointError(f"tag is {tag!r} on rank {rank} but the ranks have {tags}; give the same tag on every rank "
-                              "(nothing was saved)")
-    final = os.path.join(save_dir, tag)
-    working = beside(final, "saving")
-
-    def together(action: Callable[[], Any]) -> list[Any]:
-        """Do it on every rank; all of them go on, or all of them raise what went wrong on one."""
-        result, problem = None, None
-        try:
-            result = action()
-        except Exception as error:
-            problem = _words(error)
-        everyone = gather([result, problem], where)
-        problems = [f"rank {r}: {x[1]}" for r, x in enumerate(everyone) if x[1]]
-        if problems:
-            if rank == 0:
-                shutil.rmtree(working, ignore_errors=True)
-            raise CheckpointError(f"checkpoint {final!r} was not saved ({'; '.join(problems)}); the one before is untouched")
-        return [x[0] for x in everyone]
-
-    def prepare() -> None:
-        if rank == 0:
-            shutil.rmtree(working, ignore_errors=True)
-            os.makedirs(working)
-
-    def finish() -> None:
-        if rank == 0:
-            write_text(os.path.join(working, MANIFEST), manifest_text(_manifest(engine, runtime, everyone, exclude_frozen)))
-            write_text(os.path.join(save_dir, "zero_to_fp32.py"), SCRIPT)
-            replace_folder(working, final)
-            if save_latest:
-                write_text(os.path.join(save_dir, "latest"), tag)
-
-    together(prepare)
-    everyone = together(lambda: _write(engine, runtime, working, client_state, exclude_frozen))
-    together(finish)
+    save_together(save_dir, tag, runtime.rank, _gather(runtime), f"rank {runtime.rank}, saving checkpoint {tag!r}", save_latest,
+                  lambda folder: _write(engine, runtime, folder, client_state, exclude_frozen),
+                  lambda everyone: _manifest(engine, runtime, everyone, exclude_frozen))
     return True
 
 
@@ -129,15 +80,10 @@ def _write(engine: "CyclicPipelineEngine", runtime: PipeRuntime, folder: str, cl
     files, stages = {}, {}
     for s, owner in runtime.owners.items():
         frozen, buffers = _mine(engine, s)
-        tensors: dict[str, torch.Tensor] = {f"param/{n}": p.detach() for n, p in owner.masters.items()}
-        if not exclude_frozen:
-            tensors |= {f"frozen/{n}": t for n, t in frozen.items()}
+        tensors, about = pack_stage(owner.masters, {} if exclude_frozen else frozen, owner.optimizer)
         names = {p: n for n, p in owner.masters.items()}
-        _spread_counts(owner.optimizer)
-        trees = {names[p]: {k: pack_state(v, f"state/{names[p]}/{k}", tensors) for k, v in state.items()}
-                 for p, state in owner.optimizer.state.items()}
         name = f"stage_{s:03d}.safetensors"
-        files[name] = save_tensors(folder, name, tensors, {"state": json.dumps(trees)})
+        files[name] = save_tensors(folder, name, tensors, about)
         name = f"buffers_{s:03d}.safetensors"
         files[name] = save_tensors(folder, name, buffers, {})
         groups = [(g, user) for g, user in zip(owner.optimizer.param_groups, runtime.user_optimizer.param_groups) if g["params"]]
@@ -157,37 +103,21 @@ def load(engine: "CyclicPipelineEngine", runtime: PipeRuntime, load_dir: str, ta
          optimizer_states: bool, scheduler_states: bool, module_only: bool,
          custom_load_fn: Any) -> tuple[str | None, dict | None]:
     """Collective; see ``CyclicPipelineEngine.load_checkpoint``. Everything is read on every rank before anything is changed."""
-    if custom_load_fn is not None:
-        raise ValueError("custom_load_fn is given, but the cyclic engine loads by parameter name; leave it out of "
-                         "load_checkpoint()")
+    refuse_custom_load(custom_load_fn)
     rank, gather, load_dir = runtime.rank, _gather(runtime), os.fspath(load_dir)
     where = f"rank {rank}, loading a checkpoint from {load_dir!r}"
     optimizer_states, scheduler_states = optimizer_states and not module_only, scheduler_states and not module_only
-    found, problem = None, None
-    try:
-        tag = check_tag(str(tag)) if tag is not None else read_latest(load_dir, "latest")
-    except Exception as error:
-        tag, problem = None, _words(error)
-    everyone = gather([tag, problem], where)
-    _raise_together(load_dir, [x for _, x in everyone])
-    tags = {x for x, _ in everyone}
-    if len(tags) > 1:
-        raise CheckpointError(f"tag is {tag!r} on rank {rank} but the ranks have {sorted(map(str, tags))} (None: no file "
-                              f"{os.path.join(load_dir, 'latest')}); give every rank the same tag and folder (nothing was "
-                              "changed)")
-    if tag is None:
-        if rank == 0:
-            logger.warning(f"nothing was loaded: there is no file {os.path.join(load_dir, 'latest')} that names the checkpoint "
-                           "to load; write one, or pass tag=")
+    folder = found_together(load_dir, tag, "latest", rank, gather, where)
+    if folder is None:
         return None, None
-    folder = os.path.join(load_dir, tag)
+    found, problem = None, None
     mine = sorted(_here(engine, runtime))
     wanted = {name for names in gather(mine, where) for name in names}
     try:
         found = _read(engine, runtime, there(folder), wanted, strict, optimizer_states, scheduler_states)
     except Exception as error:
-        problem = _words(error)
-    _raise_together(folder, gather(problem, where))
+        problem = words(error)
+    raise_together(folder, gather(problem, where))
     runtime.flush()
     _apply(engine, runtime, found, optimizer_states, scheduler_states, module_only)
     return folder, found["client_state"]
@@ -215,11 +145,11 @@ def _read(engine: "CyclicPipelineEngine", runtime: PipeRuntime, folder: str, wan
         if strict and (more := kinds.keys() - wanted):
             raise CheckpointError(f"{folder} has {min(more)!r}, which the model lacks ({len(more)} such); {fix}")
         for name in here.keys() & kinds.keys():
-            _fits(folder, f"parameter {name!r}", kinds[name], here[name])
+            fits(folder, f"parameter {name!r}", kinds[name], here[name])
         if strict and (gone := buffers.keys() - stored.buffers.keys()):
             raise CheckpointError(f"buffer {min(gone)!r} is only in the model; {fix}")
         for name in buffers.keys() & stored.buffers.keys():
-            _fits(folder, f"buffer {name!r}", stored.buffers[name], buffers[name])
+            fits(folder, f"buffer {name!r}", stored.buffers[name], buffers[name])
         names = here.keys() & kinds.keys()
         stored.verify(runtime.rank, runtime.schedule.ranks, names)
         options = {n: {k: v for k, v in group.items() if k != "params"} for group in stored.groups or () for n in group["params"]}
@@ -232,10 +162,13 @@ def _read(engine: "CyclicPipelineEngine", runtime: PipeRuntime, folder: str, wan
     if same:
         found["known"] = load_plain(os.path.join(folder, "client.pt")).get("known")
     for owner in runtime.owners.values():
-        for name in owner.masters.keys() & found["state"].keys():
-            _fit_counts(owner.optimizer, found["state"][name])
+        fit_states(folder, owner.optimizer, owner.masters, found["state"])
+        named = {p: n for n, p in owner.masters.items()}
+        for group in owner.optimizer.param_groups if optimizer_states else ():
+            for p in group["params"]:
+                options_like(folder, options.get(named[p], {}), group)
     if scheduler_states and hasattr(engine.lr_scheduler, "load_state_dict") and found["lr_scheduler"] is not None:
-        _try_scheduler(engine.lr_scheduler, found["lr_scheduler"], folder)
+        try_scheduler(engine.lr_scheduler, found["lr_scheduler"], folder)
     return found
 
 
@@ -280,4 +213,4 @@ def _apply_state(part: torch.optim.Optimizer, masters: dict[str, torch.nn.Parame
     for name, master in masters.items():
         part.state.pop(master, None)
         if state := found["state"].get(name):
-            part.state[master] = {k: _moved(v, master.device, master in on_device) for k, v in state.items()}
+            part.state[master] = {k: moved(v, master.device, master in on_device) for k, v in state.items()}

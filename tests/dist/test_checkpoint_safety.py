@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import equal, snapshot
 
-from deepspeed_cdp import checkpoint
+from deepspeed_cdp import checkpoint_parts
 from deepspeed_cdp.files import CheckpointError, entry, save_plain, save_tensors, there
 from deepspeed_cdp.foreign import open_stored
 from deepspeed_cdp.stored import MANIFEST, Cyclic, manifest_text, pack_state, unpack_state
@@ -52,15 +52,15 @@ def failing_saves(rank: int, world: int, folder: str) -> dict[str, str]:
     texts["outside"] = refused(lambda: engine.save_checkpoint(folder, tag="../t"), ValueError)
     texts["client"] = refused(lambda: engine.save_checkpoint(folder, tag="good", client_state={"x": models.MLP()}))
     texts["file"] = refused(lambda: engine.save_checkpoint(os.path.join(folder, "latest")))  # a file where a folder must be made
-    stock = checkpoint.replace_folder
+    stock = checkpoint_parts.replace_folder
 
     def broken(*_: Any) -> None:
         raise OSError(5, "Input/output error")
-    checkpoint.replace_folder = broken  # on rank 0 only, last of all: the others wait for it
+    checkpoint_parts.replace_folder = broken  # on rank 0 only, last of all: the others wait for it
     try:
         texts["finish"] = refused(lambda: engine.save_checkpoint(folder, tag="good"))
     finally:
-        checkpoint.replace_folder = stock
+        checkpoint_parts.replace_folder = stock
     train(engine, MLP, rank, 4, 5)
     assert engine.load_checkpoint(folder)[0].endswith("good")
     same(whole(engine), want)
