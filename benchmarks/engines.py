@@ -2,7 +2,6 @@
 
 import gc
 import sys
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig
 
 from benchmarks import limited, models
+from benchmarks.pauses import Pause
 
 LEARNING_RATE = 1e-5
 LINEAR = torch.nn.functional.linear  # torch's own
@@ -68,27 +68,14 @@ def _compile(job: Job, model: torch.nn.Module) -> None:
             layer.forward = torch.compile(layer.forward)
 
 
-class _Slept(torch.autograd.Function):
-    """The identity, which takes time."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
-
-
 def _slow_down(job: Job, model: torch.nn.Module) -> None:
     """Let layers take time that no other process can take away from them."""
+    seconds = job.layer_ms / 1000
+
     def after(layer: torch.nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return _Slept.apply(output[0], job.layer_ms / 1000), *output[1:]
-        return _Slept.apply(output, job.layer_ms / 1000)
+            return Pause.apply(output[0], seconds, 2 * seconds), *output[1:]
+        return Pause.apply(output, seconds, 2 * seconds)
     for layer in model.model.layers if job.layer_ms else ():
         layer.register_forward_hook(after)
 

@@ -22,29 +22,10 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
+from benchmarks.pauses import SlowLinear, pause
+
+WIDTH = 16
 WAYS = ("stock", "dp", "1", "cdp-v2", "cdp-v1")
-
-
-class Pause(torch.autograd.Function):
-    """The identity, which takes its time in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        pause(x, seconds)
-        return x * 1.0
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        pause(grad, ctx.seconds)
-        return grad * 1.0, None
-
-
-def pause(at: torch.Tensor, seconds: float) -> None:
-    if at.device.type == "cuda":
-        torch.cuda._sleep(int(seconds * 1.7e9))  # cycles; what it came to is measured (calibrate)
-    else:
-        time.sleep(seconds)
 
 
 def calibrate(seconds: float, device: torch.device) -> float:
@@ -57,17 +38,6 @@ def calibrate(seconds: float, device: torch.device) -> float:
             torch.cuda.synchronize()
         took.append(time.perf_counter() - begun)
     return statistics.median(took)
-
-
-class Layer(nn.Module):
-    """A stage: a small matrix and a pause."""
-
-    def __init__(self, seconds: float, width: int = 16):
-        super().__init__()
-        self.linear, self.seconds = nn.Linear(width, width), seconds
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Pause.apply(torch.tanh(self.linear(x)), self.seconds)
 
 
 def measure(way: str, stages: int, rounds: int, seconds: float, steps: int, warm: int = 3) -> dict[str, Any]:
@@ -84,13 +54,14 @@ def measure(way: str, stages: int, rounds: int, seconds: float, steps: int, warm
                               "steps_per_print": 10 ** 6, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
     if way != "stock":
         config["cyclic"] = {"enabled": True, "rule": int(way) if way.isdigit() else way, "timeout_seconds": 60}
-    module = PipelineModule([LayerSpec(Layer, seconds) for _ in range(stages)], num_stages=stages, loss_fn=nn.MSELoss(),
+    layers = [LayerSpec(SlowLinear, WIDTH, seconds, 1.0) for _ in range(stages)]
+    module = PipelineModule(layers, num_stages=stages, loss_fn=nn.MSELoss(),
                             partition_method="uniform")
     engine = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
 
     def data():
         while True:
-            yield torch.randn(2, 16), torch.randn(2, 16)
+            yield torch.randn(2, WIDTH), torch.randn(2, WIDTH)
 
     batches = data()
     for _ in range(warm):

@@ -1,7 +1,6 @@
 """Three ranks as threads whose layers sleep, recorded: a ring to look at. ``python docs/slow_ring.py FOLDER`` writes traces."""
 
 import sys
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -10,36 +9,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from local_ring import run_ranks  # noqa: E402
 
+from benchmarks.pauses import SlowLinear  # noqa: E402
 from deepspeed_cdp import trace  # noqa: E402
 from deepspeed_cdp.runtime import Runtime, Settings  # noqa: E402
 
 RANKS, STEPS, FORWARD = 3, 6, 0.01  # seconds of a unit's forward; its backward takes twice that
 
 
-class Sleep(torch.autograd.Function):
-    """Takes time and changes nothing."""
-
-    @staticmethod
-    def forward(ctx, x):
-        time.sleep(FORWARD)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        time.sleep(2 * FORWARD)
-        return grad
-
-
-class Slow(torch.nn.Linear):
-    """A layer that takes as long as a large one."""
-
-    def forward(self, x):
-        return Sleep.apply(torch.tanh(super().forward(x)))
-
-
 def main(folder: str) -> None:
     """Train, record the last steps, write a file per rank."""
-    built = [torch.nn.Sequential(*[Slow(8, 8) for _ in range(2 * RANKS)]) for _ in range(RANKS)]
+    built = [torch.nn.Sequential(*[SlowLinear(8, FORWARD) for _ in range(2 * RANKS)]) for _ in range(RANKS)]
 
     def work(rank, transport):
         module = built[rank]

@@ -257,7 +257,7 @@ class CyclicPipelineEngine(PipelineEngine):
                    reduce_output: str | None = "avg", bcast_loss: bool = True, num_micro_batches: int | None = None) -> Any:
         """As DeepSpeed's. Collective: it flushes, so that every stage has its newest weights."""
         if reduce_output not in (None, "avg"):
-            raise NotImplementedError(f"reduction type {reduce_output} not supported.")
+            raise ValueError(f"reduce_output is {reduce_output!r}; it must be \"avg\" or None; leave it out of eval_batch()")
         self.flush()
         before, self.data_iterator = self.data_iterator, data_iter
         count = self.micro_batches if num_micro_batches is None else num_micro_batches

@@ -1,13 +1,13 @@
 """The event simulation: closed forms of docs/algorithm.md, order and bytes of the plan, and a recorded ring of threads."""
 
 import random
-import time
 
 import pytest
 import torch
 from local_ring import run_ranks
 from simulated import bare, full, plan_of
 
+from benchmarks.pauses import SlowLinear
 from deepspeed_cdp.runtime import Runtime, Settings
 from deepspeed_cdp.simulation.events import _reserve, simulate
 from deepspeed_cdp.simulation.rivals import rivals
@@ -138,31 +138,12 @@ def test_rivals_move_what_they_should():
 FORWARD = 0.012  # seconds of a unit's forward; its backward takes twice that
 
 
-class Sleep(torch.autograd.Function):
-    """Takes time and changes nothing."""
-
-    @staticmethod
-    def forward(ctx, x):
-        time.sleep(FORWARD)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        time.sleep(2 * FORWARD)
-        return grad
-
-
-class Slow(torch.nn.Linear):
-    def forward(self, x):
-        return Sleep.apply(torch.tanh(super().forward(x)))
-
-
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1"])
 def test_the_order_of_a_recorded_run_is_the_simulations(rule):
     """Passes of all ranks by their beginnings, threads on one clock. Pairs whose simulated times are closer than a pass are not
     compared: the machine decides these."""
     ranks, steps = 3, 5
-    built = [torch.nn.Sequential(*[Slow(8, 8) for _ in range(2 * ranks)]) for _ in range(ranks)]
+    built = [torch.nn.Sequential(*[SlowLinear(8, FORWARD) for _ in range(2 * ranks)]) for _ in range(ranks)]
 
     def work(rank, transport):
         module = built[rank]
