@@ -309,9 +309,18 @@ class Plan:
         if self.held and self.schedule.ranks > 1:
             sizes |= {"H0": aligned(self.held.p_bytes), "H1": aligned(self.held.p_bytes), "GH": aligned(self.held.g_bytes)}
         sizes |= {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}
+        return self.with_small(sizes)
+
+    def with_small(self, sizes: dict[str, int]) -> dict[str, int]:
+        """And the regions that every kind of plan has: ``X``, and ``S`` with room for a vector of scalars and for the total."""
         if self.rings > 1:
             sizes["X"] = sizes["O"] + aligned(ACROSS_BYTES)
-        return sizes | {"S": 2 * aligned(8 * (2 * self.schedule.ranks + 5))}
+        return sizes | {"S": 2 * aligned(8 * self.scalars)}
+
+    @property
+    def scalars(self) -> int:
+        """Numbers in the vector that goes round once a step (scalars.py)."""
+        return 2 * self.schedule.ranks + 5
 
     def memory(self) -> dict[str, int]:
         """Bytes that the runtime itself allocates on each rank; masters and optimizer state come on top.

@@ -36,7 +36,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from .layout import aligned
-from .plan import ACROSS_BYTES, END, HELD, START, Action, Plan, Post, Unit
+from .plan import END, HELD, START, Action, Plan, Post, Unit
 from .program import Builder
 from .schedule import Schedule
 
@@ -160,8 +160,7 @@ class ReplicatedPlan(Plan):
             sizes["L"] = self.v_layout(0)[1]
             sizes |= {"GH": aligned(self.held.g_bytes)} if self.held else {}
         sizes |= {"V0": max(self.v_layout(s)[1] for s in stages)} if self.staged else {}
-        sizes |= {"X": sizes["O"] + aligned(ACROSS_BYTES)} if self.rings > 1 else {}
-        return sizes | {"S": 2 * aligned(8 * (self.schedule.ranks + 5))}
+        return self.with_small(sizes)
 
     def memory(self) -> dict[str, int]:
         """As ``Plan.memory``, with the ``replica``."""

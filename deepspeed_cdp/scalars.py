@@ -31,6 +31,7 @@ class Scalars:
     def __init__(self, transport: Transport, buffers: Buffers):
         self.transport, self.size, self.rank = transport, transport.size, transport.rank
         room = buffers.regions["S"].numel() // 2
+        assert 8 * (2 * self.size + 5) <= room, "the vector would reach into the total"
         self._incoming, self._incoming_total = (buffers.view("S", at, 8 * n).view(torch.float64)
                                                 for at, n in ((0, 2 * self.size + 5), (room, 1)))
         self._lands = {"S": buffers.address("S", 0), "T": buffers.address("S", room)}
