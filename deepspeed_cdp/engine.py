@@ -229,17 +229,20 @@ class CyclicEngine(DeepSpeedEngine):
 
         ``step``: number of the last step finished everywhere, as far as this rank knows, from 0; ``loss`` (mean over all ranks'
         micro-batches) and ``grad_norm`` (before clipping) are that step's. All three are None before there is one. ``lag``: steps
-        from that one to the one just made. ``waited``: seconds by (stream, peer) that the host was held up in the step just made
-        until messages had come, ``waited_sent`` until its own had been taken, ``waited_total`` all of them; None on GPUs, where
-        it is the device that waits. ``busy``: seconds by rank of its ring that each was busy in its latest step here (one or two
-        steps ago), without waiting for others; ``slowest``: the rank with the most; None before they are known, and on GPUs.
+        from that one to the one just made. ``waited``: seconds by (stream, peer) that the host was held up in step
+        ``waited_step``, the one just made, until messages had come, ``waited_sent`` until its own had been taken,
+        ``waited_total`` all of them. On GPUs it is the stream of the passes that waits, which is timed in one step of eight.
+        ``busy``: seconds by rank of its ring that each was busy in its latest (timed) step here, without waiting for others;
+        ``slowest``: the rank with the most; None before they are known.
         Reading waits for nothing: on GPUs the numbers are those that have reached the host.
         """
         handoff, (waited, sent) = self._runtime.handoff, self._runtime.waited()
         step, loss, grad_norm = handoff.scalars.read()
         busy, first = handoff.scalars.busy_ranks(), self._transport.label - handoff.rank  # of this rank's ring
+        timing = self._transport.timing
+        of = handoff.global_step - 1 if timing is None else timing.latest and timing.latest.step
         return {"step": step, "lag": None if step is None else max(handoff.global_step - 1 - step, 0), "loss": loss,
-                "grad_norm": grad_norm, "waited": waited, "waited_sent": sent,
+                "grad_norm": grad_norm, "waited_step": None if waited is None else of, "waited": waited, "waited_sent": sent,
                 "waited_total": None if waited is None else sum(waited.values()) + sum(sent.values()),
                 "busy": busy, "slowest": None if busy is None else first + busy.index(max(busy))}
 

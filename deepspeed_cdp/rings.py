@@ -20,8 +20,8 @@ from .plan import ACROSS_BYTES, Plan
 from .transport.base import Edge, Ticket, Transport, Where
 from .transport.choose import host
 
-_SAME = ("sent", "received", "bytes_sent", "bytes_received", "waited", "waited_sent", "host_waits", "rendezvous", "allocate",
-         "moved_on", "mark", "after", "owner_stream", "uses", "count")
+_SAME = ("sent", "received", "bytes_sent", "bytes_received", "waited", "waited_sent", "host_waits", "timing", "rendezvous",
+         "allocate", "moved_on", "mark", "after", "owner_stream", "uses", "count")
 
 
 def ring_size(setting: str | int, hosts: Sequence[str]) -> int:

@@ -25,6 +25,7 @@ from .replicas_live import ReplicaBinder, ReplicaHandoff
 from .rings import across_bytes
 from .schedule import Schedule, threshold
 from .transport.base import Transport
+from .transport.timing import EdgeTimes
 from .units import Layout, lay_out, plan_unit
 
 if TYPE_CHECKING:
@@ -156,8 +157,7 @@ class Runtime:
                                       self.transport.collectives,
                                       (dict(self.transport.waited), dict(self.transport.waited_sent))))
         del self._steps_seen[:-2]
-        if self.transport.host_waits:
-            self._note_busy()
+        self._note_busy(step)
         if self.handoff.phases.end_with(step):
             self.flush()
 
@@ -196,6 +196,8 @@ class Runtime:
     def _begin(self) -> None:
         self.handoff.begin()
         self._busy_since = None  # what a flush takes is not a step's
+        if self.transport.timing:
+            self.transport.timing.drop()
         self.scale.adopt(self.handoff.schedule)
 
     def publish(self) -> None:
@@ -310,21 +312,29 @@ class Runtime:
         return {k: {"counted": sum(n for (stream, _), n in seen.items() if stream in streams), "closed form": forms[k]}
                 for k, streams in kinds.items()}
 
-    def waited(self) -> tuple[dict[tuple[str, int], float] | None, dict[tuple[str, int], float] | None]:
+    def waited(self) -> tuple[EdgeTimes | None, EdgeTimes | None]:
         """Seconds that the host was held up by (stream, peer), until messages had come, and until its own had been taken.
 
-        Between the ends of the last two steps (a flush between them counts); None where the device waits instead, which nobody
-        times, and before the first step's end.
+        Between the ends of the last two steps (a flush between them counts). On devices: that the passes' stream was held up, in
+        the latest step that was timed. None before there is such a step.
         """
-        if not self.transport.host_waits or not self._steps_seen:
+        if self.transport.timing:
+            timed = self.transport.timing.latest
+            return (timed.come, timed.taken) if timed else (None, None)
+        if not self._steps_seen:
             return None, None
         before = self._steps_seen[-2].waited if len(self._steps_seen) > 1 else ({}, {})
         come, taken = ({edge: t - old.get(edge, 0.0) for edge, t in now.items()}
                        for now, old in zip(self._steps_seen[-1].waited, before))
         return come, taken
 
-    def _note_busy(self) -> None:
+    def _note_busy(self, step: int) -> None:
         """At the end of a step: what of the time since the end of the one before was this rank's own, not spent waiting."""
+        timing = self.transport.timing
+        if timing:
+            if timing.end_step(step):
+                self.handoff.scalars.busy = timing.latest.busy
+            return
         now, waited = time.perf_counter(), sum((*self.transport.waited.values(), *self.transport.waited_sent.values()))
         if self._busy_since is not None:
             self.handoff.scalars.busy = max(now - self._busy_since[0] - (waited - self._busy_since[1]), 1e-9)

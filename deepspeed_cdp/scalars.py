@@ -42,9 +42,10 @@ class Scalars:
         self.step: int | None = None
         self._since = 0
         cuda = self.vector.device.type == "cuda"
-        self._slots = [torch.zeros(3, dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4 if cuda else 0)]
+        self._slots = [torch.zeros(3 + self.size, dtype=torch.float64, device="cpu", pin_memory=True)
+                       for _ in range(4 if cuda else 0)]
         self._noted: deque[tuple[int | None, torch.Tensor, Any]] = deque()  # step, slot, when it is filled
-        self._notes = 0
+        self._notes, self._told = 0, 0.0
 
     def begin(self) -> None:
         """After a reset of the transport: let the first messages in; the last owner sends rank 0 what it knows."""
@@ -95,10 +96,10 @@ class Scalars:
             v[n + 2:n + 4] = v[n:n + 2]
             v[n + 4] = v[:n].sum()
         self.total.copy_(v[:n].sum())
+        if self.busy != self._told:
+            v[n + 5 + self.rank] = self._told = self.busy
         if self._slots:
             self._note()
-        elif self.transport.host_waits:
-            v[n + 5 + self.rank] = self.busy
         if n > 1:
             self._push("S", (self.rank + 1) % n, v)
 
@@ -127,16 +128,21 @@ class Scalars:
         """
         step, numbers = self.step, None
         if self._noted:
-            step, numbers = next(((s, slot) for s, slot, mark in reversed(self._noted) if mark.done()), (None, None))
+            step, numbers = self._newest()
         if step is None:
             return None, None, None
-        loss, count, norm2 = (self.kept[self.size + 2:] if numbers is None else numbers).tolist()
+        loss, count, norm2 = (self.kept[self.size + 2:] if numbers is None else numbers[:3]).tolist()
         return step, loss / count if count else None, math.sqrt(norm2)
 
     def busy_ranks(self) -> list[float] | None:
-        """Seconds by rank, each of the latest step whose number has come here; None before all are known, and on devices."""
-        seconds = [] if self._slots or not self.transport.host_waits else self.vector[self.size + 5:].tolist()
+        """Seconds by rank, each of the latest step whose number has come here; None before all are known."""
+        numbers = self._newest()[1] if self._slots else self.vector[self.size + 2:]
+        seconds = [] if numbers is None else numbers[3:].tolist()
         return seconds if seconds and min(seconds) > 0 else None
+
+    def _newest(self) -> tuple[int | None, torch.Tensor | None]:
+        """The latest step, and its numbers, that have reached the host."""
+        return next(((s, slot) for s, slot, mark in reversed(self._noted) if mark.done()), (None, None))
 
     def _note(self) -> None:
         """Send the numbers to the host, behind the owner's work."""
@@ -144,5 +150,5 @@ class Scalars:
         if len(self._noted) == len(self._slots):
             self._noted.popleft()  # it is this slot's
         self._notes += 1
-        slot.copy_(self.kept[self.size + 2:], non_blocking=True)
+        slot.copy_(self.vector[self.size + 2:], non_blocking=True)
         self._noted.append((self.step, slot, self.transport.mark()))

@@ -26,6 +26,8 @@ from typing import Any, Protocol
 
 import torch
 
+from deepspeed_cdp.transport.timing import DeviceWaits
+
 Edge = tuple[str, int, int]  # (stream, source, destination)
 PULLED = ("P0", "H0")  # offers: pushed when published, begun when the reader takes them
 
@@ -67,7 +69,8 @@ class Transport(ABC):
     """
 
     name: str
-    host_waits = True  # whether it is the host that waits for messages; else a stream of the device does, untimed
+    host_waits = True  # whether it is the host that waits for messages; else a stream of the device does
+    timing: DeviceWaits | None = None  # how long that stream waits
     rendezvous = False  # whether both sides of a message must begin it at the same place of the ranks' common order
     rings, ring = 1, 0
 

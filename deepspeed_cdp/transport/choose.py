@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+# What lets several ranks compute on one GPU: torch for its symmetric memory, NCCL since 2.30. To try things out, not for speed.
+PERMITS = {"peer": "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "nccl": "NCCL_MULTI_RANK_GPU_ENABLE"}
 ALLOWED = "allowed are 'gloo' on CPUs, 'peer' on GPUs that reach each other's memory, 'nccl' on GPUs, and 'auto'"
 
 
@@ -22,6 +24,7 @@ class Facts:
         sees: the GPUs that its process sees; reaches: those whose memory its own GPU reaches.
         peer_trouble: why it cannot have symmetric memory at all, or "".
         nccl_trouble: why it cannot use NCCL, or "".
+        permits: transports that its environment permits between ranks on one GPU, see PERMITS.
     """
 
     host: str
@@ -31,6 +34,7 @@ class Facts:
     reaches: Sequence[str] = field(default=())
     peer_trouble: str = ""
     nccl_trouble: str = ""
+    permits: Sequence[str] = field(default=())
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -56,8 +60,9 @@ def choose(kind: str, facts: Sequence[Facts], tried: str = "") -> tuple[str, str
                        None)
     shared = next(((a, b) for b in range(len(facts)) for a in range(b)
                    if (facts[a].host, facts[a].device) == (facts[b].host, facts[b].device)), None)
-    if shared:
-        raise _refusal(kind, f"ranks {shared[0]} and {shared[1]} compute on the same GPU", None)
+    if shared and not all(kind in f.permits for f in facts):
+        how = f" (transport {kind!r} tries it where {PERMITS[kind]}=1)" if kind in PERMITS else ""
+        raise _refusal(kind, f"ranks {shared[0]} and {shared[1]} compute on the same GPU{how}", None)
     if kind == "gloo":
         raise _refusal(kind, "the ranks compute on GPUs", "auto")
     no_peer, no_nccl = tried or _no_peer(facts, kind == "peer"), _first(facts, "nccl_trouble")
@@ -71,6 +76,8 @@ def choose(kind: str, facts: Sequence[Facts], tried: str = "") -> tuple[str, str
 
 
 def _praise(facts: Sequence[Facts]) -> str:
+    if len({f.device for f in facts}) < len(facts):
+        return "ranks share GPUs, as the environment permits: slow"
     return "one GPU" if len(facts) == 1 else f"the {len(facts)} GPUs of one host reach each other's memory"
 
 
@@ -85,7 +92,7 @@ def _no_peer(facts: Sequence[Facts], asked: bool) -> str:
         return f"ranks 0 and {other} are on different hosts"
     for a, mine in enumerate(facts):
         for b, theirs in enumerate(facts):
-            if a == b or theirs.device in mine.reaches or (asked and theirs.device not in mine.sees):
+            if theirs.device in (mine.device, *mine.reaches) or (asked and theirs.device not in mine.sees):
                 continue
             if theirs.device in mine.sees:
                 return f"the GPU of rank {a} does not reach the memory of rank {b}'s"
@@ -117,7 +124,8 @@ def observe(device: torch.device) -> Facts:
     names = [str(getattr(torch.cuda.get_device_properties(i), "uuid", f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{i}"))
              for i in range(torch.cuda.device_count())]
     reached = [n for i, n in enumerate(names) if i != index and torch.cuda.can_device_access_peer(index, i)]
-    return Facts(host(), "cuda", names[index], names, reached, _peer_trouble(device), _nccl_trouble())
+    permits = [kind for kind, variable in PERMITS.items() if os.environ.get(variable) == "1"]
+    return Facts(host(), "cuda", names[index], names, reached, _peer_trouble(device), _nccl_trouble(), permits)
 
 
 def _peer_trouble(device: torch.device) -> str:

@@ -15,6 +15,7 @@ from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Transport, Where
 from deepspeed_cdp.transport.driver import Driver
 from deepspeed_cdp.transport.meeting import Meeting
+from deepspeed_cdp.transport.timing import DeviceWaits
 
 
 class Awaited(ABC):
@@ -34,11 +35,16 @@ class Awaited(ABC):
         """Hold a CUDA stream until the message is there."""
 
     def wait(self, where: Where) -> None:
-        current = self.transport.current()
-        self.transport.check()
+        transport = self.transport
+        current = transport.current()
+        transport.check()
+        timed = transport.timing.active and current != transport._owner.cuda_stream
+        before = transport.timing.mark() if timed else None
         self.enqueue(current)
-        self.transport.moved_on()
-        self.transport._watch.look_behind(current)
+        if timed:
+            transport.timing.note(self.edge, self.nbytes >= 0, before)
+        transport.moved_on()
+        transport._watch.look_behind(current)
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
@@ -64,6 +70,12 @@ class Event(Awaited):
         return self.transport.driver.reached(self.event)
 
 
+def _timing_event() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 class CudaTransport(Transport):
     """Part of a transport between GPUs; the host only enqueues.
 
@@ -72,6 +84,7 @@ class CudaTransport(Transport):
     """
 
     host_waits = False
+    timing: DeviceWaits
     _meeting: Meeting
     _watch: "Watch"
 
@@ -80,6 +93,7 @@ class CudaTransport(Transport):
         self.device, self.driver = device, Driver()
         self.events: list[int] = []
         self._owner = torch.cuda.Stream(device)
+        self.timing = DeviceWaits(_timing_event)
         self._failure: str | None = None
         self._closed = False
 

@@ -267,9 +267,27 @@ def watched(tools: Tools) -> Verdict:
     deepspeed.comm.configure(enabled=False)
     good = {"same": same(watching, run(tools)), "timed": 0 < seen["timed"] <= 1.01 * seen["wall"],
             "timer": seen["timer"] == ("StreamThroughputTimer" if tools.cuda else "ThroughputTimer"),
-            "waited": (seen["waited_total"] is None) == tools.cuda,
+            "waited": (seen["waited_total"] is None) == tools.cuda,  # (on devices the eighth step is the first that is timed)
             "step": seen["step"] == STEPS - 1 - seen["lag"] == (STEPS - 2 if tools.rank == tools.size - 1 else STEPS - 3)}
     return all(good.values()), {**good, "ms timed": round(1e3 * seen["timed"]), "ms by the clock": round(1e3 * seen["wall"])}
+
+
+def slow_rank(tools: Tools) -> Verdict:
+    """The last rank's data come 50 ms late: everybody names it, and the others' waits show it."""
+    told: list[dict[str, Any]] = []
+    engine = tools.engine(models.build("llama"), "cdp-v2", None, LR)
+
+    def late(step: int) -> None:
+        told.append(engine.cyclic_metrics)
+        if tools.rank == tools.size - 1:
+            time.sleep(0.05)
+    steps_of(engine, "llama", tools.batches("llama", 1).expand(28, -1, -1, -1), after=late)
+    tools.destroy(engine)
+    last, guilty = told[-1], tools.rank == tools.size - 1
+    good = {"named": last["slowest"] == tools.size - 1, "busy": last["busy"] is not None and last["busy"][-1] > 0.045,
+            "waited": guilty or last["waited_total"] > 0.03, "early": not tools.cuda or told[2]["busy"] is None}
+    waits = {way: {str(edge): round(t, 4) for edge, t in last[way].items() if t > 0.001} for way in ("waited", "waited_sent")}
+    return all(good.values()), {**good, "busy": last["busy"], **waits, "step": last["waited_step"]}
 
 
 def three_steps(tools: Tools) -> Verdict:
@@ -316,6 +334,7 @@ CASES: dict[str, Callable[[Tools], Verdict]] = {
     "bf16": lambda tools: against_oracle(tools, bf16=True),
     "fp32_sums": lambda tools: against_oracle(tools, bf16=True, fp32_sums=True, rounds=2),
     "watched": watched,
+    "slow_rank": slow_rank,
     "after_error": after_error,
     "compile": compiled,
 }

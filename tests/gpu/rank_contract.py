@@ -28,12 +28,13 @@ faulthandler.dump_traceback_later(120, exit=True)
 import torch.distributed as dist  # noqa: E402
 import transport_contract as contract  # noqa: E402
 import transport_endings as endings  # noqa: E402
+from places import take_gpu  # noqa: E402
 from transport_helpers import W, agree, empty, full, is_full  # noqa: E402
 
 from deepspeed_cdp.errors import HandoffError  # noqa: E402
 from deepspeed_cdp.transport.nccl import NcclTransport  # noqa: E402
 
-SECONDS = 60  # for one scenario
+SECONDS = 40  # for one scenario
 SLOTS, SLOT_BYTES = 8, 300000
 RENAMED = {"free": "P", "blocked": "G", "stuck": "O", "Q": "H", "early": "P", "late": "G"}  # peer knows the plan's streams only
 
@@ -178,7 +179,9 @@ SCENARIOS = [
 def make(kind, streams, rank, world, device, timeout_seconds=20.0, name="a"):
     if kind == "peer":
         from deepspeed_cdp.transport.peer import STREAMS, PeerTransport
-        return Placed(PeerTransport(rank, world, timeout_seconds, device, name=f"contract/{name}"), STREAMS)
+        transport = PeerTransport(rank, world, timeout_seconds, device, name=f"contract/{name}")
+        print(f"     rank {rank}: {transport.lanes}", flush=True)
+        return Placed(transport, STREAMS)
     transport = NcclTransport(rank, world, timeout_seconds, device, name=f"contract/{world}/{name}")
     transport.prepare([(s, a, b) for s in streams for a in range(world) for b in range(world) if a != b], deferred=False)
     return transport
@@ -186,9 +189,8 @@ def make(kind, streams, rank, world, device, timeout_seconds=20.0, name="a"):
 
 def main() -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    device, backend = take_gpu()
+    dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     store = dist.distributed_c10d._get_default_store()
     torch.set_default_device(device)
     free = torch.cuda.mem_get_info()[0]

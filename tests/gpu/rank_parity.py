@@ -30,6 +30,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import deepspeed  # noqa: E402
 import models  # noqa: E402
+from places import take_gpu  # noqa: E402
 
 import deepspeed_cdp  # noqa: E402, F401
 from deepspeed_cdp import reference  # noqa: E402
@@ -90,10 +91,8 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
 
 def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
-    deepspeed.init_distributed("gloo" if ARGS.cpu else "nccl")
+    deepspeed.init_distributed("gloo" if ARGS.cpu else take_gpu()[1])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if not ARGS.cpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     cases = [(k, r, m, False, s)
              for k, r, m, s in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"), (1,), (False,))]
     cases += [("llama", "cdp-v2", 2, False, True), ("llama-tied", "cdp-v1", 1, True, False), ("llama", "cdp-v2", 1, True, True),

@@ -69,15 +69,14 @@ def main(args: argparse.Namespace) -> int:
     import torch
     from deepspeed.utils import logger
     from pipe_work import Job
+    from places import take_gpu
 
     from benchmarks.pipeline import measure
     logger.setLevel("ERROR")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if not args.cpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    device = torch.device("cpu") if args.cpu else torch.device("cuda", torch.cuda.current_device())
+    device, backend = (torch.device("cpu"), "gloo") if args.cpu else take_gpu()
     work.DEVICE = device
-    deepspeed.init_distributed(dist_backend="gloo" if args.cpu else "nccl", verbose=False)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
     jobs = [Job(world, "cdp-v2", tied=True, clip=0.5, warmup=True), Job(world, "cdp-v1", clip=0.5, eval_after=(2,)),
             Job(world, "dp", 2), Job(world, "cdp-v2", bf16=True, sum_fp32=True)]
     if world == 3:

@@ -21,6 +21,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import models  # noqa: E402
+from places import take_gpu  # noqa: E402
 
 HUNG = 3  # exit code of a rank that ran into a time limit
 
@@ -46,15 +47,15 @@ class Tools:
         import deepspeed_cdp
         deepspeed_cdp.register()
         if self.cuda:
-            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+            self.device, backend = take_gpu()
             torch.backends.cuda.enable_flash_sdp(False)  # their backwards add in any order
             torch.backends.cuda.enable_mem_efficient_sdp(False)
         else:
+            self.device, backend = torch.device("cpu"), "gloo"
             torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel per allocation, for nothing here
-        deepspeed.init_distributed("nccl" if self.cuda else "gloo")
-        self.device = torch.device("cuda", torch.cuda.current_device()) if self.cuda else torch.device("cpu")
+        deepspeed.init_distributed(backend)
 
     def say(self, text: str) -> None:
         """Print on rank 0, at once."""

@@ -8,6 +8,7 @@ import torch
 
 from deepspeed_cdp.transport import peer
 from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.timing import DeviceWaits
 
 LANES = {"credit": 11, "G": 12, "P": 13, "O": 14, "P0": 15, "H0": 16, "S": 17}
 RANK, SIZE = 1, 4
@@ -36,6 +37,7 @@ class Notes:
 def transport(monkeypatch):
     """Rank 1 of 4, on the default stream, whose handle is 0."""
     made = object.__new__(peer.PeerTransport)
+    made.timing = DeviceWaits(lambda: None)
     Transport.__init__(made, RANK, SIZE, 5.0)
     made.driver, made.events, made._failure, made._counts = Notes(), [], None, {}
     made._point, made._point_on, made._waits = made.driver.event(), None, deque(maxlen=9)

@@ -19,7 +19,8 @@ def made(size: int = 2) -> tuple[Scalars, list[SimpleNamespace]]:
     scalars.transport, scalars.size, scalars.rank = SimpleNamespace(mark=mark, push=lambda *a: None), size, size - 1
     scalars.vector, scalars.total = torch.zeros(2 * size + 5, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     scalars.kept, scalars.busy = scalars.vector[:size + 5], 0.0
-    scalars._slots, scalars._noted, scalars._notes = [torch.zeros(3, dtype=torch.float64) for _ in range(4)], deque(), 0
+    scalars._slots, scalars._noted, scalars._notes = [torch.zeros(3 + size, dtype=torch.float64) for _ in range(4)], deque(), 0
+    scalars._told = 0.0
     scalars._sent, scalars._lands, scalars.step, scalars._since = [], {"S": 0}, None, 0
     return scalars, marks
 
@@ -62,3 +63,16 @@ def test_after_a_checkpoint_the_vector_tells():
     scalars.kept[2:] = torch.tensor([0.0, 0.0, 6.0, 3.0, 16.0])
     scalars.resume(7, True)
     assert scalars.read() == (6, 2.0, 4.0)
+
+
+def test_busy_ranks_come_with_the_numbers():
+    scalars, marks = made()
+    scalars.vector[-2] = 0.25  # the other rank's
+    for step, busy in enumerate((0.0, 0.5, 0.5)):
+        scalars.busy = busy
+        scalars.add(0, torch.tensor(1.0), torch.tensor(1.0), 2, step)
+    assert scalars.busy_ranks() is None, "nothing has reached the host"
+    marks[0].come = True
+    assert scalars.busy_ranks() is None, "this rank did not know its own yet"
+    marks[2].come = True
+    assert scalars.busy_ranks() == [0.25, 0.5]

@@ -101,6 +101,14 @@ def test_two_ranks_on_one_gpu_and_mixed_devices():
     assert choose("auto", [one, replace(one, host="b")])[0] == "nccl"  # the same name on another host is another GPU
 
 
+def test_ranks_share_a_gpu_only_where_the_environment_permits_it():
+    one = replace(gpus(2)[0], permits=("peer",))
+    assert choose("peer", [one, one]) == ("peer", "ranks share GPUs, as the environment permits: slow")
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in refusal("nccl", [one, one]) and "same GPU" in refusal("auto", [one, one])
+    assert choose("nccl", [replace(one, permits=("nccl",))] * 3)[0] == "nccl"
+    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1" in refusal("peer", [one, replace(one, permits=())])
+
+
 def test_facts_travel_as_json():
     for facts in (observe(torch.device("cpu")), *gpus(2)):
         there = Facts(**json.loads(json.dumps(facts.as_dict())))
