@@ -68,7 +68,7 @@ class StreamThroughputTimer(ThroughputTimer):
                          f"MaxMemAllocated={round(accelerator.max_memory_allocated() / gib, 2)}GB")
 
     def _collect(self) -> None:
-        while self._pending and self._pending[0][1].query():
+        while self._pending and all(event.query() for event in self._pending[0][:2]):  # a script may change streams in between
             begin, end, last = self._pending.popleft()
             seconds = begin.elapsed_time(end) / 1e3
             self.total_elapsed_time += seconds

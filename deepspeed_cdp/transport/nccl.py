@@ -184,9 +184,12 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             return
         self._failure = reason
         held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
-        try:
-            for comm, _ in self._ends.values():
-                self._nccl.abort(comm)
+        try:  # all at once: an abort waits for the device, which another communicator's message may hold
+            ends = [threading.Thread(target=self._nccl.abort, args=(comm,), daemon=True) for comm, _ in self._ends.values()]
+            for end in ends:
+                end.start()
+            for end in ends:
+                end.join(self.timeout_seconds)
         finally:
             if held:
                 self._lock.release()

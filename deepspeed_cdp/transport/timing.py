@@ -57,7 +57,7 @@ class DeviceWaits:
         """The host has enqueued this step; True if ``latest`` is new."""
         if self.active:
             self._passing, self.active = (step, self._begun, self.mark(), self._waits), False
-        fresh = self._passing is not None and self._passing[2].query()
+        fresh = self._passing is not None and self._passed(*self._passing[1:])
         if fresh:
             self.latest, self._passing = self._read(*self._passing), None
         if (step + 2) % EVERY == 0 and self._passing is None:
@@ -67,6 +67,11 @@ class DeviceWaits:
     def drop(self) -> None:
         """What is being timed is not a step of the usual kind (the ring starts anew)."""
         self.active, self._passing = False, None
+
+    @staticmethod
+    def _passed(begin: Any, end: Any, waits: list) -> bool:
+        """The events of a script that changes streams are not in order."""
+        return all(event.query() for event in (end, begin, *(e for wait in waits for e in wait[2:])))
 
     @staticmethod
     def _read(step: int, begin: Any, end: Any, waits: list) -> Timed:

@@ -52,7 +52,7 @@ def test_metrics_are_of_the_step_they_name(pool):
         for rank, result in enumerate(ranks):
             assert result["collectives"] == [], (job, rank)
             first, *told = result["told"]
-            assert len(first) == 9 and set(first.values()) == {None}
+            assert len(first) == 10 and set(first.values()) == {None}
             for t, m in enumerate(told):
                 late = (0 if t == 2 else lag) + (rank != 2)  # after a flush all is in
                 if t < late:
