@@ -3,14 +3,12 @@
 While a stream is held by ``cuStreamWaitValue32`` or an event, the front end of the GPU looks at it again and again. If it shares
 that part of it with the stream that the passes run on, each of their kernels starts about 1 to 2 microseconds later
 (measured on an H100: three of the first six streams of high priority), which is 3 ms in a step of 3000 kernels. Streams beyond
-the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8) share queues: one is then held up by another's wait. Copies
-have queues of their own (CUDA_DEVICE_MAX_COPY_CONNECTIONS, 8), and one that waits holds up those behind it too. None of this can
-be asked for, so it is tried, once, before training.
+the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS, 8) share queues: one is then held up by another's wait. Neither can be
+asked for, so both are tried, once, before training.
 """
 
 import os
 import time
-from collections.abc import Callable
 
 import torch
 
@@ -18,21 +16,17 @@ from deepspeed_cdp.transport.driver import Driver
 
 CANDIDATES = 14
 _KERNELS, _SLEEP = 150, 20_000_000  # per trial; cycles of the device in which the host enqueues them
-_PATIENCE, _HELD = 0.1, 0.03  # seconds that anything here may take; that something may that is not held up
+_PATIENCE = 0.1  # seconds that anything here may take
 
 
-def quiet_streams(count: int, device: torch.device, driver: Driver,
-                  copy: Callable[[int], None]) -> tuple[list[torch.cuda.Stream], str]:
+def quiet_streams(count: int, device: torch.device, driver: Driver) -> tuple[list[torch.cuda.Stream], str]:
     """``count`` streams of high priority, the quiet ones first, and a sentence on what was found.
 
     Streams that are held up by the wait of one chosen before come last.
-
-    Args:
-        copy: enqueues a small copy on a stream, the way that hand-offs go.
     """
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # a launch behind a waiting stream would never return
         return [torch.cuda.Stream(device, priority=-1) for _ in range(count)], "not tried, since CUDA_LAUNCH_BLOCKING is set"
-    trial = _Trial(device, driver, copy)
+    trial = _Trial(device, driver)
     candidates = [torch.cuda.Stream(device, priority=-1) for _ in range(CANDIDATES)]
     own: list[torch.cuda.Stream] = []  # with a hardware queue of their own
     for stream in candidates:
@@ -51,13 +45,12 @@ def quiet_streams(count: int, device: torch.device, driver: Driver,
 class _Trial:
     """Holds streams by a word in host memory, so that the host can let them go whatever the device does."""
 
-    def __init__(self, device: torch.device, driver: Driver, copy: Callable[[int], None]):
-        self._driver, self._copy = driver, copy
+    def __init__(self, device: torch.device, driver: Driver):
+        self._driver = driver
         self._word = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self._x = torch.zeros(1024, device=device)
         self._x.add_(1)  # loads the kernel
         torch.cuda._sleep(1000)
-        copy(torch.cuda.current_stream().cuda_stream)
         torch.cuda.synchronize(device)
 
     def _hold(self, streams: list[torch.cuda.Stream]) -> None:
@@ -65,9 +58,9 @@ class _Trial:
         for stream in streams:
             self._driver.wait(stream.cuda_stream, self._word.data_ptr(), 1)
 
-    def _comes(self, event: torch.cuda.Event, patience: float = _PATIENCE) -> bool:
+    def _comes(self, event: torch.cuda.Event) -> bool:
         """Whether the event comes soon; whatever holds it is let go after."""
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + _PATIENCE
         while not event.query() and time.monotonic() < deadline:
             pass
         came = event.query()
@@ -77,14 +70,11 @@ class _Trial:
 
     def _held_by(self, stream: torch.cuda.Stream, others: list[torch.cuda.Stream]) -> bool:
         self._hold(others)
-        for other in others:
-            self._copy(other.cuda_stream)
         event = torch.cuda.Event()
         with torch.cuda.stream(stream):
-            self._copy(stream.cuda_stream)
             torch.cuda._sleep(1000)
             event.record()
-        return not self._comes(event, _HELD)
+        return not self._comes(event)
 
     def shares(self, stream: torch.cuda.Stream, others: list[torch.cuda.Stream]) -> bool:
         """Whether the others' waiting keeps this stream from running, or its waiting the current one."""

@@ -70,12 +70,12 @@ class PeerTransport(CudaTransport):
         super().__init__(rank, size, timeout_seconds, device)
         self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
         try:
-            self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size + 4)
+            self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
         except RuntimeError:
             self._meeting.close(None)  # the others need not wait
             raise
         self._bases: list[int] = []
-        streams, self.lanes = quiet_streams(len(_STREAMED), device, self.driver, self._try)
+        streams, self.lanes = quiet_streams(len(_STREAMED), device, self.driver)
         self._streams = dict(zip(_STREAMED, streams))
         self._streams["S"] = self._owner
         self._streams["X"] = torch.cuda.Stream(device, priority=-1)  # other rings may be late: in nobody's way
@@ -87,11 +87,6 @@ class PeerTransport(CudaTransport):
         self._memory: torch.Tensor | None = None
         self._side = torch.cuda.Stream(device, priority=-1)  # for the watch alone: torch's pool would give out a held one again
         self._watch = Watch(self)
-
-    def _try(self, stream: int) -> None:
-        """A small copy to the next rank, over words that are not used."""
-        at = 4 * 2 * len(STREAMS) * self.size
-        self.driver.copy(stream, self._word_bases[(self.rank + 1) % self.size] + at, self._word_bases[self.rank], 4)
 
     def _symmetric(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
         memory = symmetric.empty(max(nbytes, 1024), dtype=torch.uint8, device=self.device)

@@ -56,12 +56,14 @@ class Placed:
         return (index * SLOTS + number % SLOTS) * SLOT_BYTES
 
     def post(self, stream, src, into, after=(), where="", from_at=-1):
+        self.inner.moved_on()  # scenarios compute between messages without saying so, as hooks do
         stream = RENAMED.get(stream, stream)
         at = self.slot(stream, src, self.inner.rank)
         place = self.arena[at:at + into.numel()]
         return Landing(self.inner.post(stream, src, place, [t.ticket for t in after], where, at), place, into)
 
     def push(self, stream, dst, source, after=None, into_at=-1):
+        self.inner.moved_on()
         stream = RENAMED.get(stream, stream)
         at = self.slot(stream, self.inner.rank, dst)
         if stream in ("P0", "H0"):
