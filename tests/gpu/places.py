@@ -11,10 +11,15 @@ import os
 import torch
 
 
+def shares_gpu() -> bool:
+    """Whether there are more ranks here than GPUs."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) > torch.cuda.device_count()
+
+
 def take_gpu() -> tuple[torch.device, str]:
     """This rank's GPU, made current, and the backend for ``torch.distributed``; call before the process group exists."""
     local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-    shared = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"])) > gpus
+    shared = shares_gpu()
     if shared:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
     os.environ["LOCAL_RANK"] = str(local % gpus)  # DeepSpeed looks there too

@@ -21,7 +21,7 @@ import torch
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import models  # noqa: E402
-from places import take_gpu  # noqa: E402
+from places import shares_gpu, take_gpu  # noqa: E402
 
 HUNG = 3  # exit code of a rank that ran into a time limit
 
@@ -106,8 +106,10 @@ class Tools:
         figures = {"rss": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
                    "fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
         if self.cuda:
+            figures |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
             free, total = torch.cuda.mem_get_info()
-            figures |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved(), "gpu": total - free}
+            if not shares_gpu():  # else it is not this rank's alone
+                figures["gpu"] = total - free
         return figures
 
     def agree(self, good: bool) -> bool:
