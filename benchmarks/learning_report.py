@@ -22,7 +22,8 @@ from matplotlib import ticker  # noqa: E402
 
 COLOURS = {"dp": "#444444", "cdp-v1": "#009E73", "cdp-v2": "#0072B2", "cdp-v2-warmup": "#D55E00"}  # Okabe and Ito's
 LINES = {"dp": "-", "cdp-v1": "--", "cdp-v2": "-", "cdp-v2-warmup": ":"}
-NAMES = {"digits": "digits, ResNet-14", "gpt": "byte-level GPT on Python's sources"}
+NAMES = {"digits": "digits, ResNet-14", "gpt": "byte-level GPT on Python's sources",
+         "gpt-beta1-0.5": "the same GPT, AdamW's β₁ 0.5", "gpt-beta1-0": "the same GPT, AdamW's β₁ 0"}
 MEASURES = {"test_loss": "test loss", "test_accuracy": "test accuracy"}
 LEVEL = 0.05
 

@@ -35,8 +35,9 @@ class Size:
     every: int
 
 
+BETA1 = {"gpt": 0.9, "gpt-beta1-0.5": 0.5, "gpt-beta1-0": 0.0}  # AdamW's momentum: what it does to stale gradients
 SIZES = {"digits": {"full": Size(32, 440, 11), "tiny": Size(8, 12, 4)},
-         "gpt": {"full": Size(8, 1000, 50), "tiny": Size(2, 12, 4)}}
+         **dict.fromkeys(BETA1, {"full": Size(8, 1000, 50), "tiny": Size(2, 12, 4)})}
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def _gpt(case: Case, device: torch.device) -> Task:
     stages = stages_of(module, case.ranks, Example(tuple(t[:1] for t in fixed)))
     module.to(device)
     fixed = tuple(t.to(device) for t in fixed)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(BETA1[case.dataset], 0.95), weight_decay=0.1)
     generator = torch.Generator().manual_seed(case.seed)
 
     def loss(module: nn.Module, batch: Any) -> torch.Tensor:
@@ -149,7 +150,7 @@ def _gpt(case: Case, device: torch.device) -> Task:
     return Task(module, stages, optimizer, batches, loss, lambda: (loss(module, fixed).item(), None), rate, data)
 
 
-TASKS = {"digits": _digits, "gpt": _gpt}
+TASKS = {"digits": _digits, **dict.fromkeys(BETA1, _gpt)}
 
 
 def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any]]:
@@ -163,7 +164,7 @@ def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any
         torch.set_float32_matmul_precision("high")
     task, spans = TASKS[case.dataset](case, device), case.spans
     ring = Simulator(task.module, task.optimizer, task.stages, case.rule.removesuffix("-warmup"), warmup_steps=case.warmup_steps,
-                     clip=1.0 if case.dataset == "gpt" else 0.0)
+                     clip=1.0 if case.dataset in BETA1 else 0.0)
     parameters = sum(p.numel() for p in task.module.parameters())
     began, captured, captured_for, losses = time.perf_counter(), None, None, []
     for step in range(spans.steps + 1):

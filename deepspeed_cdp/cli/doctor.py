@@ -5,7 +5,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 from .output import UserError, columns, positive, show, whole
 
@@ -120,15 +120,13 @@ def self_test(ranks: int, seconds: float, trace: str | None = None) -> dict[str,
     """Train a tiny model on local ranks and compare every weight with the single-process oracle."""
     kind = "cuda" if torch.cuda.device_count() else "cpu"
     began = time.monotonic()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ranks meet here: no port to guess
     with tempfile.TemporaryDirectory() as folder:
         result = os.path.join(folder, "result.json")
         command = [sys.executable, "-m", f"{__package__}.selftest", kind, result, *([os.path.abspath(trace)] if trace else [])]
         root = str(Path(__file__).parents[2])
-        base = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                "DS_ACCELERATOR": kind,
+        base = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True", "DS_ACCELERATOR": kind,
                 "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         base.setdefault("OMP_NUM_THREADS", "1")
         logs = [open(os.path.join(folder, f"{r}.log"), "w+") for r in range(ranks)]  # noqa: SIM115

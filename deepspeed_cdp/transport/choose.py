@@ -60,9 +60,12 @@ def choose(kind: str, facts: Sequence[Facts], tried: str = "") -> tuple[str, str
                        None)
     shared = next(((a, b) for b in range(len(facts)) for a in range(b)
                    if (facts[a].host, facts[a].device) == (facts[b].host, facts[b].device)), None)
-    if shared and not all(kind in f.permits for f in facts):
-        how = f" (transport {kind!r} tries it where {PERMITS[kind]}=1)" if kind in PERMITS else ""
-        raise _refusal(kind, f"ranks {shared[0]} and {shared[1]} compute on the same GPU{how}", None)
+    if shared:
+        permitted = [name for name in PERMITS if all(name in f.permits for f in facts)]
+        if kind not in permitted and (kind != "auto" or not permitted):
+            how = f" (transport {kind!r} tries it where {PERMITS[kind]}=1)" if kind in PERMITS else ""
+            raise _refusal(kind, f"ranks {shared[0]} and {shared[1]} compute on the same GPU{how}", None)
+        kind = permitted[0] if kind == "auto" else kind
     if kind == "gloo":
         raise _refusal(kind, "the ranks compute on GPUs", "auto")
     no_peer, no_nccl = tried or _no_peer(facts, kind == "peer"), _first(facts, "nccl_trouble")

@@ -195,6 +195,8 @@ def main() -> None:
     dist.init_process_group(backend, device_id=device if backend == "nccl" else None)
     store = dist.distributed_c10d._get_default_store()
     torch.set_default_device(device)
+    # kernels are loaded at their first use, which may wait for the device, and scenarios hold some of its streams (design §6)
+    is_full(full(1), 1), is_full(empty(200000), 1), empty().sum(dtype=torch.int64).item(), empty().copy_(full(2))
     free = torch.cuda.mem_get_info()[0]
     number = 0
     for kind in sys.argv[1:] or ["nccl", "peer"]:

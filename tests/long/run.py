@@ -56,7 +56,8 @@ class Run:
             self.losses = torch.load(self.losses_file, weights_only=True)
             tools.say(f"{self.name}: goes on from {path}, step {engine.global_steps}")
         batches, began = tools.batches(options.model, BATCHES), time.monotonic()
-        device_losses: list[torch.Tensor] = []
+        first = engine.global_steps
+        device_losses = torch.zeros(options.save, device=tools.device)  # a list of them would look like growth
         for step in range(engine.global_steps, self.steps):
             chance = random.Random(10 ** 6 * tools.rank + step)
             loss = models.loss(engine, options.model, batches[step % BATCHES, 0])
@@ -67,7 +68,7 @@ class Run:
                 disturb(tools, chance, loss)
             engine.backward(loss)
             engine.step()
-            device_losses.append(loss.detach())
+            device_losses[step - first] = loss.detach()
             if wild:
                 disturb(tools, chance, loss)
             if step % options.sample == options.sample - 1:
@@ -75,8 +76,8 @@ class Run:
             if step % options.evaluate == options.evaluate - 1:
                 self._evaluate(engine, batches)
             if step % options.save == options.save - 1 or step == self.steps - 1:
-                self.losses[step + 1 - len(device_losses):step + 1] = torch.stack(device_losses).float().cpu()
-                device_losses.clear()
+                self.losses[first:step + 1] = device_losses[:step + 1 - first].cpu()
+                first = step + 1
                 self._save(engine, step)
         tools.synchronize()
         tools.destroy(engine)

@@ -104,7 +104,9 @@ def test_two_ranks_on_one_gpu_and_mixed_devices():
 def test_ranks_share_a_gpu_only_where_the_environment_permits_it():
     one = replace(gpus(2)[0], permits=("peer",))
     assert choose("peer", [one, one]) == ("peer", "ranks share GPUs, as the environment permits: slow")
-    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in refusal("nccl", [one, one]) and "same GPU" in refusal("auto", [one, one])
+    assert choose("auto", [one, one])[0] == "peer"
+    assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in refusal("nccl", [one, one])
+    assert "same GPU" in refusal("auto", [one, replace(one, permits=("nccl",))])
     assert choose("nccl", [replace(one, permits=("nccl",))] * 3)[0] == "nccl"
     assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1" in refusal("peer", [one, replace(one, permits=())])
 
