@@ -43,7 +43,7 @@ class Placed:
     """Lets scenarios use any tensor over the peer transport, which moves bytes between places of its allocations."""
 
     def __init__(self, inner, streams):
-        self.inner, self.streams, self.counts = inner, streams, {}
+        self.inner, self.streams, self.counts, self.sources = inner, streams, {}, []
         self.arena = inner.allocate(len(streams) * inner.size ** 2 * SLOTS * SLOT_BYTES)
 
     def __getattr__(self, name):
@@ -70,8 +70,9 @@ class Placed:
             self.arena[at:at + source.numel()].copy_(source)
         if after is not None:
             source = after.place
+        self.sources.append(source)  # a plan's buffers stay; scenarios drop theirs
         ticket = self.inner.push(stream, dst, source, after and after.ticket, at)
-        return Landing(ticket, source, source)  # keeps the source
+        return Landing(ticket, source, source)
 
 
 class Landing:
