@@ -266,7 +266,8 @@ class Runtime:
                 raise ValueError("the module itself was called in train() mode, so its gradients would be lost; call the engine "
                                  "instead, or call engine.eval() first")
             return
-        fix = "call the engine instead" if how == "was called" else "use engine.module_state_dict() on every rank"
+        fix = ("call the engine instead, or the module after eval() or under no_grad(), on every rank" if how == "was called"
+               else "use engine.module_state_dict() on every rank")
         state = "of several versions" if self.plan.replicated else "on their way round the ring"
         raise ValueError(f"the module itself {how}, while its parameters are {state}; {fix}")
 
