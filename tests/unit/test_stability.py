@@ -1,4 +1,4 @@
-"""docs/learning.md's bounds: the longest step at which an average of gradients, fresh or one step stale, settles on a quadratic."""
+"""Bounds in docs/learning.md: the longest step at which an average of gradients, fresh or one step stale, settles (a quadratic)."""
 
 import pytest
 
