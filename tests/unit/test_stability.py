@@ -1,4 +1,4 @@
-"""Bounds in docs/learning.md: the longest step at which an average of gradients, fresh or one step stale, settles (a quadratic)."""
+"""Bounds in docs/learning.md: the longest step at which an average of gradients, fresh or one step stale, settles."""
 
 import pytest
 
