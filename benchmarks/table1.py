@@ -241,7 +241,8 @@ def rows_of(figure: str, n: int, seen: Sequence[dict[str, Any]]) -> list[dict[st
     s = sizes(n)
     return [{"figure": figure, "n": n, "rank": rank, "devices": len(seen),
              **{key: x[key] for key in ("activations", "parameters", "volume", "scalars")}, **chain._asdict(),
-             "all_handoffs": whole.handoffs, "all_collectives": whole.collectives, "psi_p": s.psi_p, "psi_a": s.psi_a, "psi_int": s.psi_int} for rank, x in enumerate(seen)]
+             "all_handoffs": whole.handoffs, "all_collectives": whole.collectives,
+             "psi_p": s.psi_p, "psi_a": s.psi_a, "psi_int": s.psi_int} for rank, x in enumerate(seen)]
 
 
 def most(rows: Sequence[dict[str, Any]], figure: str, n: int) -> dict[str, float]:
