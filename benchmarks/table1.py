@@ -258,16 +258,20 @@ def markdown(rows: Sequence[dict[str, Any]], n: int) -> str:
              "between two time steps |", "|---|---|---|---|---|---|---|---|"]
     for c in table(s):
         m = most(rows, c.figure, n)
-        values = {"devices": f"{c.devices}", "steps": f"{c.steps}", "activations": f"{c.activations / s.psi_a:.2f}",
-                  "parameters": f"{c.parameters / s.psi_p:.2f}", "volume": f"{c.volume / s.psi_p:.2f}"}
-        seen = {"devices": f"{m['devices']:.0f}", "steps": _chain(m), "activations": f"{m['activations'] / s.psi_a:.2f}",
-                "parameters": f"{m['parameters'] / s.psi_p:.2f}", "volume": f"{m['volume'] / s.psi_p:.2f}"}
+        values = {"devices": f"{c.devices}", "steps": f"{c.steps}", "activations": _of(c.activations, s.psi_a),
+                  "parameters": _of(c.parameters, s.psi_p), "volume": _of(c.volume, s.psi_p)}
+        seen = {"devices": f"{m['devices']:.0f}", "steps": _chain(m), "activations": _of(m["activations"], s.psi_a),
+                "parameters": _of(m["parameters"], s.psi_p), "volume": _of(m["volume"], s.psi_p)}
         cells = []
         for key in ("devices", "activations", "parameters", "volume", "steps"):
             form = c.forms[key].replace("Psi", "Ψ")
             cells.append((form if form == values[key] else f"{form} = {values[key]}") + f" → **{seen[key]}**")
         lines.append("| " + " | ".join([c.figure, c.implementation, SYSTEMS[c.figure].words, *cells]) + " |")
     return "\n".join(lines)
+
+
+def _of(nbytes: float, psi: float) -> str:
+    return f"{nbytes / psi:.2f}" if nbytes else "0"
 
 
 def _chain(m: dict[str, float]) -> str:

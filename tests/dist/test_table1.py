@@ -18,7 +18,6 @@ SEEN = {
     "2.a.ii": (5 * THIRD, 5 * THIRD, None, 0, 0),
     "2.b.i": (None, None, None, 0, 1),
     "2.b.ii": (None, 4 * THIRD, None, 1, 0),  # new versions of a stage land beside the replica
-    "2.c.i": (None, None, None, 0, 1),
     # a rank of stage 1 has N/2 micro-batches in a step, each with an activation and a gradient; an update is made by one owner,
     # so a sum that ends elsewhere goes to it and the version comes back, between the same two passes
     "2.c.ii": (None, 2 * THIRD, 2 * P + 3 * INT, 2, 0),
@@ -30,15 +29,16 @@ SEEN = {
 }
 
 
-@pytest.mark.parametrize("figure", [f for f in SEEN if f != "2.c.i"])
+@pytest.mark.parametrize("figure", SEEN)
 def test_what_is_measured_is_what_the_closed_form_says(pool, figure):
     check(pool, figure, 3, *SEEN[figure])
 
 
 def test_model_parallelism_without_the_cyclic_schedule(pool):
-    """N^2 devices, so N is 2 here. With two stages there is none in the middle, which would receive 2 Psi_int."""
+    """N^2 devices, so N is 2 here (N = 3 and 4 are recorded, see tests/unit/test_rounds.py). With two stages there is none in the
+    middle, which would receive 2 Psi_int, and an all-reduce of two takes one round, as a hand-off does, which is named first."""
     s = table1.sizes(2)
-    check(pool, "2.c.i", 2, None, None, 2 * s.psi_p / 2 + s.psi_int, 0, 1)
+    check(pool, "2.c.i", 2, None, None, 2 * s.psi_p / 2 + s.psi_int, 1, 0)
 
 
 def check(pool, figure, n, activations, parameters, volume, handoffs, collectives):

@@ -64,5 +64,12 @@ def test_the_page_shows_the_recorded_rows():
         rows = list(csv.DictReader(file))
     assert {(r["figure"], r["n"]) for r in rows} == {(f, n) for f in table1.SYSTEMS for n in "34"}
     for n in (3, 4):
-        for figure in table1.SYSTEMS:
-            assert table1.most(rows, figure, n)["devices"] == table1.cost(figure, n).devices
+        most = {f: table1.most(rows, f, n) for f in table1.SYSTEMS}
+        forms = {f: table1.cost(f, n) for f in table1.SYSTEMS}
+        assert all(most[f]["devices"] == forms[f].devices for f in forms)
+        assert all(most[f]["activations"] == forms[f].activations for f in forms if f != "2.a.ii")
+        assert most["2.a.ii"]["activations"] == -(-n * n // 2) * table1.sizes(n).psi_a / n
+        for f in ("2.b.i", "2.b.ii", "2.c.i", "2.c.iii", "2.d.i"):
+            assert 0 <= most[f]["volume"] - forms[f].volume <= most[f]["scalars"], "as docs/table1.md says"
+        assert [f for f in forms if most[f]["rounds"] != forms[f].steps] == ["2.c.ii", "2.d.i"]
+        assert most["2.c.i"]["collectives"] == 1 and most["2.c.i"]["parameters"] == forms["2.c.i"].parameters
