@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# also where no virtual environment is active: another version of ninja would compile DeepSpeed's op anew, and the launchers' again
+# where no virtual environment is active, another version of ninja would compile DeepSpeed's op anew, and the launchers' again
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
 for folder in (Path(__file__).parent, Path(__file__).parent.parent):
     if str(folder) not in sys.path:
