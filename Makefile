@@ -16,8 +16,10 @@ demo: export DS_ACCELERATOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 demo: $(STAMP)
 	$(BIN)/deepspeed --num_gpus 2 --log_level error examples/train_gpt.py --deepspeed --deepspeed_config examples/ds_config.json
 
+# Two pytest workers (tests/parallel.py says what runs beside what); make test WORKERS=0 runs one test after the other.
+WORKERS ?= 2
 test: $(STAMP)
-	$(BIN)/python -m pytest -q tests
+	$(BIN)/python -m pytest -q -n $(WORKERS) tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

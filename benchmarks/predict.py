@@ -14,7 +14,7 @@ import torch
 
 from benchmarks import models, rows
 from deepspeed_cdp.activations import track
-from deepspeed_cdp.discover import Example, example_of, find_units
+from deepspeed_cdp.discover import Example, Units, example_of, find_units
 from deepspeed_cdp.plan import Plan
 from deepspeed_cdp.runtime import Settings, make_plan
 from deepspeed_cdp.simulation.events import simulate
@@ -43,12 +43,19 @@ class Recorded(NamedTuple):
 
 
 @cache
+def found(name: str) -> Units:
+    """The units of a benchmark's model, which has enough of them for any number of ranks here."""
+    module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
+    return find_units(module, 1, example_of(module))
+
+
+@cache
 def planned(name: str, ranks: int) -> tuple[Plan, list[Work], Any]:
     """The plan of a benchmark's model, what its units do, and its config."""
     module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
-    plan, layouts = make_plan(module, frozenset(n for n, _ in module.named_parameters()), Settings(), ranks)
-    found = {u.name: u for u in find_units(module, ranks, example_of(module)).units}
-    work = [Work(sum(found[path].flops for path in unit.modules), sum(s.shape.numel() for s in layouts[i].trained))
+    plan, layouts = make_plan(module, frozenset(n for n, _ in module.named_parameters()), Settings(), ranks, found=found(name))
+    units = {u.name: u for u in found(name).units}
+    work = [Work(sum(units[path].flops for path in unit.modules), sum(s.shape.numel() for s in layouts[i].trained))
             for i, unit in enumerate(plan.units)]
     return plan, work, module.config
 

@@ -362,18 +362,19 @@ class Runtime:
 
 
 def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settings, ranks: int,
-              rings: int = 1) -> tuple[Plan, dict[int, Layout]]:
+              rings: int = 1, found: discover.Units | None = None) -> tuple[Plan, dict[int, Layout]]:
     """The plan for a module on a ring, and the layout of each unit (HELD included).
 
     Args:
         trained: names of the parameters that the optimizer updates.
         ranks: in each of the ``rings``.
+        found: the module's units, by who has found them already.
     Raises:
         ValueError: too few units, or a wrong rule, method or unit name.
     """
     schedule = Schedule(ranks, threshold(settings.rule, ranks), settings.rounds)
-    example = discover.example_of(module)
-    found = discover.find_units(module, ranks, example, settings.units)
+    if found is None:
+        found = discover.find_units(module, ranks, discover.example_of(module), settings.units)
     groups = discover.stages(found, ranks, settings.partition_method)
     parameters = dict(module.named_parameters())
     layouts: dict[int, Layout] = {}

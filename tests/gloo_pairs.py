@@ -89,7 +89,7 @@ class GlooPairs(RendezvousTransport):
         tensor.copy_(torch.tensor(values[src], dtype=torch.uint8))
 
     def close(self, linger: bool) -> None:
-        self._fail_all(f"rank {self.rank} has closed its transport")
-        if linger:
+        if linger:  # first: a send that is given up does not reach a peer that is still waiting for it
             self._meeting.exchange(None, "closing")
+        self._fail_all(f"rank {self.rank} has closed its transport")
         self._groups.clear()

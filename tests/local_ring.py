@@ -1,12 +1,15 @@
 """A ring of threads: the runtime without processes, engine or DeepSpeed's set-up."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import models
 import torch
 
+from deepspeed_cdp import discover
 from deepspeed_cdp.rings import RingView
 from deepspeed_cdp.runtime import Runtime, Settings
 from deepspeed_cdp.transport.base import Transport
@@ -38,6 +41,29 @@ def run_ranks(size: int, work: Callable[[int, Any], Any], seconds: float = 30.0,
     if errors:
         raise errors[0]
     return results
+
+
+@cache
+def _shared(kind: str, dtype: torch.dtype | None) -> Callable[..., discover.Trace | None]:
+    """``discover.trace``, once for all threads and trainings of a model: of a tiny Llama it takes longer than they do."""
+    trace, lock, known = discover.trace, threading.Lock(), []
+
+    def shared(module: torch.nn.Module, example: discover.Example) -> discover.Trace | None:
+        with lock:
+            if not known:
+                known.append(trace(module, example))
+            return known[0]
+    return shared
+
+
+@contextmanager
+def traced_once(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, every module is ``models.build(kind)``."""
+    before, discover.trace = discover.trace, _shared(kind, dtype)
+    try:
+        yield
+    finally:
+        discover.trace = before
 
 
 def train(kind: str, size: int, settings: Settings, make_optimizer, steps: int, flush_after=(), on_step=None, dtype=None,
@@ -78,5 +104,6 @@ def train(kind: str, size: int, settings: Settings, make_optimizer, steps: int, 
     if dtype:
         for module in built:
             module.to(dtype)
-    results = run_ranks(size, work, delay=delay, seed=seed, connect=connect)
+    with traced_once(kind, dtype):
+        results = run_ranks(size, work, delay=delay, seed=seed, connect=connect)
     return {"state": results[0][0], "losses": losses, "runtimes": [r for _, r in results], "states": [s for s, _ in results]}

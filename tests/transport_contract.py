@@ -108,7 +108,7 @@ def ring_with_reused_buffers(make: Make, messages: int = 150, slots: int = 3) ->
     """Each rank sends and receives many messages around the ring through few buffers, overwritten as soon as wait allows."""
     t = make()
     after, before = (t.rank + 1) % t.size, (t.rank - 1) % t.size
-    dice, sizes = random.Random(t.rank), [random.Random(1).choice([1, 64, 4096, 30000]) for _ in range(messages)]
+    dice, sizes = random.Random(t.rank), random.Random(1).choices([1, 64, 4096, 30000], k=messages)
     out, into = [empty(30000) for _ in range(slots)], [empty(30000) for _ in range(slots)]
     pushes: list[Any] = [None] * slots
     posts = [t.post("G", before, into[k][:sizes[k]]) for k in range(slots)]

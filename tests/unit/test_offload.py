@@ -4,6 +4,7 @@ import models
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
+from deepspeed.ops.op_builder import CPUAdamBuilder
 from local_ring import train
 from test_runtime import adamw, muon, oracle, schedule, sgd
 
@@ -27,6 +28,12 @@ CASES = {
     "bf16 with fp32 sums": dict(rule="dp", kind="llama-tied", dtype=torch.bfloat16, sum_dtype=torch.float32, clip=0.5),
     "whole matrices": dict(rule="cdp-v2", make=muon),
 }
+
+
+@pytest.fixture(scope="module")
+def cpu_adam() -> None:
+    """Loaded before ranks on threads do it all at once, which has given one of them a module with nothing in it."""
+    CPUAdamBuilder().load(verbose=False)
 
 
 def both(rule, size=3, kind="mlp", make=adamw, steps=6, rounds=1, clip=0.0, dtype=None, sum_dtype=None):
@@ -84,7 +91,7 @@ def test_a_step_whose_norm_is_not_finite_is_skipped():
 
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize("clip", [0.0, 0.3])
-def test_deepspeed_cpu_adam(rule, clip):
+def test_deepspeed_cpu_adam(cpu_adam, rule, clip):
     """DeepSpeed's own C++ Adam steps units one by one, to its rounding what torch's does."""
     def make(named):
         return DeepSpeedCPUAdam([p for _, p in named], lr=1e-2, weight_decay=0.1)
@@ -103,7 +110,7 @@ def test_deepspeed_cpu_adam(rule, clip):
 
 @pytest.mark.parametrize("first, then, kind", [(torch.optim.AdamW, DeepSpeedCPUAdam, int),
                                                (DeepSpeedCPUAdam, torch.optim.AdamW, torch.Tensor)])
-def test_state_of_one_adam_for_the_other(first, then, kind):
+def test_state_of_one_adam_for_the_other(cpu_adam, first, then, kind):
     """torch's counts its steps in a tensor, in place; DeepSpeed's in a number: taken over, each counts on in its own way."""
     def run(make, change=None):
         return train("mlp", 2, Settings("cdp-v2", offload=True), lambda named: make([p for _, p in named], lr=1e-2), 3, {2},
