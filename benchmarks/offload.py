@@ -61,10 +61,12 @@ class Update:
             for unit in self.units:
                 owner.advance(step, unit, 0, False)
         else:
-            norm2 = torch.stack([owner.average(unit) for unit in self.units]).sum()
+            norm2 = torch.stack([owner.average(step, unit) for unit in self.units]).sum()
             for unit in self.units:
                 owner.update(step, norm2, unit, 0)
+        self.runtime.scale.end(step, False)
         owner.finish(step)
+        self.runtime.scale.end_step(step)
         if self.cuda:
             torch.cuda.synchronize()
         return (time.perf_counter() - begun) * 1000, (time.process_time() - used) * 1000

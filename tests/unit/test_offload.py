@@ -121,3 +121,12 @@ def test_state_of_one_adam_for_the_other(cpu_adam, first, then, kind):
         {"state": saved[r.handoff.rank], "param_groups": r.optimizer.state_dict()["param_groups"]}))
     steps = [s["step"] for r in loaded for s in r.owner.optimizer.state.values()]
     assert steps and all(isinstance(s, kind) and float(s) == 6 for s in steps)
+
+
+def test_the_benchmark_of_its_cost_runs(capsys, cpu_adam):
+    from benchmarks.offload import main
+    threads = torch.get_num_threads()
+    for clip in ("0", "1"):
+        assert main(["--cpu", "--width", "16", "--layers", "2", "--repeats", "1", "--clip", clip]) == 0
+    torch.set_num_threads(threads)
+    assert capsys.readouterr().out.count("| in host memory |") == 6
