@@ -1,8 +1,8 @@
 """What the simulator expects of 2, 4 and 8 H100s of one host, before a run: ``python -m benchmarks.scaling > FILE``.
 
 Passes take what ``compute`` took in the newest recorded run on H100s that has the setting (on one GPU or several, it communicates
-nothing), for 8B its operations at ``Hardware().flops``. The host is taken to be ahead, which at micro-batch 1 it is not
-(docs/performance.md), so those rows say what the device alone would allow. Nothing here has been measured on 8 GPUs.
+nothing), for 8B its operations at ``Hardware().flops``. At micro-batch 1 the host is the limit, of ``compute`` too
+(docs/performance.md): those rows are not worth much. Nothing here has been measured on 8 GPUs.
 """
 
 import random
@@ -77,7 +77,8 @@ def table() -> str:
     for name, micro_batch in SETTINGS:
         rows = [expected(name, micro_batch, ranks) for ranks in RANKS] + [two_rings(name, micro_batch)]
         for r in rows:
-            space = f"{r.memory / 2**30:.1f} GiB" if r.memory else "as 4 ranks'"
+            space = f"{r.memory / 2**30:.1f} GiB" if r.memory else ""
+            space += " (more than an H100 has)" if r.memory and r.memory > 80 * 2**30 else ""
             others = ", ".join(f"{k} {1e3 * v:.1f}" for k, v in r.others.items())
             late = f"{1e3 * r.late:.1f} ms"
             both = f"{1e3 * r.passes:.1f} ms | {1e3 * r.step:.1f} ms | {r.passes / r.step:.2f}"

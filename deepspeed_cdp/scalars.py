@@ -117,6 +117,8 @@ class Scalars:
     def resume(self, step: int, known: bool) -> None:
         """Training goes on with ``step``, after a checkpoint; ``known``: the vector is loaded, and tells of the step before."""
         self._noted.clear()
+        if self.transport.timing:
+            self.transport.timing.forget()
         self._since = max(step - known, 0)
         self.step = step - 1 if known and step else None
 

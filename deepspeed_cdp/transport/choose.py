@@ -60,22 +60,20 @@ def choose(kind: str, facts: Sequence[Facts], tried: str = "") -> tuple[str, str
                        None)
     shared = next(((a, b) for b in range(len(facts)) for a in range(b)
                    if (facts[a].host, facts[a].device) == (facts[b].host, facts[b].device)), None)
-    if shared:
-        permitted = [name for name in PERMITS if all(name in f.permits for f in facts)]
-        if kind not in permitted and (kind != "auto" or not permitted):
-            how = f" (transport {kind!r} tries it where {PERMITS[kind]}=1)" if kind in PERMITS else ""
-            raise _refusal(kind, f"ranks {shared[0]} and {shared[1]} compute on the same GPU{how}", None)
-        kind = permitted[0] if kind == "auto" else kind
     if kind == "gloo":
         raise _refusal(kind, "the ranks compute on GPUs", "auto")
-    no_peer, no_nccl = tried or _no_peer(facts, kind == "peer"), _first(facts, "nccl_trouble")
+    forbidden = {name: f"ranks {shared[0]} and {shared[1]} compute on the same GPU (tried where {variable}=1)"
+                 for name, variable in PERMITS.items() if shared and not all(name in f.permits for f in facts)}
+    no_peer = tried or forbidden.get("peer", "") or _no_peer(facts, kind == "peer")
+    no_nccl = forbidden.get("nccl", "") or _first(facts, "nccl_trouble")
     if kind in ("auto", "peer") and not no_peer:
         return "peer", _praise(facts)
     if kind == "peer":
-        raise _refusal(kind, no_peer, "auto")
+        raise _refusal(kind, no_peer, None if forbidden else "auto")
     if not no_nccl:
         return "nccl", no_peer if kind == "auto" else "cyclic.transport asks for it"
-    raise _refusal(kind, no_nccl if kind == "nccl" else f"{no_peer}, and {no_nccl}", "peer" if kind == "nccl" else None)
+    why = no_nccl if kind == "nccl" else f"{no_peer}, and {no_nccl}"
+    raise _refusal(kind, why, "peer" if kind == "nccl" and not shared else None)
 
 
 def _praise(facts: Sequence[Facts]) -> str:

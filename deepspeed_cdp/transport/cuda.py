@@ -36,13 +36,8 @@ class Awaited(ABC):
 
     def wait(self, where: Where) -> None:
         transport = self.transport
-        current = transport.current()
         transport.check()
-        timed = transport.timing.active and current != transport._owner.cuda_stream
-        before = transport.timing.mark() if timed else None
-        self.enqueue(current)
-        if timed:
-            transport.timing.note(self.edge, self.nbytes >= 0, before)
+        current = transport.hold(self, self.edge, self.nbytes >= 0)
         transport.moved_on()
         transport._watch.look_behind(current)
         if not self.counted:
@@ -100,6 +95,20 @@ class CudaTransport(Transport):
     def current(self) -> int:
         """The handle of the stream that torch uses now."""
         return torch._C._cuda_getCurrentRawStream(self.device.index)
+
+    def hold(self, awaited: Awaited, edge: tuple[str, int], came: bool) -> int:
+        """Make the current stream wait, and time it in some steps if it is the passes'; the stream.
+
+        Args:
+            came: whether it waits for a message to come; else for its own to be taken.
+        """
+        current = self.current()
+        timed = self.timing.active and current != self._owner.cuda_stream
+        before = self.timing.mark() if timed else None
+        awaited.enqueue(current)
+        if timed:
+            self.timing.note(edge, came, before)
+        return current
 
     def check(self) -> None:
         """Raise what the watch has found."""

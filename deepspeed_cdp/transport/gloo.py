@@ -241,7 +241,7 @@ class GlooTransport(Transport):
         threads = self._linger([edge for edge in self._out.values() if edge.pending]) if linger else []
         self._hang_up()
         for thread in threads:  # hanging up has woken them; none may be inside gloo when the interpreter ends
-            thread.join(1.0)
+            thread.join(10.0)
         for edge in (*self._in.values(), *self._out.values()):
             for ticket in [t for t in edge.pending.values() if t.state == _PENDING]:
                 ticket.fail(f"rank {self.rank} has closed its transport")

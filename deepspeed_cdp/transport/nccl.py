@@ -148,7 +148,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if self._failure:
             raise HandoffError(self._failure)
         message.where = where
-        message.handle.enqueue(self.current())
+        self.hold(message.handle, (message.line.stream, message.line.peer), message.line.incoming)
 
     def _reached(self, message: Message) -> bool:
         return message.handle is not None and message.handle.done()
@@ -185,14 +185,19 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._failure = reason
         held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
         try:  # all at once: an abort waits for the device, which another communicator's message may hold
-            ends = [threading.Thread(target=self._nccl.abort, args=(comm,), daemon=True) for comm, _ in self._ends.values()]
+            ends = [threading.Thread(target=self._end, args=(comm,), daemon=True) for comm, _ in self._ends.values()]
             for end in ends:
                 end.start()
+            deadline = time.monotonic() + self.timeout_seconds
             for end in ends:
-                end.join(self.timeout_seconds)
+                end.join(max(deadline - time.monotonic(), 0.0))
         finally:
             if held:
                 self._lock.release()
+
+    def _end(self, comm: int) -> None:
+        torch.cuda.set_device(self.device)  # in this thread
+        self._nccl.abort(comm)
 
     # ---- the end --------------------------------------------------------------------------------------------------------
     def close(self, linger: bool) -> None:

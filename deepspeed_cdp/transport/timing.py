@@ -1,14 +1,14 @@
 """How long the device waits for hand-offs, where it is the device that does: measured by events in one step of eight.
 
 An event before and one behind each wait of the stream that the passes run on; the host reads them once they have passed, never
-waiting for them. (In every step they would cost up to a millisecond of the host, which small steps cannot hide.)
+waiting for them. (Two calls for each of some sixty waits are not nothing for the host where steps are small.)
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-EVERY = 8  # the first timed step is step 7: by then kernels are loaded and memory is settled
+EVERY = 8  # in a new run step 7 is the first: by then kernels are loaded and memory is settled
 
 EdgeTimes = dict[tuple[str, int], float]
 
@@ -66,7 +66,11 @@ class DeviceWaits:
 
     def drop(self) -> None:
         """What is being timed is not a step of the usual kind (the ring starts anew)."""
-        self.active, self._passing = False, None
+        self.active = False
+
+    def forget(self) -> None:
+        """Steps are numbered anew, from a checkpoint."""
+        self.active, self._passing, self.latest = False, None, None
 
     @staticmethod
     def _passed(begin: Any, end: Any, waits: list) -> bool:

@@ -19,6 +19,7 @@ def shares_gpu() -> bool:
 def take_gpu() -> tuple[torch.device, str]:
     """This rank's GPU, made current, and the backend for ``torch.distributed``; call before the process group exists."""
     local, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+    assert gpus, "no GPU is here"
     shared = shares_gpu()
     if shared:
         os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"

@@ -72,3 +72,15 @@ def test_a_flush_is_not_a_step():
     for number in range(EVERY - 1, 2 * EVERY - 1):
         assert not step(clock, waits, number)
     assert waits.active and waits.latest is None
+
+
+def test_a_flush_after_a_timed_step_does_not_lose_it():
+    clock = Clock()
+    waits = DeviceWaits(clock.mark)
+    for number in range(EVERY):
+        step(clock, waits, number)
+    waits.drop()
+    clock.reached = 1e9
+    assert step(clock, waits, EVERY) and waits.latest.step == EVERY - 1
+    waits.forget()
+    assert waits.latest is None

@@ -107,6 +107,8 @@ def test_ranks_share_a_gpu_only_where_the_environment_permits_it():
     assert choose("auto", [one, one])[0] == "peer"
     assert "NCCL_MULTI_RANK_GPU_ENABLE=1" in refusal("nccl", [one, one])
     assert "same GPU" in refusal("auto", [one, replace(one, permits=("nccl",))])
+    both = replace(one, permits=("peer", "nccl"))
+    assert choose("auto", [both, both], "rank 1: CUDA error") == ("nccl", "rank 1: CUDA error")
     assert choose("nccl", [replace(one, permits=("nccl",))] * 3)[0] == "nccl"
     assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1" in refusal("peer", [one, replace(one, permits=())])
 
