@@ -1,6 +1,6 @@
-"""GPU check of pipelines: parity with the oracle for N = 2, 3, 4 (``pipeline``) and N = 2 (``pyramid``), idle time against 1F1B.
+"""GPU check of pipelines: parity with the oracle for N = 2, 3, 4 (``pipeline``), N = 2 (``pyramid``) and one device, idle time.
 
-    python tests/gpu/rank_pipe.py [--ranks 2 3 4] [--cpu] [--ms 4]        # starts the processes itself, a world after the other
+    python tests/gpu/rank_pipe.py [--ranks 1 2 3 4] [--cpu] [--ms 4]        # starts the processes itself, a world after the other
     torchrun --nproc-per-node N tests/gpu/rank_pipe.py [--cpu]            # one world
 
 One line per check, "ok" or "FAILED"; the exit status says whether all passed. About 10 s per world on GPUs.
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "dist")]
 parser = argparse.ArgumentParser()
-parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4])
+parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
 parser.add_argument("--cpu", action="store_true", help="gloo; proves this script without GPUs")
 parser.add_argument("--ms", type=float, default=4.0, help="of a pass, where idle time is measured")
 parser.add_argument("--steps", type=int, default=10, help="where idle time is measured")
@@ -73,6 +73,8 @@ def main(args: argparse.Namespace) -> int:
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
     jobs = [Job(world, "cdp-v2", tied=True, clip=0.5, warmup=True), Job(world, "cdp-v1", clip=0.5, eval_after=(2,)),
             Job(world, "dp", 2), Job(world, "cdp-v2", bf16=True, sum_fp32=True)]
+    if world == 1:
+        jobs = [Job(3, "cdp-v2", tied=True, clip=0.5), Job(2, "cdp-v1"), Job(3, "cdp-v2", bf16=True, sum_fp32=True)]
     if world == 3:
         jobs += [Job(2, "cdp-v2", tied=True, clip=0.5), Job(2, "cdp-v1")]
     bad = 0
@@ -83,10 +85,10 @@ def main(args: argparse.Namespace) -> int:
         text = check(work, job, rank, world)
         sys.stdout = loud
         bad += text.startswith("FAILED")
-        name = "pipeline" if world == job.stages else "pyramid"
+        name = "single device" if world == 1 else "pipeline" if world == job.stages else "pyramid"
         say(f"{world} ranks, {name} of {job.stages} stages, {job.rule}{', tied' * job.tied}{', bf16' * job.bf16}: {text} "
             f"({time.time() - began:.1f} s)")
-    for way in ("stock", "dp", "cdp-v2", "cdp-v1"):
+    for way in ("stock", "dp", "cdp-v2", "cdp-v1") if world > 1 else ():
         sys.stdout = quiet
         row = measure(way, world, 1, args.ms / 1000, args.steps)
         sys.stdout = loud
