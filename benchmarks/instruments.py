@@ -20,7 +20,8 @@ import time
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+
+from benchmarks.processes import spawn
 
 WARM_UP = 4
 WIDTH, BLOCKS, BATCH = 128, 6, 64
@@ -83,12 +84,8 @@ def window(engine_name: str, setting: str, added: dict[str, Any], rank: int, ste
     return busy, [b - a for a, b in zip(ends, ends[1:])]
 
 
-def worker(rank: int, args: argparse.Namespace, port: int, folder: str) -> None:
+def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     import torch.distributed as dist
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(args.ranks), "MASTER_ADDR": "127.0.0.1",
-                       "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"})
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=args.ranks)
     seen: dict[tuple[str, str], list[tuple[float, list[float]]]] = {}
     with contextlib.redirect_stdout(io.StringIO()):  # what the instruments print goes nowhere, but is made
         import deepspeed  # noqa: F401
@@ -130,12 +127,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--engines", nargs="+", default=["cdp-v2", "zero3"], choices=["dp", "cdp-v1", "cdp-v2", "zero3"])
     args = parser.parse_args()
-    import socket
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args, port, folder), nprocs=args.ranks)
+        spawn(worker, args.ranks, args, folder)
 
 
 if __name__ == "__main__":

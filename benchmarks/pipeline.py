@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import statistics
 import sys
 import time
@@ -19,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 from benchmarks.pauses import SlowLinear, pause
+from benchmarks.processes import spawn
 
 WIDTH = 16
 WAYS = ("stock", "dp", "1", "cdp-v2", "cdp-v1")
@@ -87,12 +86,8 @@ def measure(way: str, stages: int, rounds: int, seconds: float, steps: int, warm
             "closed_form": PipeSchedule(stages, k, rounds).idle}
 
 
-def rank_main(rank: int, stages: int, port: int, args: argparse.Namespace) -> None:
+def rank_main(rank: int, stages: int, args: argparse.Namespace) -> None:
     """One process of the CPU mode."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(stages), LOCAL_WORLD_SIZE=str(stages),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    torch.set_num_threads(1)
     import deepspeed
     from deepspeed.utils import logger
     logger.setLevel("ERROR")
@@ -140,10 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         print(table(args.table))
         return 0
     for stages in args.stages:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        mp.spawn(rank_main, (stages, port, args), nprocs=stages)
+        spawn(rank_main, stages, stages, args)
     return 0
 
 

@@ -19,7 +19,6 @@ import contextlib
 import csv
 import os
 import re
-import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -28,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
+from benchmarks.processes import spawn
 from benchmarks.rounds import Event, longest
 from benchmarks.watch import Live, Log
 from deepspeed_cdp.costs import Cost, Sizes, table
@@ -289,15 +288,11 @@ def render(page: str) -> str:
 
 
 # ---- many processes -----------------------------------------------------------------------------------------------------------
-def rank_main(rank: int, figure: str, n: int, world: int, port: int, out: str) -> None:
+def rank_main(rank: int, figure: str, n: int, world: int, out: str) -> None:
     """One process of a system's run; rank 0 appends the rows to ``out``."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu")
-    torch.set_num_threads(1)
     import deepspeed
     import torch.distributed as dist
     deepspeed.utils.logger.setLevel("ERROR")
-    dist.init_process_group("gloo", rank=rank, world_size=world)
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # DeepSpeed prints the partition
         mine = watch(rank, world, figure, n)
     everyone: list[Any] = [None] * world
@@ -327,10 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     for n in args.stages:
         for figure in args.figures:
             world = cost(figure, n).devices
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            mp.spawn(rank_main, (figure, n, world, port, args.out), nprocs=world)
+            spawn(rank_main, world, figure, n, world, args.out)
             print(f"N = {n}, {figure}: done", flush=True)
     return 0
 
