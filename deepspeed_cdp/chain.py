@@ -17,8 +17,10 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .dry_state import Key, Rank
 from .plan import Action, Plan
-from .validate import DryRun, Key, PlanError, _Rank
+from .plan_form import PlanError
+from .validate import DryRun
 
 PAIR = -2  # the item after the units
 
@@ -125,23 +127,23 @@ class _Ring(DryRun):
         self.come: dict[tuple[str, int, int], _Message] = {}  # (stream, rank, item) -> what has landed
         self.unsent: list[set[tuple[str, int]]] = [set() for _ in range(n)]  # (stream, item) of pushes that still read
 
-    def wrong(self, rank: _Rank, reason: str) -> PlanError:
+    def wrong(self, rank: Rank, reason: str) -> PlanError:
         links, at = self.links[rank.number], self.at[rank.number]
         return self._error(rank, f"ring {self.ring}, {links[at] if at < len(links) else 'done'}: {reason}")
 
-    def open(self, rank: _Rank, key: tuple) -> None:
+    def open(self, rank: Rank, key: tuple) -> None:
         """Region X is free."""
         for stream, item in first_posts(self.ring, finishing(self.plan, rank.number)):
             self._let_in(rank, stream, item, key, rank.version)
 
-    def _let_in(self, rank: _Rank, stream: str, item: int, key: tuple, step: int) -> None:
+    def _let_in(self, rank: Rank, stream: str, item: int, key: tuple, step: int) -> None:
         if self.x[rank.number].get(item) is not None:
             raise self.wrong(rank, f"region X of item {item} is still in use: {self.x[rank.number][item]}")
         self.x[rank.number][item] = (stream,)
         self.posts.setdefault((stream, rank.number), deque()).append(_Message(key, step, item))
         self._meet(stream, rank)
 
-    def _meet(self, stream: str, rank: _Rank) -> None:
+    def _meet(self, stream: str, rank: Rank) -> None:
         """Messages to this rank land where they were let in."""
         edge = stream, rank.number
         posts, pushes = self.posts.get(edge), self.coming.get(edge)
@@ -157,7 +159,7 @@ class _Ring(DryRun):
             sender.unsent[rank.number].discard((stream, push.item))
             sender.ranks[rank.number].blocked -= 1
 
-    def _norm(self, rank: _Rank, a: Action) -> bool:
+    def _norm(self, rank: Rank, a: Action) -> bool:
         links, r, step = self.links[rank.number], rank.number, rank.step + a.version
         while self.at[r] < len(links):
             if self.blocking and rank.blocked or not self._link(rank, step, self._key(rank, a), links[self.at[r]]):
@@ -171,7 +173,7 @@ class _Ring(DryRun):
         self.at[r] = 0
         return True
 
-    def _link(self, rank: _Rank, step: int, time: Key, link: Link) -> bool:
+    def _link(self, rank: Rank, step: int, time: Key, link: Link) -> bool:
         r, i, key = rank.number, link.item, (*time, *link.key)
         x, o, last = self.x[r], self.o[r], self.plan.rings - 1
         if link.kind == "READY":
@@ -208,7 +210,7 @@ class _Ring(DryRun):
             raise self.wrong(rank, f"has {x.get(i)} for a total")
         return True
 
-    def _update(self, rank: _Rank, a: Action) -> bool:
+    def _update(self, rank: Rank, a: Action) -> bool:
         if not super()._update(rank, a):
             return False
         self.x[rank.number].clear()

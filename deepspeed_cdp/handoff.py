@@ -12,6 +12,7 @@ import torch
 from .buffers import Buffers
 from .chain import finishing
 from .errors import HandoffError
+from .owner_actions import OwnerActions
 from .plan import HELD, Action, Plan, Post
 from .program import build, edges, initial_posts, with_meetings
 from .rings import Across
@@ -21,7 +22,7 @@ from .walk import OutOfOrder, Owner, Place, Program
 from .warmup import Phases
 
 
-class Handoff:
+class Handoff(OwnerActions):
     """One rank's walk through its program.
 
     Attributes:
@@ -50,8 +51,8 @@ class Handoff:
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
                     "SUM_HELD": self._sum, "PASS_HELD": self._pass, "DONE_HELD": self._done,
                     "OFFER": self._offer, "TAKE": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
-                    "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
-        self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("NORM", "TOTAL", "UPDATE", "OFFER")}
+                    "AVERAGE": self._average, "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
+        self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("AVERAGE", "NORM", "TOTAL", "UPDATE", "OFFER")}
         # the owned units that have sums, in the order in which they are read, and in that in which they are finished
         self._members = [i for i in plan.members(plan.schedule.owned(rank)) if plan.unit(i).g_bytes]
         self._finishing = finishing(plan, rank)
@@ -71,6 +72,7 @@ class Handoff:
         self.plan = self.phases.at(self.global_step)
         self.schedule = self.plan.schedule
         self._program, self._steady = self._programs[self.schedule]
+        self._together = () if self.plan.averaged(self.rank) else self._finishing
         self._arrivals: dict[tuple, Ticket] = {}
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
@@ -97,7 +99,8 @@ class Handoff:
         if self._cursor or self.round:
             raise ValueError(f"engine.flush() came in the middle of step {self.global_step}: {self.round} of "
                              f"{self.schedule.rounds} micro-batches are done; call engine.step() first")
-        last = {"NORM": self._norm, "TOTAL": self._total, "UPDATE": self._apply}  # nobody reads what would be published
+        # nobody reads what would be published
+        last = {"AVERAGE": self._average, "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._apply}
         self._flushing = True
         with self.transport.owner_stream():
             for a in self._steady.actions if self.step else ():
@@ -305,96 +308,4 @@ class Handoff:
             self.transport.moved_on()
         else:
             self._push(a)
-        self._posts(a)
-
-    def _as_owner(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        def beside(a: Action) -> None:
-            with self.transport.owner_stream():
-                do(a)
-        return beside
-
-    def _norm(self, a: Action) -> None:
-        assert self.owner is not None
-        where, step, stage = Place(self, a), self.step + a.version, self.schedule.owned(self.rank)
-        if self.owner.at_once:
-            self._free_copy(a)
-
-        def ready(i: int) -> int:
-            """The ring's sum of the unit is in O."""
-            if self.rank == self.schedule.ranks - 1:
-                self.transport.after(self._sum_ends.pop(i, None))
-            else:
-                self._arrivals.pop(("O", step, self.schedule.rounds - 1, i, True)).wait(where)
-            return i
-
-        def losses() -> tuple[torch.Tensor, int]:
-            self.transport.after(self._step_end)
-            loss, count = self._lost.pop(self.global_step + a.version)
-            self.transport.uses(loss)
-            return loss, count
-
-        across, views = self.across, self.owner.ring_sums
-        for i in map(ready, self._finishing) if across is None else across.exchange(ready, losses, views, where):
-            self._average(a, i)
-        if a.peer is not None:
-            self.scalars.receive(a.peer, where)
-        loss, count = losses() if across is None else across.total
-        norms = [self._norms[i] for i in reversed(self._members) if i in self._norms]
-        self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count,
-                         self.global_step + a.version)
-        self._norms = {}
-
-    def _average(self, a: Action, unit: int) -> None:
-        """What can be done with a unit's finished sums."""
-        assert self.owner is not None
-        if self.owner.at_once:
-            slot = None if self._flushing else self._copy(a)
-            urgent = unit in (HELD, 0) and self.rank == self.schedule.ranks - 1  # which reads it at once
-            self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot, urgent)
-            self._published_at[unit] = self.transport.mark()
-        else:
-            self._norms[unit] = self.owner.average(self.global_step + a.version, unit)
-
-    def _copy(self, a: Action) -> int:
-        return (self.step + a.version + 1) % self.plan.copies
-
-    def _free_copy(self, a: Action) -> None:
-        """Wait until the published copy that is next to be written is not read any more (in a flush none is written)."""
-        if self._flushing:
-            return
-        region = self.plan.copy_region(self.step + a.version + 1)
-        for ticket in self._readers(region, *self.plan.copy_layout(self.schedule.owned(self.rank))[1:]):
-            ticket.wait(Place(self, a))
-        self.transport.after(self._own_read_end)
-
-    def _total(self, a: Action) -> None:
-        self.scalars.send_total()
-
-    def _apply(self, a: Action) -> None:
-        assert self.owner is not None
-        if a.peer is not None:
-            self.scalars.receive_total(Place(self, a))
-        step = self.global_step + a.version
-        if self.schedule.exact_norm:  # without the whole step's norm an owner cannot know (cdp-v2)
-            overflow = not bool(torch.isfinite(self.scalars.total))
-            self.on_end(step, overflow)
-            if overflow:
-                self.owner.discard()  # as ZeRO-3 does
-                self.skipped += 1
-        if not self.owner.at_once:
-            self._free_copy(a)
-            slot = None if self._flushing else self._copy(a)
-            if not self.owner.by_unit:
-                self.owner.update(step, self.scalars.total, None, slot)
-            for i in self._members:
-                if self.owner.by_unit:
-                    self.owner.update(step, self.scalars.total, i, slot)
-                self._published_at[i] = self.transport.mark()
-        self.owner.finish(step)
-        if self.across and not self._flushing:
-            self.across.begin()
-        self._sums_used_at = self.transport.mark()
-
-    def _update(self, a: Action) -> None:
-        self._apply(a)
         self._posts(a)

@@ -93,7 +93,7 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         unit = "held" if self.unit == HELD else f"unit {self.unit}"
-        incoming = self.kind in ("RECEIVE", "TAKE", "APPLY", "READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
+        incoming = self.kind in ("RECEIVE", "TAKE", "APPLY", "READ", "SUM", "SUM_HELD", "AVERAGE", "NORM", "UPDATE")
         arrow = "" if self.peer is None else f" {'<-' if incoming else '->'} rank {self.peer}"
         where = "" if self.kind in ("NORM", "UPDATE", "TOTAL") else f" {'backward' if self.backward else 'forward'} {unit}"
         return f"{self.kind}{where}{arrow} (stream {self.stream or '-'}, round {self.round}, logical time {self.time})"
@@ -101,8 +101,8 @@ class Action(NamedTuple):
 
 # Kinds, in the order they take at equal time and phase.
 ORDER = {"DONE": 0, "PASS": 1, "SUM_HELD": 2, "PASS_HELD": 3, "DONE_HELD": 4,  # ends
-         "NORM": 5, "TOTAL": 6, "UPDATE": 7, "OFFER": 8, "TAKE": 9, "APPLY": 10, "READ": 11, "RELAY": 12, "SUM": 13,  # starts
-         "RECEIVE": 14, "SEND": 14}  # see program.with_meetings; APPLY: see replicas.py
+         "AVERAGE": 5, "NORM": 6, "TOTAL": 7, "UPDATE": 8, "OFFER": 9, "TAKE": 10, "APPLY": 11, "READ": 12, "RELAY": 13,
+         "SUM": 14, "RECEIVE": 15, "SEND": 15}  # starts; RECEIVE, SEND: see program.with_meetings; APPLY: see replicas.py
 
 
 @dataclass(frozen=True)
@@ -163,6 +163,17 @@ class Plan:
         """
         n = self.schedule.ranks
         return index != HELD and self.units[index].stage >= (1 if self.keep_after_forward else max(1, n - 2))
+
+    def averaged(self, rank: int) -> tuple[int, ...]:
+        """The owned units that are averaged (and, if nothing is clipped, updated) one by one as their sums come, not all in NORM.
+
+        Not those of rank N-1: its own last backward finishes them, and ``engine.step()`` has not recorded the learning rate yet.
+        Where updates wait for the norm of all stages, or for other rings, little would be gained.
+        """
+        s = self.schedule
+        if rank == s.ranks - 1 or s.stalls or s.exact_norm or self.rings > 1:
+            return ()
+        return tuple(i for i in reversed(self.members(s.owned(rank))) if self.unit(i).g_bytes)
 
     # ---- logical time inside a round ------------------------------------------------------------------------------------
     @cached_property
@@ -259,24 +270,36 @@ class Plan:
     def copies(self) -> int:
         """Published copies the owners keep: 1 if every use of a version ends before the next one is published, else 2."""
         for stage in range(self.schedule.ranks):
-            if any(use >= (self.schedule.update_time(3, stage) * self.scale, START) for use in self._uses(3, stage)):
-                return 2
+            for i in self.members(stage):
+                if any(use >= (self.made(3, i), START) for use in self._uses(3, i)):
+                    return 2
         return 1
 
-    def _uses(self, version: int, stage: int) -> list[tuple[int, int]]:
+    def made(self, step: int, unit: int) -> int:
+        """Ticks at which the owner may begin to write what this step makes of the unit."""
+        stage = self.unit(unit).stage
+        if unit in self.averaged(self.schedule.owner(stage)):
+            return self.summed(step, unit)
+        return self.schedule.update_time(step, stage) * self.scale
+
+    def summed(self, step: int, unit: int) -> int:
+        """Ticks at which the unit's gradient sum is finished: the last micro-batch's backward has ended."""
+        s = self.schedule
+        return s.start(step, s.rounds - 1, s.ranks - 1) * self.scale + self.spans[unit, True][1]
+
+    def _uses(self, version: int, unit: int) -> list[tuple[int, int]]:
         """Keys by which a published version is out of use: its first readers have let it in, the owner's own reads have ended."""
-        s, uses = self.schedule, []
-        sent_once = all(self.kept(i) for i in self.members(stage))
-        back = (stage if sent_once else 2 * s.ranks - 1 - stage) * self.scale  # the last pass that takes it, two positions ahead
+        s, uses, stage = self.schedule, [], self.unit(unit).stage
+        last = 0 if unit == HELD else self.spans[unit, not self.kept(unit)][0]  # the last pass that takes it, two positions ahead
         for step in (version, version + 1):
             for v, m, r in s.first_readers(step, stage):
                 if v == version:
-                    uses.append((s.start(step, m, r) * self.scale + back - 2 * self.scale, START))
+                    uses.append(((s.start(step, m, r) - 2) * self.scale + last, START))
             for m in range(s.rounds):
                 r = s.owner(stage)
                 if s.version(step, m, r, stage) == version and s.source(step, m, r, stage) is None:
-                    passes = 2 * s.ranks if self.held and stage == 0 else 2 * s.ranks - stage
-                    uses.append(((s.start(step, m, r) + passes) * self.scale, END))
+                    end = 2 * s.ranks * self.scale if unit == HELD else self.spans[unit, True][1]
+                    uses.append((s.start(step, m, r) * self.scale + end, END))
         return uses
 
     # ---- closed forms ---------------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from .plan import HELD, ORDER, Action, Plan, Post
 
 SUMS = ("SUM", "SUM_HELD")
 PASSES = ("PASS", "PASS_HELD")
-OWN = ("NORM", "TOTAL", "UPDATE", "OFFER", "TAKE")
+OWN = ("AVERAGE", "NORM", "TOTAL", "UPDATE", "OFFER", "TAKE")
 MESSAGES = ("READ", "APPLY", "RELAY", "OFFER", *SUMS, *PASSES)  # kinds that name the bytes of a unit
 
 
@@ -42,5 +42,7 @@ def check_form(plan: Plan, r: int, programs: Sequence[Sequence[Action]], before:
             if last is not None and a.key < last.key:
                 raise PlanError(f"{where}: {a}: comes after {last}, which is later in logical time")
             last = a
+            if a.kind == "AVERAGE" and a.unit not in known:
+                raise PlanError(f"{where}: {a}: there is no unit {a.unit}")
             for x in ((a,) if a.kind in MESSAGES else ()) + a.posts:
                 check(x, where, a)

@@ -193,6 +193,8 @@ class Builder:
             norm, phase, high = s.norm_time(step, stage) * scale, START, s.start(version, 0, self.rank) * scale
             if s.stalls and norm >= high:  # owners later in the ring are between steps when they need this rank's norm
                 norm, phase = high, END
+            for i in self.plan.averaged(self.rank):
+                yield self._action("AVERAGE", self.plan.summed(step, i), START, s.rounds - 1, i, True, version=base)
             # the scalars come from the owner before; rank 0 takes up what rank N-1 sent after the step before, or at the start
             src = (self.rank - 1) % s.ranks if s.ranks > 1 else None
             yield self._action("NORM", norm, phase, peer=src, stream="S", version=base)

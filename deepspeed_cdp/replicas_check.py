@@ -6,9 +6,12 @@ while an old version is still to be read; a pass reads only what ``APPLY`` or th
 been published apart is in the owner's replica before it is overwritten.
 """
 
+from collections.abc import Sequence
+
+from .dry_state import Place, Rank
 from .plan import HELD, Action
 from .replicas import ReplicatedPlan
-from .validate import DryRun, Place, _Rank
+from .validate import DryRun
 
 
 class ReplicaRun(DryRun):
@@ -29,16 +32,16 @@ class ReplicaRun(DryRun):
     def _stage(self, a: Action) -> int:
         return self.plan.unit(a.unit).stage
 
-    def _next(self, rank: _Rank, a: Action) -> int | None:
+    def _next(self, rank: Rank, a: Action) -> int | None:
         """The version of the unit's stage that the next micro-batch reads, if it is another one."""
         after = (rank.step, a.round + 1) if a.round + 1 < self.schedule.rounds else (rank.step + 1, 0)
         return self.plan.applied(*after, rank.number, self._stage(a))
 
-    def _leave(self, rank: _Rank, a: Action, place: Place) -> None:
+    def _leave(self, rank: Rank, a: Action, place: Place) -> None:
         if (a.backward or a.unit == HELD) and self._next(rank, a) is not None:
             self._free(rank, *place)  # the last pass that reads this version
 
-    def _apply(self, rank: _Rank, a: Action) -> bool:
+    def _apply(self, rank: Rank, a: Action) -> bool:
         if a.peer is not None and not self._arrived(rank, a):
             return False
         place, to, version = self._at(rank, a), ("R", a.into[1]), rank.step + a.version
@@ -66,7 +69,7 @@ class ReplicaRun(DryRun):
         self.holds[rank.number, a.unit] = version
         return True
 
-    def _read(self, rank: _Rank, a: Action) -> bool:
+    def _read(self, rank: Rank, a: Action) -> bool:
         if a.region != "R" or a.peer is not None:
             raise self._error(rank, "reads elsewhere than in the replica")
         if not super()._read(rank, a):
@@ -75,20 +78,22 @@ class ReplicaRun(DryRun):
             raise self._error(rank, f"reads what has landed, but has applied version {self.holds[rank.number, a.unit]} only")
         return True
 
-    def _may_relay(self, rank: _Rank, a: Action, place: Place, used: Place | None) -> bool:
+    def _may_relay(self, rank: Rank, a: Action, place: Place, used: Place | None) -> bool:
         if used is None or self.holds[rank.number, a.unit] != rank.step + a.version:
             return False
         if place[0] == "L":
             self._free(rank, *place)  # (its next message waits until this one has been taken)
         return place[0] == "L" or used == place
 
-    def _publish(self, rank: _Rank, version: int) -> None:
-        if version:
-            for i, offset in self.v_layouts[rank.number].items():
-                if not self.plan.staged:
-                    self._claim(rank, "R", offset, self.plan.unit(i).p_bytes)
-                elif self.holds[rank.number, i] != version - 1:
-                    raise self._error(rank, f"overwrites a version of unit {i} that its owner has not taken yet")
+    def _overwrite(self, rank: Rank, a: Action, units: Sequence[int]) -> None:
+        for i in units:
+            if not self.plan.staged:
+                self._claim(rank, "R", self.v_layouts[rank.number][i], self.plan.unit(i).p_bytes)
+            elif self.holds[rank.number, i] != rank.step + a.version:
+                raise self._error(rank, f"overwrites a version of unit {i} that its owner has not taken yet")
+        super()._overwrite(rank, a, units)
+
+    def _publish(self, rank: Rank, version: int) -> None:
         super()._publish(rank, version)
         if not self.plan.staged:
             self.holds.update({(rank.number, i): version for i in self.v_layouts[rank.number]})

@@ -45,11 +45,11 @@ class ReplicaHandoff(Handoff):
     def _kept_under(self, region: str, offset: int) -> str:
         return f"{region}{offset}" if region in "LR" else region  # where each unit has one place, and there are many
 
-    def _free_copy(self, a: Action) -> None:
+    def _free_copy(self, a: Action, unit: int | None = None) -> None:
         if self.plan.staged or self._flushing:
-            super()._free_copy(a)
+            super()._free_copy(a, unit)
             return
-        for i in self._owned:
+        for i in self._owned if unit is None else (unit,):
             for ticket in self._readers("R", self.plan.replica[0][i], self.plan.unit(i).p_bytes):
                 ticket.wait(Place(self, a))
         self.transport.after(self._own_read_end)

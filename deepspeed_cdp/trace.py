@@ -23,7 +23,7 @@ from .transport.choose import host
 
 RECEIVES = ("APPLY", "READ", "SUM", "SUM_HELD")
 SENDS = ("RELAY", "PASS", "PASS_HELD", "OFFER")
-OWNER = ("NORM", "UPDATE")
+OWNER = ("AVERAGE", "NORM", "UPDATE")
 BEGINS = ("READ", "RELAY", "SUM")
 TRACKS = {"passes": 0, "waits": 1, "owner": 2}
 
@@ -61,7 +61,7 @@ class Recorder:
 
     def _what(self, a: Action) -> dict[str, Any]:
         h = self.handoff
-        own = a.kind in ("NORM", "UPDATE", "TOTAL")
+        own = a.kind in (*OWNER, "TOTAL")
         unit = None if own else h.plan.unit(a.unit)
         return {"step": h.global_step, "round": a.round, "unit": None if own else a.unit,
                 "stage": h.schedule.owned(h.rank) if unit is None else unit.stage, "backward": a.backward,

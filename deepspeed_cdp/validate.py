@@ -15,58 +15,14 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
+from .dry_state import BEFORE, Key, Landing, Place, Push, Rank, Tag
 from .plan import HELD, Action, Plan, Post
 from .plan_form import OWN, PASSES, PlanError, check_form
 from .program import build, initial_posts
 
 Programs = Callable[[int, bool], Sequence[Action]]
 Posts = Callable[[int], Sequence[Post]]
-Key = tuple[int, bool, int, int]  # (step, after the step's passes, logical time, phase), compared lexicographically
-Tag = tuple  # ("p", unit, version) or ("g", unit, step, micro-batches summed)
-Place = tuple[str, int]  # region and offset; slots of H are offsets 0 and 1, copies of V are regions V0 and V1
-BEFORE: Key = (-1, False, 0, 0)  # the first action
-
-
-class _Push(NamedTuple):  # a message on its way
-    rank: int
-    step: int
-    key: Key
-    action: Action
-    place: Place
-    tag: Tag
-
-
-class _Landing(NamedTuple):  # a region that is free for the next message of its edge
-    key: Key
-    step: int  # in which the message is read
-    post: Post
-    offset: int
-    by: Action | None  # before the first action
-
-
-@dataclass
-class _Rank:
-    """What one simulated rank knows."""
-
-    number: int
-    program: Sequence[Action]
-    step: int = 0
-    cursor: int = 0
-    acted: bool = False  # the action at the cursor is done, except for its posts
-    reads: int = 0  # READs of this step
-    normed: int = 0  # steps whose finished sums were measured
-    version: int = 0  # updates applied
-    content: dict[Place, Tag] = field(default_factory=dict)
-    busy: dict[str, dict[int, int]] = field(default_factory=dict)  # region -> offset -> bytes, from the post to the last use
-    using: dict[tuple[int, int, bool], Place] = field(default_factory=dict)  # passes under way -> where they read
-    landed: dict[tuple, tuple[Key, Place]] = field(default_factory=dict)  # awaited message -> key of its push, place
-    reading: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # region -> (offset, bytes) of each push from it
-    offers: dict[str, Key] = field(default_factory=dict)  # copy -> latest key at which a reader let its offer in
-    blocked: int = 0  # pushes on their way, offers apart
-    scalars: dict[tuple[str, int], deque[tuple[Key, int]]] = field(default_factory=dict)  # (stream, source) -> (key, step)
 
 
 def validate(plan: Plan, steps: int = 4, programs: Programs | None = None, posts: Posts | None = None) -> None:
@@ -100,18 +56,18 @@ class DryRun:
         self.plan, self.schedule, self.steps = plan, plan.schedule, steps
         self.blocking, self.barrier = blocking, barrier
         n, programs = self.schedule.ranks, programs or (lambda rank, first: build(plan, rank, first))
-        self.ranks, self.steady = [_Rank(r, programs(r, True)) for r in range(n)], [programs(r, False) for r in range(n)]
+        self.ranks, self.steady = [Rank(r, programs(r, True)) for r in range(n)], [programs(r, False) for r in range(n)]
         self.o_layouts = [plan.o_layout(self.schedule.owned(r))[0] for r in range(n)]
         self.v_layouts = [plan.copy_layout(self.schedule.owned(r))[0] for r in range(n)]
-        self.pushes: dict[tuple[str, int, int], deque[_Push]] = {}
-        self.landings: dict[tuple[str, int, int], deque[_Landing]] = {}
+        self.pushes: dict[tuple[str, int, int], deque[Push]] = {}
+        self.landings: dict[tuple[str, int, int], deque[Landing]] = {}
         self.period = self.schedule.period * plan.scale
         self.ends = [(self.schedule.start(0, self.schedule.rounds, r)) * plan.scale for r in range(n)]  # of the passes of step 0
         visits = ((HELD, False), *plan.visits) if plan.held else plan.visits
         self.order = [(m, *visit) for m in range(self.schedule.rounds) for visit in visits]
         self.log: list[tuple[int, int, Action]] = []
-        self.special = {"READ": self._read, "SUM": self._sum, "SUM_HELD": self._sum, "NORM": self._norm, "TOTAL": self._total,
-                        "UPDATE": self._update}
+        self.special = {"READ": self._read, "SUM": self._sum, "SUM_HELD": self._sum, "AVERAGE": self._average,
+                        "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         for rank in self.ranks:
             self._publish(rank, 0)
             for post in posts(rank.number) if posts else initial_posts(plan, rank.number):
@@ -139,7 +95,7 @@ class DryRun:
             if (push.tag[2] + 1 if push.action.kind == "OFFER" else push.step) < self.steps:  # in which it is taken at last
                 raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never taken")
 
-    def _tried(self, rank: _Rank, a: Action) -> bool:
+    def _tried(self, rank: Rank, a: Action) -> bool:
         try:
             return self._try(rank, a)
         except PlanError:
@@ -148,15 +104,15 @@ class DryRun:
             raise self._error(rank, f"makes no sense ({type(error).__name__}: {error})") from error
 
     # ---- names -------------------------------------------------------------------------------------------------
-    def _error(self, rank: _Rank, reason: str) -> PlanError:
+    def _error(self, rank: Rank, reason: str) -> PlanError:
         return PlanError(f"rank {rank.number}, step {rank.step}: {rank.program[rank.cursor]}: {reason}")
 
-    def _key(self, rank: _Rank, a: Action) -> Key:
+    def _key(self, rank: Rank, a: Action) -> Key:
         time = a.time + max(rank.step - 1, 0) * self.period  # programs of later steps are those of step 1
         late = a.kind in OWN and time >= self.ends[rank.number] + rank.step * self.period
         return rank.step, late, time, a.phase
 
-    def _at(self, rank: _Rank, a: Action) -> Place:
+    def _at(self, rank: Rank, a: Action) -> Place:
         """Region and offset of an action's bytes in this step."""
         if a.region == "H":
             return "H", (rank.step * self.schedule.rounds + a.round) % 2
@@ -170,7 +126,7 @@ class DryRun:
         return "g", post.unit, step, n * self.schedule.rounds if post.stream == "O" else m * n + r
 
     # ---- one action -----------------------------------------------------------------------------------------------------
-    def _try(self, rank: _Rank, a: Action) -> bool:
+    def _try(self, rank: Rank, a: Action) -> bool:
         """Do the action, then its posts, if everything it waits for has happened."""
         if not rank.acted:
             if self.blocking and rank.blocked or not self._act(rank, a):
@@ -184,7 +140,7 @@ class DryRun:
         rank.acted, rank.cursor = False, rank.cursor + 1
         return True
 
-    def _act(self, rank: _Rank, a: Action) -> bool:
+    def _act(self, rank: Rank, a: Action) -> bool:
         if a.kind in self.special:
             return self.special[a.kind](rank, a)
         if a.kind in ("DONE", "DONE_HELD"):
@@ -198,20 +154,20 @@ class DryRun:
                 self._free(rank, *self._at(rank, a))
         return True
 
-    def _leave(self, rank: _Rank, a: Action, place: Place) -> None:
+    def _leave(self, rank: Rank, a: Action, place: Place) -> None:
         """A pass no longer reads from here."""
         if place[0][0] != "V":
             self._free(rank, *place)
 
-    def _end_step(self, rank: _Rank) -> None:
+    def _end_step(self, rank: Rank) -> None:
         if missing := list(rank.using) + self.order[rank.reads:]:
             raise PlanError(f"rank {rank.number}, step {rank.step}: DONE is missing for (round, unit, backward) {missing}")
         rank.step, rank.cursor, rank.reads, rank.program = rank.step + 1, 0, 0, self.steady[rank.number]
 
-    def _all_read(self, rank: _Rank, a: Action) -> bool:  # the round's passes are over
+    def _all_read(self, rank: Rank, a: Action) -> bool:  # the round's passes are over
         return rank.reads * self.schedule.rounds == (a.round + 1) * len(self.order) and all(i == HELD for _, i, _ in rank.using)
 
-    def _read(self, rank: _Rank, a: Action) -> bool:
+    def _read(self, rank: Rank, a: Action) -> bool:
         if a.peer is not None and not self._arrived(rank, a):
             return False
         place, version, stage = self._at(rank, a), rank.step + a.version, self.plan.unit(a.unit).stage
@@ -226,7 +182,7 @@ class DryRun:
         rank.reads += 1
         return True
 
-    def _sum(self, rank: _Rank, a: Action) -> bool:
+    def _sum(self, rank: Rank, a: Action) -> bool:
         if a.peer is not None and not self._arrived(rank, a):
             return False
         if not (self._all_read(rank, a) if a.unit == HELD else (a.round, a.unit, a.backward) in rank.using):
@@ -243,41 +199,82 @@ class DryRun:
         return True
 
     # ---- owners ---------------------------------------------------------------------------------------------------------
-    def _norm(self, rank: _Rank, a: Action) -> bool:
-        step, r, s = rank.step + a.version, rank.number, self.schedule
-        summed = [i for i in self.o_layouts[r] if self.plan.unit(i).g_bytes]
-        awaited = [("O", s.ranks - 1, step, s.rounds - 1, i, True) for i in summed if r != s.ranks - 1]
-        if not all(message in rank.landed for message in awaited) or not self._scalar(rank, a, "S", step if r else step - 1):
+    def _average(self, rank: Rank, a: Action) -> bool:
+        if a.unit not in self.o_layouts[rank.number] or (a.round, a.backward) != (self.schedule.rounds - 1, True):
+            raise self._error(rank, "averages what this rank does not own, or what is not finished")
+        if not self._overwritable(rank, a, [a.unit]) or not self._summed(rank, a, [a.unit]):
             return False
-        if rank.normed != step or rank.version != step:
-            raise self._error(rank, f"measures the sums of step {step} after {rank.normed} norms and {rank.version} updates")
-        for message in awaited:
-            self._earlier(rank, a, rank.landed.pop(message)[0], "a push")
-        for i in summed:
-            want, got = ("g", i, step, s.ranks * s.rounds), rank.content.get(("O", self.o_layouts[r][i]))
-            if got != want:
-                raise self._error(rank, f"finds {got} where the finished sum {want} should be")
+        self._overwrite(rank, a, [a.unit])
+        rank.averaged.append(a.unit)
+        return True
+
+    def _norm(self, rank: Rank, a: Action) -> bool:
+        step, r, s = rank.step + a.version, rank.number, self.schedule
+        one_by_one = self.plan.averaged(r)
+        together = [i for i in self.o_layouts[r] if self.plan.unit(i).g_bytes and i not in one_by_one]
+        if self._landed(rank, step, together) is None or not self._scalar(rank, a, "S", step if r else step - 1):
+            return False
+        self._summed(rank, a, together)
+        if sorted(rank.averaged) != sorted(one_by_one):
+            raise self._error(rank, f"measures step {step} when only units {rank.averaged} are averaged")
         rank.normed += 1
         self._send_scalar(rank, a, "S", (r + 1) % s.ranks, step)
         return True
 
-    def _total(self, rank: _Rank, a: Action) -> bool:
+    def _landed(self, rank: Rank, step: int, units: Sequence[int]) -> list[tuple] | None:
+        """The messages that bring these units' finished sums; None before all are there."""
+        last = self.schedule.ranks - 1
+        messages = [("O", last, step, self.schedule.rounds - 1, i, True) for i in units if rank.number != last]
+        return messages if all(m in rank.landed for m in messages) else None
+
+    def _summed(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
+        """Take these units' finished sums, if all are there."""
+        step, s = rank.step + a.version, self.schedule
+        messages = self._landed(rank, step, units)
+        if messages is None:
+            return False
+        if rank.normed != step or rank.version != step:
+            raise self._error(rank, f"measures the sums of step {step} after {rank.normed} norms and {rank.version} updates")
+        for message in messages:
+            self._earlier(rank, a, rank.landed.pop(message)[0], "a push")
+        for i in units:
+            want, got = ("g", i, step, s.ranks * s.rounds), rank.content.get(("O", self.o_layouts[rank.number][i]))
+            if got != want:
+                raise self._error(rank, f"finds {got} where the finished sum {want} should be")
+        return True
+
+    def _overwritable(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
+        """Whether no push reads from the published copies that are next of these units."""
+        copy, places = self.plan.copy_region(rank.step + a.version + 1), self.v_layouts[rank.number]
+        return not any(self._still_read(rank, copy, places[i], self.plan.unit(i).p_bytes) for i in units)
+
+    def _overwrite(self, rank: Rank, a: Action, units: Sequence[int]) -> None:
+        """From here on these copies are not the old version any more, and not the new one before the update is over."""
+        version = rank.step + a.version + 1
+        copy, places = self.plan.copy_region(version), self.v_layouts[rank.number]
+        for i in units:
+            place = copy, places[i]
+            if copy[0] == "V" and place in rank.using.values():
+                raise self._error(rank, f"overwrites published copy {copy} of unit {i} while a pass of this rank reads it")
+            self._earlier(rank, a, rank.offers.pop(place, BEFORE), "a reader")
+            rank.content.pop(place, None)
+
+    def _total(self, rank: Rank, a: Action) -> bool:
         if rank.normed != rank.step + a.version + 1:
             raise self._error(rank, f"comes after {rank.normed} norms")
         for peer in range(self.schedule.ranks - 1):
             self._send_scalar(rank, a, "T", peer, rank.normed - 1)
         return True
 
-    def _update(self, rank: _Rank, a: Action) -> bool:
-        step, copy = rank.step + a.version, self.plan.copy_region(rank.step + a.version + 1)
-        _, start, nbytes = self.plan.copy_layout(self.schedule.owned(rank.number))
-        if self._still_read(rank, copy, start, nbytes) or not self._scalar(rank, a, "T", step):
+    def _update(self, rank: Rank, a: Action) -> bool:
+        step = rank.step + a.version
+        together = [i for i in self.v_layouts[rank.number] if i not in rank.averaged]
+        if not self._overwritable(rank, a, together) or not self._scalar(rank, a, "T", step):
             return False
         if rank.normed != step + 1 or rank.version != step:
             raise self._error(rank, f"updates {rank.version} to {step + 1} with the finished sums of {rank.normed} steps")
-        if copy[0] == "V" and any(region == copy for region, _ in rank.using.values()):
-            raise self._error(rank, f"overwrites published copy {copy} while a pass of this rank reads it")
-        self._earlier(rank, a, rank.offers.pop(copy, BEFORE), "a reader")
+        self._overwrite(rank, a, together)
+        rank.averaged.clear()
         for i, offset in self.o_layouts[rank.number].items():
             if self.plan.unit(i).g_bytes:
                 self._free(rank, "O", offset)
@@ -285,11 +282,11 @@ class DryRun:
         rank.version += 1
         return True
 
-    def _publish(self, rank: _Rank, version: int) -> None:
+    def _publish(self, rank: Rank, version: int) -> None:
         copy = self.plan.copy_region(version)
         rank.content.update({(copy, offset): ("p", i, version) for i, offset in self.v_layouts[rank.number].items()})
 
-    def _scalar(self, rank: _Rank, a: Action, stream: str, step: int) -> bool:
+    def _scalar(self, rank: Rank, a: Action, stream: str, step: int) -> bool:
         if a.peer is None or not rank.scalars.get((stream, a.peer)):
             return a.peer is None
         key, sent = rank.scalars[stream, a.peer].popleft()
@@ -298,11 +295,11 @@ class DryRun:
             raise self._error(rank, f"receives scalars ({stream}) of step {sent} where it needs those of step {step}")
         return True
 
-    def _send_scalar(self, rank: _Rank, a: Action, stream: str, peer: int, step: int) -> None:
+    def _send_scalar(self, rank: Rank, a: Action, stream: str, peer: int, step: int) -> None:
         self.ranks[peer].scalars.setdefault((stream, rank.number), deque()).append((self._key(rank, a), step))
 
     # ---- messages -------------------------------------------------------------------------------------------------------
-    def _arrived(self, rank: _Rank, a: Action) -> bool:
+    def _arrived(self, rank: Rank, a: Action) -> bool:
         message = (a.stream, a.peer, rank.step, a.round, a.unit, a.backward)
         if message not in rank.landed:
             return False
@@ -312,35 +309,35 @@ class DryRun:
             raise self._error(rank, f"looks at {self._at(rank, a)} for what landed at {place}")
         return True
 
-    def _earlier(self, rank: _Rank, a: Action, key: Key, what: str) -> None:
+    def _earlier(self, rank: Rank, a: Action, key: Key, what: str) -> None:
         if not key < self._key(rank, a):
             raise self._error(rank, f"waits for {what} that is not earlier in logical time")
 
-    def _still_read(self, rank: _Rank, region: str, offset: int = 0, nbytes: int = sys.maxsize) -> bool:
+    def _still_read(self, rank: Rank, region: str, offset: int = 0, nbytes: int = sys.maxsize) -> bool:
         """Whether a push still reads from these bytes of the region."""
         return any(_overlap(region, at, n, offset, nbytes) for at, n in rank.reading.get(region, ()))
 
-    def _slot(self, rank: _Rank, post: Post) -> int:
+    def _slot(self, rank: Rank, post: Post) -> int:
         return ((rank.step + post.ahead) * self.schedule.rounds + post.round) % 2 if post.region == "H" else post.offset
 
-    def _claim(self, rank: _Rank, region: str, offset: int, nbytes: int) -> None:
+    def _claim(self, rank: Rank, region: str, offset: int, nbytes: int) -> None:
         busy = rank.busy.setdefault(region, {})
         for at, size in busy.items():
             if _overlap(region, at, size, offset, nbytes):
                 raise self._error(rank, f"{region}[{offset}:{offset + nbytes}] is still in use")
         busy[offset] = nbytes
 
-    def _free(self, rank: _Rank, region: str, offset: int) -> None:
+    def _free(self, rank: Rank, region: str, offset: int) -> None:
         if rank.busy.get(region, {}).pop(offset, None) is None:
             raise self._error(rank, f"frees {region}[{offset}], which is not in use")
 
-    def _post(self, rank: _Rank, key: Key, post: Post, by: Action | None) -> None:
+    def _post(self, rank: Rank, key: Key, post: Post, by: Action | None) -> None:
         edge, offset = (post.stream, post.src, rank.number), self._slot(rank, post)
         self._claim(rank, post.region, offset, post.nbytes)
-        self.landings.setdefault(edge, deque()).append(_Landing(key, rank.step + post.ahead, post, offset, by))
+        self.landings.setdefault(edge, deque()).append(Landing(key, rank.step + post.ahead, post, offset, by))
         self._match(edge)
 
-    def _push(self, rank: _Rank, a: Action) -> None:
+    def _push(self, rank: Rank, a: Action) -> None:
         place, mine, used = self._at(rank, a), self.o_layouts[rank.number], rank.using.get((a.round, a.unit, a.backward))
         tag, want = rank.content.get(place), ("p", a.unit, rank.step + a.version)
         if a.kind in PASSES:
@@ -357,10 +354,10 @@ class DryRun:
         rank.blocked += a.kind != "OFFER"
         rank.reading.setdefault(place[0], []).append((place[1], a.nbytes))
         edge = (a.stream, rank.number, a.peer)
-        self.pushes.setdefault(edge, deque()).append(_Push(rank.number, rank.step, self._key(rank, a), a, place, tag))
+        self.pushes.setdefault(edge, deque()).append(Push(rank.number, rank.step, self._key(rank, a), a, place, tag))
         self._match(edge)
 
-    def _may_relay(self, rank: _Rank, a: Action, place: Place, used: Place | None) -> bool:
+    def _may_relay(self, rank: Rank, a: Action, place: Place, used: Place | None) -> bool:
         return used == place
 
     def _match(self, edge: tuple[str, int, int]) -> None:
@@ -386,7 +383,7 @@ class DryRun:
             sender.reading[push.place[0]].remove((push.place[1], a.nbytes))
             sender.blocked -= a.kind != "OFFER"
             if a.kind == "OFFER":
-                sender.offers[push.place[0]] = max(sender.offers.get(push.place[0], BEFORE), landing.key)
+                sender.offers[push.place] = max(sender.offers.get(push.place, BEFORE), landing.key)
             place = (post.region, landing.offset)
             receiver.content[place] = push.tag
             receiver.landed[post.stream, edge[1], landing.step, post.round, post.unit, post.backward] = (push.key, place)

@@ -87,8 +87,9 @@ class Place:
 
     def __str__(self) -> str:
         h, a = self.handoff, self.action
-        if a.kind in ("NORM", "TOTAL", "UPDATE"):
+        if a.kind in ("AVERAGE", "NORM", "TOTAL", "UPDATE"):
             stage, what = h.plan.schedule.owned(h.rank), f"{a.kind.lower()} of step {self.step + a.version}"
+            what += f" for {h.plan.unit(a.unit).name or 'held parameters'}" if a.kind == "AVERAGE" else ""
         else:
             unit = h.plan.unit(a.unit)
             stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'held parameters'}"

@@ -4,7 +4,8 @@ Nothing is assumed about the schedule that the engine does not do: the same acti
 two clocks, one of its passes and one of its owner's stream; a message begins when its bytes are there, its receiver's region is
 free and the sender's link is, and takes ``Times.message`` and a latency. As in the runtime on a GPU nothing else waits: a relay
 follows the message that it passes on, not the pass. ``beside=False`` is the runtime on CPUs: one clock, on which the owner's work
-and a credit that is not there yet hold the passes up.
+and a credit that is not there yet hold the passes up. ``ahead=False`` is a host that is not ahead of its GPU: the owner's stream
+gets its work only when the passes have come to it.
 
 For rings of up to a few dozen ranks; larger ones: waves.py.
 """
@@ -131,8 +132,9 @@ def _marked(actions: tuple[Action, ...]) -> tuple[tuple[Action, tuple[int, int, 
 class Simulation:
     """See ``simulate``."""
 
-    def __init__(self, plan: Plan, times: Times, steps: int, delays: Delays, beside: bool, clipped: bool):
-        self.plan, self.times, self.steps, self.delays, self.beside = plan, times, steps, delays, beside
+    def __init__(self, plan: Plan, times: Times, steps: int, delays: Delays, beside: bool, clipped: bool,
+                 ahead: bool):
+        self.plan, self.times, self.steps, self.delays, self.beside, self.ahead = plan, times, steps, delays, beside, ahead
         self.at_once = not clipped and not plan.schedule.exact_norm
         n = plan.schedule.ranks
         self.run = Run(plan, starts=[[0.0] * n for _ in range(steps)], ends=[[0.0] * n for _ in range(steps)])
@@ -277,6 +279,8 @@ class Simulation:
         elif kind in ("DONE", "DONE_HELD"):
             if a.backward or a.unit == HELD:
                 rank.own_read_end = rank.passes
+        elif kind == "AVERAGE":
+            return self._average(rank, a)
         elif kind == "NORM":
             return self._norm(rank, a)
         elif kind == "TOTAL":
@@ -289,13 +293,28 @@ class Simulation:
             self._post(rank, post, now)
         return True
 
+    def _average(self, rank: _Rank, a: Action) -> bool:
+        """One unit's finished sum comes in; where nothing is clipped it is updated and published."""
+        key = ("O", rank.step + a.version, a.round, a.unit, True)
+        end = self._arrival(rank.arrivals[key])
+        clock = self._free_copy(rank, a, a.unit) if self.at_once else self._owner_clock(rank)
+        if clock is None or end is None:
+            return False
+        del rank.arrivals[key]
+        clock = max(clock, end)
+        if self.at_once:
+            clock = rank.published[a.unit] = clock + self.times.updates[a.unit]
+        self._owned(rank, clock)
+        return True
+
     def _norm(self, rank: _Rank, a: Action) -> bool:
-        """The finished sums come in; where nothing is clipped each unit is updated and published as its own does."""
-        n, step, members = self.plan.schedule.ranks, rank.step + a.version, self._members[rank.number]
+        """The finished sums come in, where they are not averaged one by one."""
+        n, step = self.plan.schedule.ranks, rank.step + a.version
+        members = [] if self.plan.averaged(rank.number) else self._members[rank.number]
         last = rank.number == n - 1
         keys = {i: ("O", step, self.plan.schedule.rounds - 1, i, True) for i in members}
         ends = {i: rank.sum_ends.get(i, rank.passes) if last else self._arrival(rank.arrivals[keys[i]]) for i in members}
-        clock = self._free_copy(rank, a) if self.at_once else self._owner_clock(rank)
+        clock = self._free_copy(rank, a) if self.at_once and members else self._owner_clock(rank)
         if clock is None or None in ends.values() or (a.peer is not None and not self.scalars["S", rank.number]):
             return False
         for i in members if last else reversed(members):
@@ -324,17 +343,19 @@ class Simulation:
         return True
 
     def _owner_clock(self, rank: _Rank) -> float:
-        return rank.owner if self.beside else max(rank.owner, rank.passes)
+        return rank.owner if self.beside and self.ahead else max(rank.owner, rank.passes)
 
     def _owned(self, rank: _Rank, clock: float) -> None:
         rank.owner = clock
         if not self.beside:
             rank.passes = max(rank.passes, clock)
 
-    def _free_copy(self, rank: _Rank, a: Action) -> float | None:
-        """When the published copy that is written next is not read any more."""
-        region = f"V{(rank.step + a.version + 1) % self.plan.copies}"
-        return self._free(rank, region, 0, 1 << 62, max(self._owner_clock(rank), rank.own_read_end))
+    def _free_copy(self, rank: _Rank, a: Action, unit: int | None = None) -> float | None:
+        """When the published copy (of one unit, or all) that is written next is not read any more."""
+        region, at, nbytes = f"V{(rank.step + a.version + 1) % self.plan.copies}", 0, 1 << 62
+        if unit is not None:
+            at, nbytes = self.plan.v_layout(self.plan.unit(unit).stage)[0][unit], self.plan.unit(unit).p_bytes
+        return self._free(rank, region, at, nbytes, max(self._owner_clock(rank), rank.own_read_end))
 
 
 def _reserve(busy: list[tuple[float, float]], ready: float, took: float) -> float:
@@ -353,12 +374,13 @@ def _reserve(busy: list[tuple[float, float]], ready: float, took: float) -> floa
 
 
 def simulate(plan: Plan, times: Times, steps: int = 12, delays: Delays = lambda rank, step: 0.0, beside: bool = True,
-             clipped: bool = False) -> Run:
+             clipped: bool = False, ahead: bool = True) -> Run:
     """Walk all ranks through ``steps`` steps after a start or a flush.
 
     Args:
         delays: by how many seconds each rank's step begins late, such as a straggler's.
         beside: whether the owner's work and the hand-offs run beside the passes (GPUs), or the host does one after the other.
         clipped: whether gradients are clipped, so that an owner updates when all its sums have come, not unit by unit.
+        ahead: whether the host enqueues work long before the device comes to it.
     """
-    return Simulation(plan, times, steps, delays, beside, clipped).go()
+    return Simulation(plan, times, steps, delays, beside, clipped, ahead).go()

@@ -109,7 +109,7 @@ def wrong_size(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
 
 def wrong_version(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     for version in (good[i].version - 1, good[i].version + 1):
-        if good[i].kind in ("READ", "APPLY", "RELAY", "OFFER", *STARTS):
+        if good[i].kind in ("READ", "APPLY", "RELAY", "OFFER", "AVERAGE", *STARTS):
             yield put(good, i, good[i]._replace(version=version))
 
 
@@ -166,10 +166,11 @@ def test_fault_is_rejected_and_named(name: str, fault: Fault) -> None:
 
 
 KINDS = {  # what the message names where this kind is missing: the kind itself, or those that suffer
-    "READ": "READ|RELAY|DONE|DONE_HELD|SUM|SUM_HELD", "RELAY": "RELAY|READ", "SUM": "PASS|SUM|NORM", "PASS": "PASS|SUM|NORM|DONE",
-    "DONE": "DONE|READ|RELAY|OFFER|TAKE|PASS|UPDATE|SUM_HELD|DONE_HELD", "SUM_HELD": "PASS_HELD|SUM_HELD|NORM",
+    "READ": "READ|RELAY|DONE|DONE_HELD|SUM|SUM_HELD", "RELAY": "RELAY|READ", "SUM": "PASS|SUM|AVERAGE|NORM",
+    "PASS": "PASS|SUM|AVERAGE|NORM|DONE",
+    "DONE": "DONE|READ|RELAY|OFFER|TAKE|PASS|AVERAGE|UPDATE|SUM_HELD|DONE_HELD", "SUM_HELD": "PASS_HELD|SUM_HELD|NORM",
     "PASS_HELD": "PASS_HELD|SUM_HELD|NORM|PASS", "DONE_HELD": "DONE|READ|TAKE|RELAY", "OFFER": "OFFER|READ", "TAKE": "OFFER|READ",
-    "NORM": "NORM|UPDATE|TOTAL", "TOTAL": "UPDATE", "UPDATE": "UPDATE|OFFER|READ|NORM",
+    "AVERAGE": "AVERAGE|NORM", "NORM": "NORM|UPDATE|TOTAL", "TOTAL": "UPDATE", "UPDATE": "UPDATE|OFFER|READ|AVERAGE|NORM",
 }
 
 
@@ -303,6 +304,19 @@ def test_an_update_before_its_sums_are_complete_is_rejected(name: str) -> None:
     messages = list(everywhere(name, early_update))
     assert messages
     assert all(re.search(r"rank \d+, step \d+: (NORM|UPDATE)", m) for _, _, m in messages), messages
+
+
+def test_a_reader_must_take_a_unit_before_its_owner_may_write_the_next_version() -> None:
+    """Rank 0 lets the last offer of stage 1, which is averaged unit by unit, in as late as its owner averages that unit."""
+    p, good = plan("four"), program("four", 0, False)
+    owner = p.schedule.owner(1)
+    i, a = max((i, a) for i, a in enumerate(good) if a.kind == "TAKE" and a.peer == owner and a.backward)
+    assert a.unit in p.averaged(owner)
+    average = next(x for x in program("four", owner, False) if x.kind == "AVERAGE" and x.unit == a.unit)
+    late = next(j for j in range(i + 1, len(good)) if good[j].key >= average.key)
+    assert not any(x.kind == "READ" and (x.unit, x.backward) == (a.unit, True) for x in good[i:late])  # in time for its reader
+    message = rejected("four", 0, False, moved(good, i, late))
+    assert re.match(rf"rank {owner}, step \d: AVERAGE backward unit {a.unit} .* waits for a reader that is not", message), message
 
 
 def test_what_is_enqueued_at_a_time_must_not_wait_for_the_same_time() -> None:

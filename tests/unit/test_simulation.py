@@ -8,6 +8,7 @@ from local_ring import run_ranks
 from simulated import bare, full, plan_of
 
 from benchmarks.pauses import SlowLinear
+from deepspeed_cdp.plan import Plan
 from deepspeed_cdp.runtime import Runtime, Settings
 from deepspeed_cdp.simulation.events import _reserve, simulate
 from deepspeed_cdp.simulation.rivals import rivals
@@ -36,6 +37,19 @@ def test_v2_shows_one_units_update_and_a_clipped_one_a_stages(ranks):
     assert clipped == pytest.approx(at_once, rel=1e-6)  # updates by unit, too, in the order of reading
     slow = simulate(plan, bare(plan, update=3e-3), clipped=True).period()
     assert ranks * STEP + 3e-3 <= slow <= ranks * STEP + 3 * 3e-3 + 1e-9
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_host_that_is_not_ahead_costs_one_units_update_and_not_a_stages(ranks, monkeypatch):
+    """A unit's update takes as long as its forward. Averaging a whole stage where it is wanted would hold up its first reader."""
+    plan = plan_of(ranks)
+    given = bare(plan, update=1e-3)
+    alone = simulate(plan, given).period()
+    assert simulate(plan, given, ahead=False).period() <= alone + 1e-3 + 1e-9
+    monkeypatch.setattr(Plan, "averaged", lambda plan, rank: ())
+    together = plan_of(ranks)
+    assert simulate(together, given).period() == pytest.approx(alone, rel=1e-6)
+    assert simulate(together, given, ahead=False).period() >= alone + 1.9e-3
 
 
 def test_v1_hides_the_update():

@@ -1,0 +1,156 @@
+"""What a rank does for the stage it owns, as its walk (handoff.py) comes to AVERAGE, NORM, TOTAL and UPDATE (design §9).
+
+All of it runs on the owner's stream, beside the passes. But a stream gets its work only when the host's walk comes to it, and
+often the host is not ahead of the passes; so a unit's sum is taken up where it is finished in logical time, not together with the
+rest of its stage where these are wanted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .buffers import Buffers
+from .plan import Action, Plan
+from .rings import Across
+from .scalars import Scalars
+from .schedule import Schedule
+from .transport.base import Ticket, Transport
+from .walk import Owner, Place
+
+
+class OwnerActions:
+    """Part of ``Handoff``, which sets what is declared here."""
+
+    plan: Plan
+    schedule: Schedule
+    rank: int
+    transport: Transport
+    buffers: Buffers
+    scalars: Scalars
+    owner: Owner | None
+    across: Across | None
+    on_end: Callable[[int, bool], None]
+    step: int
+    global_step: int
+    skipped: int
+    _members: list[int]
+    _together: tuple[int, ...]  # the owned units that NORM averages
+    _flushing: bool
+    _arrivals: dict[tuple, Ticket]
+    _norms: dict[int, torch.Tensor]
+    _lost: dict[int, tuple[torch.Tensor, int]]
+    _sum_ends: dict[int, Any]
+    _published_at: dict[int, Any]
+    _step_end: Any
+    _own_read_end: Any
+    _sums_used_at: Any
+    _readers: Callable[[str, int, int], list[Ticket]]
+    _posts: Callable[[Action], None]
+
+    def _as_owner(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
+        def beside(a: Action) -> None:
+            with self.transport.owner_stream():
+                do(a)
+        return beside
+
+    def _average(self, a: Action) -> None:
+        """One unit's sum, as soon as it is finished."""
+        assert self.owner is not None
+        self._summed(a, a.unit)
+        if self.owner.at_once:
+            self._free_copy(a, a.unit)
+        self._finish(a, a.unit)
+
+    def _summed(self, a: Action, unit: int) -> None:
+        """The ring's sum of the unit is in O."""
+        if self.rank == self.schedule.ranks - 1:
+            self.transport.after(self._sum_ends.pop(unit, None))
+        else:
+            self._arrivals.pop(("O", self.step + a.version, self.schedule.rounds - 1, unit, True)).wait(Place(self, a))
+
+    def _norm(self, a: Action) -> None:
+        assert self.owner is not None
+        where, stage = Place(self, a), self.schedule.owned(self.rank)
+        if self.owner.at_once and self._together:
+            self._free_copy(a)
+
+        def ready(i: int) -> int:
+            self._summed(a, i)
+            return i
+
+        def losses() -> tuple[torch.Tensor, int]:
+            self.transport.after(self._step_end)
+            loss, count = self._lost.pop(self.global_step + a.version)
+            self.transport.uses(loss)
+            return loss, count
+
+        across, views = self.across, self.owner.ring_sums
+        for i in map(ready, self._together) if across is None else across.exchange(ready, losses, views, where):
+            self._finish(a, i)
+        if a.peer is not None:
+            self.scalars.receive(a.peer, where)
+        loss, count = losses() if across is None else across.total
+        norms = [self._norms[i] for i in reversed(self._members) if i in self._norms]
+        self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count,
+                         self.global_step + a.version)
+        self._norms = {}
+
+    def _finish(self, a: Action, unit: int) -> None:
+        """What can be done with a unit's finished sums."""
+        assert self.owner is not None
+        if self.owner.at_once:
+            slot = None if self._flushing else self._copy(a)
+            urgent = self.rank == self.schedule.ranks - 1  # which reads them at once
+            self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot, urgent)
+            self._published_at[unit] = self.transport.mark()
+        else:
+            self._norms[unit] = self.owner.average(self.global_step + a.version, unit)
+
+    def _copy(self, a: Action) -> int:
+        return (self.step + a.version + 1) % self.plan.copies
+
+    def _free_copy(self, a: Action, unit: int | None = None) -> None:
+        """Wait until the published copy (of one unit, or all) that is next to be written is not read any more (in a flush none
+        is written)."""
+        if self._flushing:
+            return
+        region = self.plan.copy_region(self.step + a.version + 1)
+        offsets, start, nbytes = self.plan.copy_layout(self.schedule.owned(self.rank))
+        if unit is not None:
+            start, nbytes = offsets[unit], self.plan.unit(unit).p_bytes
+        for ticket in self._readers(region, start, nbytes):
+            ticket.wait(Place(self, a))
+        self.transport.after(self._own_read_end)
+
+    def _total(self, a: Action) -> None:
+        self.scalars.send_total()
+
+    def _apply(self, a: Action) -> None:
+        assert self.owner is not None
+        if a.peer is not None:
+            self.scalars.receive_total(Place(self, a))
+        step = self.global_step + a.version
+        if self.schedule.exact_norm:  # without the whole step's norm an owner cannot know (cdp-v2)
+            overflow = not bool(torch.isfinite(self.scalars.total))
+            self.on_end(step, overflow)
+            if overflow:
+                self.owner.discard()  # as ZeRO-3 does
+                self.skipped += 1
+        if not self.owner.at_once:
+            self._free_copy(a)
+            slot = None if self._flushing else self._copy(a)
+            if not self.owner.by_unit:
+                self.owner.update(step, self.scalars.total, None, slot)
+            for i in self._members:
+                if self.owner.by_unit:
+                    self.owner.update(step, self.scalars.total, i, slot)
+                self._published_at[i] = self.transport.mark()
+        self.owner.finish(step)
+        if self.across and not self._flushing:
+            self.across.begin()
+        self._sums_used_at = self.transport.mark()
+
+    def _update(self, a: Action) -> None:
+        self._apply(a)
+        self._posts(a)
