@@ -59,7 +59,7 @@ class Update:
         begun, used = time.perf_counter(), time.process_time()
         if owner.at_once:
             for unit in self.units:
-                owner.advance(step, unit, 0, False)
+                owner.advance(step, unit, 0)
         else:
             norm2 = torch.stack([owner.average(step, unit) for unit in self.units]).sum()
             for unit in self.units:

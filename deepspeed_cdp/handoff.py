@@ -30,6 +30,7 @@ class Handoff(OwnerActions):
         step: steps since the last flush; global_step: since the start of training (for messages).
         round: the round of gradient accumulation that is next or under way.
         skipped: updates that were not applied because the step's gradient norm was not finite (dp and v1).
+        together: the owned units that NORM averages; others have an AVERAGE each.
         params, sums: the flat parameters and gradient sums of units in use (uint8 views), by unit index.
         on_sum: called with a unit's index and its running sum when this has come, to add gradients that this rank has already.
         on_release: called with a unit's index when its parameters are about to be freed.
@@ -72,7 +73,7 @@ class Handoff(OwnerActions):
         self.plan = self.phases.at(self.global_step)
         self.schedule = self.plan.schedule
         self._program, self._steady = self._programs[self.schedule]
-        self._together = () if self.plan.averaged(self.rank) else self._finishing
+        self.together = () if self.plan.averaged(self.rank) else self._finishing
         self._arrivals: dict[tuple, Ticket] = {}
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters

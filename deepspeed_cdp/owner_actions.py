@@ -35,7 +35,7 @@ class OwnerActions:
     global_step: int
     skipped: int
     _members: list[int]
-    _together: tuple[int, ...]  # the owned units that NORM averages
+    together: tuple[int, ...]  # the owned units that NORM averages
     _flushing: bool
     _arrivals: dict[tuple, Ticket]
     _norms: dict[int, torch.Tensor]
@@ -72,7 +72,7 @@ class OwnerActions:
     def _norm(self, a: Action) -> None:
         assert self.owner is not None
         where, stage = Place(self, a), self.schedule.owned(self.rank)
-        if self.owner.at_once and self._together:
+        if self.owner.at_once and self.together:
             self._free_copy(a)
 
         def ready(i: int) -> int:
@@ -86,7 +86,7 @@ class OwnerActions:
             return loss, count
 
         across, views = self.across, self.owner.ring_sums
-        for i in map(ready, self._together) if across is None else across.exchange(ready, losses, views, where):
+        for i in map(ready, self.together) if across is None else across.exchange(ready, losses, views, where):
             self._finish(a, i)
         if a.peer is not None:
             self.scalars.receive(a.peer, where)
@@ -101,8 +101,7 @@ class OwnerActions:
         assert self.owner is not None
         if self.owner.at_once:
             slot = None if self._flushing else self._copy(a)
-            urgent = self.rank == self.schedule.ranks - 1  # which reads them at once
-            self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot, urgent)
+            self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot)
             self._published_at[unit] = self.transport.mark()
         else:
             self._norms[unit] = self.owner.average(self.global_step + a.version, unit)

@@ -23,12 +23,8 @@ class Owner(Protocol):
     by_unit: bool
     at_once: bool
 
-    def advance(self, step: int, unit: int, slot: int | None, urgent: bool) -> torch.Tensor:
-        """Average, update and (into copy ``slot``, if one is given) publish a unit; the squared norm of its gradients.
-
-        Args:
-            urgent: this rank waits for it.
-        """
+    def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
+        """Average, update and (into copy ``slot``, if one is given) publish a unit; the squared norm of its gradients."""
 
     def average(self, step: int, unit: int) -> torch.Tensor:
         """Turn the unit's finished sum of ``step`` into averaged gradients; their squared norm (float64 scalar)."""
