@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import engines, models, rows, run
+from benchmarks import engines, models, phases, rows, run
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -86,6 +87,24 @@ def test_engines_that_keep_all_parameters_learn_as_ddp_does(pool):
         for got, plain in zip(pool.run(2, steps, name, False), want):
             assert got[0][0] == pytest.approx(plain[0], abs=1e-6) and got[0] == pytest.approx(plain, abs=0.02), name
     assert want[0][3] != want[0][0]
+
+
+def parts_of_steps(rank: int, world: int) -> list[str]:
+    import deepspeed
+    deepspeed.init_distributed("gloo")
+    args = phases.parser().parse_args("--cpu --model llama-tiny --sequence 16 --steps 3 --engines compute,zero3,cdp-v2".split())
+    return phases.run(args, torch.device("cpu"))
+
+
+def test_phases_tell_the_parts_of_a_step_and_of_the_walk(pool):
+    for rank, lines in enumerate(pool.run(2, parts_of_steps)):
+        assert [x.split(":")[0] for x in lines] == [f"rank {rank} {x}" for x in ("compute", "zero3", "cdp-v2", "cdp-v2, actions")]
+        for text in lines[:3]:
+            step, host = (list(map(float, re.findall(r"[a-z] (\d+\.\d)", part))) for part in text.split(" | ")[:2])
+            assert len(host) == 3 and sum(host) == pytest.approx(step[0], rel=0.5, abs=1.0), text
+        counts = dict(re.findall(r"([A-Z]+) (\d+) x", lines[3]))
+        owned = {0: {"AVERAGE": "4", "TAKE": "6"}, 1: {"OFFER": "6"}}[rank]  # rank 1 averages in NORM
+        assert counts.items() >= {"NORM": "1", "UPDATE": "1", "READ": "14", **owned}.items() and counts.keys() >= {"SUM", "PASS"}
 
 
 @pytest.mark.parametrize("name", ["cdp-v2", "cdp-v2-replicas", "fsdp2"])
