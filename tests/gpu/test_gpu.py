@@ -119,3 +119,18 @@ def test_memcheck():
     output = launched(["bash", str(Path(__file__).parent / "sanitize.sh")], 360)
     if "skipped" in output:
         pytest.skip("no compute-sanitizer")
+
+
+def test_driver_calls_are_measured():
+    needs(1)
+    done = subprocess.run([sys.executable, "-m", "benchmarks.driver_calls"], capture_output=True, text=True, timeout=120,
+                          cwd=Path(__file__).parents[2])
+    assert done.returncode == 0 and "| write |" in done.stdout, done.stdout + done.stderr
+
+
+def test_phases_of_steps_are_told():
+    needs(2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "benchmarks.phases"]
+    done = subprocess.run(command + ["--model", "llama-tiny", "--sequence", "64", "--steps", "8", "--seconds", "200"],
+                          capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2])
+    assert done.returncode == 0 and "cdp-v2, driver: " in done.stdout, done.stdout + done.stderr
