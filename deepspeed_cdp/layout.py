@@ -12,6 +12,9 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
+Visit = tuple[int, bool]  # (unit, backward)
+
+
 class Lifetime(NamedTuple):
     """A region is in use from ``start`` to ``end``, both included, in every period."""
 
@@ -133,3 +136,46 @@ def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] 
         last = max(last, gate)
         result.append(last)
     return tuple(result)
+
+
+# ---- buffers of visits ------------------------------------------------------------------------------------------------------
+Lives = dict[Visit, Lifetime]  # in the order of a round
+
+
+class Layout(NamedTuple):
+    """A buffer whose regions come round with every round.
+
+    Attributes:
+        items: the visits whose messages land there, in the order of a round.
+        offsets: by visit, where its bytes lie.
+        lets: by visit's number in a round, the messages that its end lets in: numbers in ``items``, counted on over rounds.
+        nbytes: of the buffer.
+    """
+
+    items: tuple[Visit, ...]
+    offsets: dict[Visit, int]
+    lets: dict[int, tuple[int, ...]]
+    nbytes: int
+
+
+def placed(lives: Lives, period: int) -> dict[Visit, int]:
+    """Offsets by visit (``allocate``)."""
+    return dict(zip(lives, allocate(tuple(lives.values()), period)[0]))
+
+
+def end(offsets: dict[Visit, int], lives: Lives) -> int:
+    """Where the highest region ends."""
+    return max((offsets[v] + aligned(life.nbytes) for v, life in lives.items()), default=0)
+
+
+def laid_out(offsets: dict[Visit, int], lives: Lives, releases: Sequence[int], period: int) -> Layout:
+    """A layout from offsets.
+
+    Args:
+        releases: the number in a round of the visit whose end releases each item; there are ``period`` visits.
+    """
+    lets: dict[int, list[int]] = {}
+    sizes = [x.nbytes for x in lives.values()]
+    for number, gate in enumerate(gates([offsets[v] for v in lives], sizes, releases, period)):
+        lets.setdefault(gate % period, []).append(number - (gate // period) * len(lives))
+    return Layout(tuple(lives), offsets, {k: tuple(sorted(v)) for k, v in lets.items()}, end(offsets, lives))

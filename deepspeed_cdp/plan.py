@@ -23,7 +23,7 @@ from functools import cached_property
 from math import lcm
 from typing import ClassVar, NamedTuple
 
-from .layout import Lifetime, aligned, allocate, gates
+from .layout import Layout, Lifetime, aligned, end, laid_out, placed
 from .schedule import Schedule
 
 ACROSS_BYTES = 16  # loss sum and count, which the owners of several rings add up beside the sums (rings.py)
@@ -116,6 +116,7 @@ class Plan:
         keep_after_forward: keep the parameters of every stage but the first from the forward to the backward; else only those
             of the last two, with which no more bytes are in use at once (but what is laid out has a few more gaps).
         rings: how many average their sums (rings.py); all have this plan.
+        room_for: the schedule whose messages buffers have room for, if not this one's (``under``).
     """
 
     schedule: Schedule
@@ -123,11 +124,12 @@ class Plan:
     held: Unit | None = None
     keep_after_forward: bool = False
     rings: int = 1
+    room_for: Schedule | None = None
     replicated: ClassVar[bool] = False  # whether every rank keeps all parameters, see replicas.py
 
     def under(self, threshold: int) -> "Plan":
         """The same units and buffers under another rule."""
-        return replace(self, schedule=replace(self.schedule, threshold=threshold))
+        return replace(self, schedule=replace(self.schedule, threshold=threshold), room_for=self.room_for or self.schedule)
 
     def __post_init__(self) -> None:
         stages = [u.stage for u in self.units]
@@ -213,37 +215,44 @@ class Plan:
     def _round_ticks(self) -> int:
         return 2 * self.schedule.ranks * self.scale
 
+    def received(self, rank: int) -> tuple[tuple[int, bool], ...]:
+        """The messages that land in this rank's P buffer in some round; a stage whose published copy it reads itself has none."""
+        s = self.room_for or self.schedule
+        stages = {stage for stage in range(s.ranks) for step in (0, 1) for m in range(s.rounds)
+                  if s.source(step, m, rank, stage) is not None}
+        return tuple(v for v in self.messages if self.units[v[0]].stage in stages)
+
     @cached_property
-    def p_layout(self) -> tuple[dict[tuple[int, bool], int], dict[int, tuple[int, ...]], int]:
-        """Offsets of the P buffer by visit, the messages that each visit's end lets in (as numbers in read order), and its bytes.
+    def p_layouts(self) -> tuple[Layout, ...]:
+        """Of each rank's P buffer.
 
         A region lives from the sender's push, two positions before the visit, to the visit's end (the backward's, if it is kept).
         """
         if self.schedule.ranks == 1:
-            return {v: 0 for v in self.visits}, {}, 0
-        last = [(i, backward or self.kept(i)) for i, backward in self.messages]
-        lives = [Lifetime(2 * (self.spans[v][0] - 2 * self.scale) + START, 2 * self.spans[end][1] + END,
-                          self.units[v[0]].p_bytes) for v, end in zip(self.messages, last)]
+            return (Layout((), {}, {}, 0),)
+        last = {(i, backward): (i, backward or self.kept(i)) for i, backward in self.messages}
+        lives = {v: Lifetime(2 * (self.spans[v][0] - 2 * self.scale) + START, 2 * self.spans[until][1] + END,
+                             self.units[v[0]].p_bytes) for v, until in last.items()}
         number = {v: k for k, v in enumerate(self.visits)}
-        offsets, lets, total = self._laid_out(self.messages, lives, [number[v] for v in last], len(self.visits))
-        return {v: offsets[v] if v in offsets else offsets[v[0], False] for v in self.visits}, lets, total
+        period = 2 * self._round_ticks
+        everything = placed(lives, period)
+        known: dict[tuple, Layout] = {}
+        for items in map(self.received, range(self.schedule.ranks)):
+            if items not in known:
+                some = {v: lives[v] for v in items}
+                offsets = min(placed(some, period), {v: everything[v] for v in items}, key=lambda x: end(x, some))
+                again = {(i, True): offsets[i, False] for i, backward in items if not backward and self.kept(i)}
+                layout = laid_out(offsets, some, [number[last[v]] for v in items], len(self.visits))
+                known[items] = layout._replace(offsets=offsets | again)
+        return tuple(known[self.received(rank)] for rank in range(self.schedule.ranks))
 
     @cached_property
-    def g_layout(self) -> tuple[dict[tuple[int, bool], int], dict[int, tuple[int, ...]], int]:
-        """The same for the G buffer: from the end of the neighbour's backward, two positions earlier, to the end of this one."""
-        if self.schedule.ranks == 1:
-            return {v: 0 for v in self.visits}, {}, 0
-        visits = self.visits[len(self.units):]
-        lives = [Lifetime(2 * (self.spans[v][1] - 2 * self.scale) + END, 2 * self.spans[v][1] + END,
-                          self.units[v[0]].g_bytes) for v in visits]
-        return self._laid_out(visits, lives, range(len(visits)), len(visits))
-
-    def _laid_out(self, items, lives, releases, period):
-        offsets, total = allocate(lives, 2 * self._round_ticks)
-        lets: dict[int, list[int]] = {}
-        for number, gate in enumerate(gates(offsets, [x.nbytes for x in lives], releases, period)):
-            lets.setdefault(gate % period, []).append(number - (gate // period) * len(items))
-        return dict(zip(items, offsets)), {k: tuple(sorted(v)) for k, v in lets.items()}, total
+    def g_layout(self) -> Layout:
+        """Of everyone's G buffer: from the end of the neighbour's backward, two positions earlier, to the end of this one."""
+        visits = self.visits[len(self.units):] if self.schedule.ranks > 1 else ()
+        lives = {v: Lifetime(2 * (self.spans[v][1] - 2 * self.scale) + END, 2 * self.spans[v][1] + END,
+                             self.units[v[0]].g_bytes) for v in visits}
+        return laid_out(placed(lives, 2 * self._round_ticks), lives, range(len(visits)), len(visits))
 
     def o_layout(self, stage: int) -> tuple[dict[int, int], int]:
         """Offsets of the units' finished sums in the owner's O buffer, and its bytes."""
@@ -264,7 +273,8 @@ class Plan:
 
     def extents(self, stage: int) -> dict[str, int]:
         """Bytes of the regions that are addressed by offset, on the owner of ``stage``."""
-        return {"P": self.p_layout[2], "G": self.g_layout[2], "O": self.o_layout(stage)[1], "V": self.v_layout(stage)[1]}
+        inbox = self.p_layouts[self.schedule.owner(stage)]
+        return {"P": inbox.nbytes, "G": self.g_layout.nbytes, "O": self.o_layout(stage)[1], "V": self.v_layout(stage)[1]}
 
     @cached_property
     def copies(self) -> int:
@@ -328,7 +338,8 @@ class Plan:
         scalars; ``X``: sums of other rings, and of all of them.
         """
         stages = range(self.schedule.ranks)
-        sizes = {"P": self.p_layout[2], "G": self.g_layout[2], "O": max(self.o_layout(s)[1] for s in stages)}
+        inbox = max(x.nbytes for x in self.p_layouts)
+        sizes = {"P": inbox, "G": self.g_layout.nbytes, "O": max(self.o_layout(s)[1] for s in stages)}
         if self.held and self.schedule.ranks > 1:
             sizes |= {"H0": aligned(self.held.p_bytes), "H1": aligned(self.held.p_bytes), "GH": aligned(self.held.g_bytes)}
         sizes |= {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}

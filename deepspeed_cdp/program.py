@@ -72,7 +72,7 @@ class Builder:
 
     def __init__(self, plan: Plan, rank: int, step: int):
         self.plan, self.schedule, self.rank, self.step = plan, plan.schedule, rank, step
-        self.units = len(plan.units)
+        self.inbox = plan.p_layouts[rank].offsets
 
     def initial_posts(self) -> tuple[Post, ...]:
         """See the function of this name."""
@@ -109,12 +109,12 @@ class Builder:
                 yield from self._read(begin, m, HELD, False, 0)
             for number, (i, backward) in enumerate(plan.visits):
                 start, stop = (begin + x for x in plan.spans[i, backward])
-                yield from self._read(start, m, i, backward, plan.p_layout[0][i, backward])
+                yield from self._read(start, m, i, backward, self.inbox.get((i, backward), 0))
                 if backward or not plan.kept(i):
                     yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.done_posts(m, number)))
                 if backward and plan.units[i].g_bytes:
                     yield from self._sum("SUM", start, START, m, i)
-                    yield from self._pass("PASS", stop, m, i, tuple(self.posts("G", m, number - self.units)))
+                    yield from self._pass("PASS", stop, m, i, tuple(self.posts("G", m, number - len(plan.units))))
             if plan.held:
                 if plan.held.g_bytes:
                     yield from self._sum("SUM_HELD", end, END, m, HELD)
@@ -136,8 +136,10 @@ class Builder:
         yield self._action("READ", time, START, m, i, backward, peer=src, stream=stream if src is not None else "",
                            nbytes=unit.p_bytes, version=version, **place)
         if s.relays(self.step, m, self.rank, unit.stage):
-            into = ("H" if i == HELD else "P", offset, m + (self.rank == s.ranks - 1))
-            yield self._action("RELAY", time, START, m, i, backward, peer=(self.rank + 1) % s.ranks, stream=into[0],
+            after = (self.rank + 1) % s.ranks
+            there = 0 if i == HELD else self.plan.p_layouts[after].offsets[i, backward]
+            into = ("H" if i == HELD else "P", there, m + (self.rank == s.ranks - 1))
+            yield self._action("RELAY", time, START, m, i, backward, peer=after, stream=into[0],
                                nbytes=unit.p_bytes, version=version, into=into, **place)
 
     def _sum(self, kind: str, time: int, phase: int, m: int, i: int) -> Iterator[Action]:
@@ -146,7 +148,7 @@ class Builder:
             yield self._action(kind, time, phase, m, i, True, region="O", offset=self.plan.o_layout(0)[0][i], nbytes=nbytes)
             return
         src = None if m == 0 and self.rank == 0 else (self.rank - 1) % s.ranks
-        place = dict(region="GH", offset=0) if i == HELD else dict(region="G", offset=self.plan.g_layout[0][i, True])
+        place = dict(region="GH", offset=0) if i == HELD else dict(region="G", offset=self.plan.g_layout.offsets[i, True])
         yield self._action(kind, time, phase, m, i, True, peer=src, stream="" if src is None else place["region"],
                            nbytes=nbytes, **place)
 
@@ -154,7 +156,7 @@ class Builder:
         s, unit = self.schedule, self.plan.unit(i)
         if s.ranks == 1:
             return
-        place = dict(region="GH", offset=0) if i == HELD else dict(region="G", offset=self.plan.g_layout[0][i, True])
+        place = dict(region="GH", offset=0) if i == HELD else dict(region="G", offset=self.plan.g_layout.offsets[i, True])
         stream, peer, offset = str(place["region"]), (self.rank + 1) % s.ranks, place["offset"]
         if m == s.rounds - 1 and self.rank == s.ranks - 1:
             stream, peer, offset = "O", s.owner(unit.stage), self.plan.o_layout(unit.stage)[0][i]
@@ -178,7 +180,7 @@ class Builder:
                     time = max(time, made * plan.scale + 1)
                     if made >= s.start(step, 0, src):  # in the owner's same step: this rank must have begun it too
                         time = max(time, s.start(step, 0, self.rank) * plan.scale)
-                region, offset = ("H", 0) if i == HELD else ("P", plan.p_layout[0][i, backward])
+                region, offset = ("H", 0) if i == HELD else ("P", self.inbox[i, backward])
                 post = Post(region + "0", src, region, offset, plan.unit(i).p_bytes, step - self.step, m, i, backward,
                             plan.v_layout(stage)[0][i], version - step)
                 yield self._action("TAKE", time, START, m, i, backward, peer=src, stream=post.stream, posts=(post,))
@@ -230,8 +232,7 @@ class Builder:
 
     def posts(self, buffer: str, m: int, number: int | None) -> Iterator[Post]:
         """Messages that may land once visit ``number`` of round ``m`` is over; with m = -1 and None, once everything is free."""
-        items = self.plan.messages if buffer == "P" else self.plan.visits[self.units:]
-        offsets, lets, _ = self.plan.p_layout if buffer == "P" else self.plan.g_layout
+        items, offsets, lets, _ = self.plan.p_layouts[self.rank] if buffer == "P" else self.plan.g_layout
         allowed = lets.get(number, ()) if number is not None else sorted(x for v in lets.values() for x in v if x >= len(items))
         for x in allowed:
             ahead, round = self._place(m + x // len(items))

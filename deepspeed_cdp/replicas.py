@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from .layout import aligned
+from .layout import Layout, aligned
 from .plan import END, HELD, START, Action, Plan, Post, Unit
 from .program import Builder
 from .schedule import Schedule
@@ -131,9 +131,9 @@ class ReplicatedPlan(Plan):
         return offsets, tuple(starts), total
 
     @cached_property
-    def p_layout(self) -> tuple[dict[tuple[int, bool], int], dict[int, tuple[int, ...]], int]:
+    def p_layouts(self) -> tuple[Layout, ...]:
         """Where each visit reads: in R. Nothing lands by this layout."""
-        return {v: self.replica[0][v[0]] for v in self.visits}, {}, 0
+        return (Layout((), {v: self.replica[0][v[0]] for v in self.visits}, {}, 0),) * self.schedule.ranks
 
     def copy_region(self, version: int) -> str:
         return "V0" if self.staged else "R"
@@ -148,14 +148,14 @@ class ReplicatedPlan(Plan):
         return ("L", self.v_layout(0)[0][unit]) if self.lands_apart(unit) else ("R", self.replica[0][unit])
 
     def extents(self, stage: int) -> dict[str, int]:
-        return {"G": self.g_layout[2], "O": self.o_layout(stage)[1], "V": self.v_layout(stage)[1], "L": self.v_layout(0)[1],
+        return {"G": self.g_layout.nbytes, "O": self.o_layout(stage)[1], "V": self.v_layout(stage)[1], "L": self.v_layout(0)[1],
                 "R": self.replica[2]}
 
     @cached_property
     def regions(self) -> dict[str, int]:
         """Bytes of every region: ``R``, ``L`` and perhaps ``V0`` in the place of P, H and V."""
         stages = range(self.schedule.ranks)
-        sizes = {"R": self.replica[2], "G": self.g_layout[2], "O": max(self.o_layout(s)[1] for s in stages)}
+        sizes = {"R": self.replica[2], "G": self.g_layout.nbytes, "O": max(self.o_layout(s)[1] for s in stages)}
         if self.schedule.ranks > 1:
             sizes["L"] = self.v_layout(0)[1]
             sizes |= {"GH": aligned(self.held.g_bytes)} if self.held else {}

@@ -128,15 +128,20 @@ class Schedule:
         return self.version(step, *before, stage) != self.version(step, round, rank, stage)
 
     def source(self, step: int, round: int, rank: int, stage: int) -> int | None:
-        """The rank this reader gets the stage from; None when it is the owner and reads its own published copy."""
-        if self.is_first(step, round, rank, stage):
-            return None if self.owner(stage) == rank else self.owner(stage)
-        return (rank - 1) % self.ranks
+        """The rank this reader gets the stage from; None when it is the owner and reads its own published copy.
+
+        An owner does whenever it reads the newest version, also where it is not the first reader.
+        """
+        first, owner = self.is_first(step, round, rank, stage), self.owner(stage)
+        if owner == rank and (first or self.version(step, round, rank, stage) == step):
+            return None
+        return owner if first else (rank - 1) % self.ranks
 
     def relays(self, step: int, round: int, rank: int, stage: int) -> bool:
         """Whether this reader hands the stage on to its ring neighbour."""
         after = (round, rank + 1) if rank < self.ranks - 1 else (round + 1, 0)
-        return after[0] < self.rounds and not self.is_first(step, *after, stage)
+        return (after[0] < self.rounds and not self.is_first(step, *after, stage)
+                and self.source(step, *after, stage) is not None)
 
     def first_readers(self, step: int, stage: int) -> list[tuple[int, int, int]]:
         """(version, round, rank) of each first reader that the owner must push to in this step."""

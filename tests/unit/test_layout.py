@@ -133,7 +133,7 @@ def test_placing_the_highest_first_improves_first_fit(monkeypatch: pytest.Monkey
     def stages(tries: int) -> float:
         monkeypatch.setattr(layout, "TRIES", tries)
         units = tuple(Unit(f"u{i}", i // 8, (), (), 64, 64) for i in range(48))
-        return Plan(Schedule(6, 5), units).regions["P"] / (8 * 64)
+        return Plan(Schedule(6, 11), units).regions["P"] / (8 * 64)
     assert stages(40) == 2.625 < stages(0)
 
 

@@ -229,7 +229,7 @@ def wrong_posts(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
 @pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep"])
 def test_wrong_posts_are_rejected_and_named(name: str) -> None:
     messages = list(everywhere(name, wrong_posts))
-    assert len(messages) > 300
+    assert len(messages) > 250
     for action, rank, message in messages:
         assert NAMED.search(message), (action, rank, message)
 
@@ -286,7 +286,7 @@ def late_push(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
 def test_a_push_after_the_time_it_is_needed_is_rejected(name: str) -> None:
     messages = [x for kind in ("RELAY", "PASS") for x in everywhere(name, late_push, kind)]
     kinds = {"RELAY"} if name == "v1" else {"RELAY", "PASS"}  # v1's programs end two positions after the first sum is passed on
-    assert len(messages) > 15 and {a.kind for a, _, _ in messages} == kinds
+    assert len(messages) > 10 and {a.kind for a, _, _ in messages} == kinds
     assert all(re.search(r"rank \d+, step \d+: (READ|RELAY|SUM|PASS|DONE)", m) for _, _, m in messages), messages
 
 
@@ -384,7 +384,7 @@ def test_kept_parameters_freed_after_the_forward_are_missed(name: str, rank: int
 def test_kept_parameters_are_read_where_they_came(name: str, rank: int) -> None:
     p, good, count = plan(name), program(name, rank, False), 0
     for i, read in kept_reads(name, rank, True):
-        for offset in {0, p.regions["P"] - read.nbytes} - {read.offset}:
+        for offset in {0, p.p_layouts[rank].nbytes - read.nbytes} - {read.offset}:
             message = rejected(name, rank, False, put(good, i, read._replace(offset=offset)))
             wanted = rf"rank {rank}, step 1: READ backward unit {read.unit} .*(looks elsewhere|where the schedule says)"
             assert re.match(wanted, message), message

@@ -66,7 +66,8 @@ def one_rank_on_a_stage_at_a_time(s: Schedule) -> None:
 
 
 def readers_are_neighbours(s: Schedule) -> None:
-    """Readers of one version within a step are one hop and two positions apart; the owner serves the first of them."""
+    """Readers of one version within a step are one hop and two positions apart; the owner serves the first of them, and itself
+    where it reads the newest version."""
     readers = defaultdict(list)
     for x in s.reads(STEPS):
         readers[x.stage, x.backward, x.step, x.version].append(x)
@@ -76,9 +77,9 @@ def readers_are_neighbours(s: Schedule) -> None:
         for x, after in zip(chain, [*chain[1:], None]):
             first, after = x is chain[0] or s.ranks == 1, after if s.ranks > 1 else None  # alone, there is nobody to relay to
             assert s.is_first(step, x.round, x.rank, stage) == first
-            assert s.source(step, x.round, x.rank, stage) == (
-                (None if x.rank == owner else owner) if first else (x.rank - 1) % s.ranks)
-            assert s.relays(step, x.round, x.rank, stage) == (after is not None)
+            alone = x.rank == owner and (first or version == step)
+            assert s.source(step, x.round, x.rank, stage) == (None if alone else owner if first else (x.rank - 1) % s.ranks)
+            assert s.relays(step, x.round, x.rank, stage) == (after is not None and not (after.rank == owner and version == step))
             assert ((version, x.round, x.rank) in pushed) == (first and x.rank != owner)
             if after is not None:
                 assert after.rank == (x.rank + 1) % s.ranks and after.time == x.time + 2
