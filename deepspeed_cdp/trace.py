@@ -61,7 +61,7 @@ class Recorder:
 
     def _what(self, a: Action) -> dict[str, Any]:
         h = self.handoff
-        own = a.kind in (*OWNER, "TOTAL")
+        own = a.kind in ("NORM", "UPDATE", "TOTAL")
         unit = None if own else h.plan.unit(a.unit)
         return {"step": h.global_step, "round": a.round, "unit": None if own else a.unit,
                 "stage": h.schedule.owned(h.rank) if unit is None else unit.stage, "backward": a.backward,

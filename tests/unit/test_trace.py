@@ -71,6 +71,8 @@ def test_every_pass_and_message_once_and_training_is_the_same(kind, settings):
             assert e["args"]["version"] == s.version(e["args"]["step"], e["args"]["round"], rank, e["args"]["stage"])
         owner = [e["name"] for e in found["traceEvents"] if e.get("cat") == "owner"]
         assert owner.count("norm") == owner.count("update") == STEPS
+        averaged = [e["args"]["unit"] for e in found["traceEvents"] if e.get("cat") == "owner" and e["name"] == "average"]
+        assert averaged == list(plan.averaged(rank)) * STEPS
         handoff = runtimes[rank].handoff
         assert "release" not in vars(handoff) and handoff._do["READ"] == handoff._read
     plain = train(kind, ranks, settings, sgd, 1 + STEPS)
