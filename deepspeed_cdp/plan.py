@@ -236,15 +236,17 @@ class Plan:
         number = {v: k for k, v in enumerate(self.visits)}
         period = 2 * self._round_ticks
         everything = placed(lives, period)
+        received = [self.received(rank) for rank in range(self.schedule.ranks)]
         known: dict[tuple, Layout] = {}
-        for items in map(self.received, range(self.schedule.ranks)):
-            if items not in known:
-                some = {v: lives[v] for v in items}
-                offsets = min(placed(some, period), {v: everything[v] for v in items}, key=lambda x: end(x, some))
-                again = {(i, True): offsets[i, False] for i, backward in items if not backward and self.kept(i)}
-                layout = laid_out(offsets, some, [number[last[v]] for v in items], len(self.visits))
-                known[items] = layout._replace(offsets=offsets | again)
-        return tuple(known[self.received(rank)] for rank in range(self.schedule.ranks))
+        for items in sorted(set(received), key=lambda items: -sum(lives[v].nbytes for v in items)):
+            some, offsets = {v: lives[v] for v in items}, {v: everything[v] for v in items}
+            enough = max((x.nbytes for x in known.values()), default=0)  # all allocate what the largest needs
+            if end(offsets, some) > enough:
+                offsets = min(placed(some, period, enough), offsets, key=lambda x: end(x, some))
+            again = {(i, True): offsets[i, False] for i, backward in items if not backward and self.kept(i)}
+            layout = laid_out(offsets, some, [number[last[v]] for v in items], len(self.visits))
+            known[items] = layout._replace(offsets=offsets | again)
+        return tuple(known[items] for items in received)
 
     @cached_property
     def g_layout(self) -> Layout:
