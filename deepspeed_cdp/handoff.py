@@ -55,7 +55,8 @@ class Handoff(OwnerActions):
                     "AVERAGE": self._average, "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("AVERAGE", "NORM", "TOTAL", "UPDATE", "OFFER")}
         # the owned units that have sums, in the order in which they are read, and in that in which they are finished
-        self._members = [i for i in plan.members(plan.schedule.owned(rank)) if plan.unit(i).g_bytes]
+        owned = plan.members(plan.schedule.owned(rank))
+        self._members, self._frozen = ([i for i in owned if bool(plan.unit(i).g_bytes) == sums] for sums in (True, False))
         self._finishing = finishing(plan, rank)
         self.across = Across(plan, transport, self.buffers, self._finishing) if plan.rings > 1 else None
         self.params: dict[int, torch.Tensor] = {}
@@ -78,7 +79,7 @@ class Handoff(OwnerActions):
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
         self._step_end = self._own_read_end = self._sums_used_at = self.transport.mark()
-        self._published_at: dict[int, object] = {}  # unit -> the mark at which this owner's newest version is in place
+        self._published_at: dict[tuple[int, int], object] = {}  # unit, copy -> the mark at which what it holds is in place
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units averaged so far
         self._sum_ends: dict[int, object] = {}  # unit -> the mark at which its sum, finished on this rank, is in place
         self._flushing = False
@@ -267,7 +268,7 @@ class Handoff(OwnerActions):
             return
         self._read_from[a.unit] = self._await(a)
         if a.peer is None:
-            self.transport.after(self._published_at.get(a.unit))
+            self.transport.after(self._published_at.get((a.unit, (self.step + a.version) % self.plan.copies)))
         self.params[a.unit] = self._place(a)[1]
 
     def _relay(self, a: Action) -> None:

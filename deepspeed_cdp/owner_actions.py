@@ -34,14 +34,15 @@ class OwnerActions:
     step: int
     global_step: int
     skipped: int
-    _members: list[int]
+    _members: list[int]  # the owned units that have sums
+    _frozen: list[int]  # and the others
     together: tuple[int, ...]  # the owned units that NORM averages
     _flushing: bool
     _arrivals: dict[tuple, Ticket]
     _norms: dict[int, torch.Tensor]
     _lost: dict[int, tuple[torch.Tensor, int]]
     _sum_ends: dict[int, Any]
-    _published_at: dict[int, Any]
+    _published_at: dict[tuple[int, int], Any]
     _step_end: Any
     _own_read_end: Any
     _sums_used_at: Any
@@ -102,7 +103,7 @@ class OwnerActions:
         if self.owner.at_once:
             slot = None if self._flushing else self._copy(a)
             self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot)
-            self._published_at[unit] = self.transport.mark()
+            self._published_at[unit, self._copy(a)] = self.transport.mark()
         else:
             self._norms[unit] = self.owner.average(self.global_step + a.version, unit)
 
@@ -114,13 +115,16 @@ class OwnerActions:
         is written)."""
         if self._flushing:
             return
-        region = self.plan.copy_region(self.step + a.version + 1)
+        for ticket in self._copy_readers(a, unit):
+            ticket.wait(Place(self, a))
+        self.transport.after(self._own_read_end)
+
+    def _copy_readers(self, a: Action, unit: int | None) -> list[Ticket]:
+        """Pushes that may still read from that copy; they are the caller's to wait for."""
         offsets, start, nbytes = self.plan.copy_layout(self.schedule.owned(self.rank))
         if unit is not None:
             start, nbytes = offsets[unit], self.plan.unit(unit).p_bytes
-        for ticket in self._readers(region, start, nbytes):
-            ticket.wait(Place(self, a))
-        self.transport.after(self._own_read_end)
+        return self._readers(self.plan.copy_region(self.step + a.version + 1), start, nbytes)
 
     def _total(self, a: Action) -> None:
         self.scalars.send_total()
@@ -144,7 +148,10 @@ class OwnerActions:
             for i in self._members:
                 if self.owner.by_unit:
                     self.owner.update(step, self.scalars.total, i, slot)
-                self._published_at[i] = self.transport.mark()
+                self._published_at[i, self._copy(a)] = self.transport.mark()
+        elif not self.together:  # each unit has been freed by itself; the others are never written, so nobody need wait
+            for i in self._frozen:
+                self._copy_readers(a, i)
         self.owner.finish(step)
         if self.across and not self._flushing:
             self.across.begin()

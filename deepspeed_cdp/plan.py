@@ -128,7 +128,8 @@ class Plan:
     replicated: ClassVar[bool] = False  # whether every rank keeps all parameters, see replicas.py
 
     def under(self, threshold: int) -> "Plan":
-        """The same units and buffers under another rule."""
+        """The same units and buffers under a rule with a smaller K, whose messages all find room in them."""
+        assert threshold <= self.schedule.threshold, (threshold, self.schedule)
         return replace(self, schedule=replace(self.schedule, threshold=threshold), room_for=self.room_for or self.schedule)
 
     def __post_init__(self) -> None:

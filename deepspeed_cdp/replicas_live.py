@@ -12,6 +12,7 @@ from .handoff import Handoff
 from .hooks import BACKWARD, FORWARD, Binder
 from .plan import HELD, Action
 from .replicas import ReplicatedPlan
+from .transport.base import Ticket
 from .walk import Place
 
 
@@ -45,14 +46,11 @@ class ReplicaHandoff(Handoff):
     def _kept_under(self, region: str, offset: int) -> str:
         return f"{region}{offset}" if region in "LR" else region  # where each unit has one place, and there are many
 
-    def _free_copy(self, a: Action, unit: int | None = None) -> None:
-        if self.plan.staged or self._flushing:
-            super()._free_copy(a, unit)
-            return
-        for i in self._owned if unit is None else (unit,):
-            for ticket in self._readers("R", self.plan.replica[0][i], self.plan.unit(i).p_bytes):
-                ticket.wait(Place(self, a))
-        self.transport.after(self._own_read_end)
+    def _copy_readers(self, a: Action, unit: int | None) -> list[Ticket]:
+        if self.plan.staged:
+            return super()._copy_readers(a, unit)
+        units = self._owned if unit is None else (unit,)
+        return [t for i in units for t in self._readers("R", self.plan.replica[0][i], self.plan.unit(i).p_bytes)]
 
     def _apply_version(self, a: Action) -> None:
         """The replica gets its next version of a unit: it has landed there, or is copied into it."""
@@ -60,7 +58,7 @@ class ReplicaHandoff(Handoff):
         if a.peer is not None:
             self._came[a.unit] = self._await(a)
         else:
-            self.transport.after(self._published_at.get(a.unit))
+            self.transport.after(self._published_at.get((a.unit, 0)))
         if region != "R":
             for ticket in self._readers("R", a.into[1], a.nbytes):
                 ticket.wait(Place(self, a))
@@ -72,7 +70,7 @@ class ReplicaHandoff(Handoff):
     def _read(self, a: Action) -> None:
         if not a.backward:
             if a.unit in self._owned and not self.plan.staged:
-                self.transport.after(self._published_at.get(a.unit))  # which was written in place, beside the passes
+                self.transport.after(self._published_at.get((a.unit, 0)))  # which was written in place, beside the passes
             self.params[a.unit] = self._place(a)[1]
         self._posts(a)
 
