@@ -30,7 +30,7 @@ def overlap_in_time(a: Lifetime, b: Lifetime, period: int) -> bool:
     return b.start + lowest * period <= a.end
 
 
-def allocate(lifetimes: Sequence[Lifetime], period: int, enough: int = 0) -> tuple[tuple[int, ...], int]:
+def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...], int]:
     """Offsets such that regions in use at the same time never overlap, and the bytes needed.
 
     The best of first fit by start, end, length and size (good for uneven units), each a few times over with the region that
@@ -39,7 +39,6 @@ def allocate(lifetimes: Sequence[Lifetime], period: int, enough: int = 0) -> tup
 
     Args:
         lifetimes: each shorter than ``period``.
-        enough: bytes that need not be undercut; the search ends when it has come down to them.
     Returns:
         an offset per lifetime, and the size of the buffer.
     """
@@ -49,20 +48,16 @@ def allocate(lifetimes: Sequence[Lifetime], period: int, enough: int = 0) -> tup
     orders = (by_start, sorted(items, key=lambda i: lifetimes[i].end),
               sorted(items, key=lambda i: (lifetimes[i].start - lifetimes[i].end, lifetimes[i].start)),
               sorted(items, key=lambda i: (-lifetimes[i].nbytes, lifetimes[i].start)))
-    best = _improved(lifetimes, period, orders[0], enough)
-    for order in orders[1:]:
-        if best[1] <= enough:
-            return best
-        best = min(best, _improved(lifetimes, period, order, enough), key=lambda result: result[1])
+    best = min((_improved(lifetimes, period, order) for order in orders), key=lambda result: result[1])
     return _laps(lifetimes, period, by_start, best[1]) or best
 
 
-def _improved(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int], enough: int) -> tuple[tuple[int, ...], int]:
+def _improved(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
     best = _first_fit(lifetimes, period, order)
     offsets, tried = best[0], list(order)
     for _ in range(TRIES if 0 < len(tried) <= FEW else 0):
         top = max(tried, key=lambda i: offsets[i] + aligned(lifetimes[i].nbytes))
-        if tried[0] == top or best[1] <= enough:
+        if tried[0] == top:
             break
         tried.remove(top)
         tried.insert(0, top)
@@ -163,14 +158,9 @@ class Layout(NamedTuple):
     nbytes: int
 
 
-def placed(lives: Lives, period: int, enough: int = 0) -> dict[Visit, int]:
+def placed(lives: Lives, period: int) -> dict[Visit, int]:
     """Offsets by visit (``allocate``)."""
-    return dict(zip(lives, allocate(tuple(lives.values()), period, enough)[0]))
-
-
-def end(offsets: dict[Visit, int], lives: Lives) -> int:
-    """Where the highest region ends."""
-    return max((offsets[v] + aligned(life.nbytes) for v, life in lives.items()), default=0)
+    return dict(zip(lives, allocate(tuple(lives.values()), period)[0]))
 
 
 def laid_out(offsets: dict[Visit, int], lives: Lives, releases: Sequence[int], period: int) -> Layout:
@@ -183,4 +173,5 @@ def laid_out(offsets: dict[Visit, int], lives: Lives, releases: Sequence[int], p
     sizes = [x.nbytes for x in lives.values()]
     for number, gate in enumerate(gates([offsets[v] for v in lives], sizes, releases, period)):
         lets.setdefault(gate % period, []).append(number - (gate // period) * len(lives))
-    return Layout(tuple(lives), offsets, {k: tuple(sorted(v)) for k, v in lets.items()}, end(offsets, lives))
+    end = max((offsets[v] + aligned(life.nbytes) for v, life in lives.items()), default=0)
+    return Layout(tuple(lives), offsets, {k: tuple(sorted(v)) for k, v in lets.items()}, end)

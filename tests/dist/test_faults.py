@@ -69,7 +69,7 @@ def meets(rank: int, world: int, fault: str, who: int, rule: str, folder: str) -
 
 
 # ---- what must be ---------------------------------------------------------------------------------------------------------
-WHERE = re.compile(r"HandoffError: rank (\d+), step \d+, (stage \d+, (forward|backward|norm|update|total)|flush|saving|gather)"
+WHERE = re.compile(r"HandoffError: rank (\d+), step \d+, (stage \d+, (forward|backward|average|norm|update|total)|flush|saving|gather)"
                    r".*(stream \w+|rank\(s\) \[\d+\] missing|closed)")
 PEER = re.compile(r"stream \w+: rank \d|on stream \w+ (from|for) rank \d|stream \w+: the connection to rank \d|rank\(s\) \[\d\]")
 
