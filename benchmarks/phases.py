@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node 2 -m benchmarks.phases [--model llama-1.3b] [--micro-batch 1] [--engines cdp-v2]
 
 Each rank prints, per engine, medians over steps in milliseconds: from events on the device, from clocks on the host, the CPU time
-of its main thread (autograd's thread runs the backward), and what the passes' stream waited for, by stream and peer. For
-engines of this package a second round then times every kind of action of the walk (plan.py) and every kind of driver call on the
-host, which costs some of what it measures.
+of its main thread (autograd's thread runs the backward), and what the passes' stream waited for, by stream and peer. "same" is a
+fixed piece of Python behind each step: where that differs, so did the host, whatever the engine. For engines of this package a
+second round then times every kind of action of the walk (plan.py) and every kind of driver call on the host, which costs some of
+what it measures.
 """
 
 import argparse
@@ -78,6 +79,14 @@ def every_step_timed() -> Iterator[None]:
         timing.EVERY = usual
 
 
+def the_same() -> float:
+    """Seconds that a fixed amount of Python takes now: others on the host can make it twice as many."""
+    begun = time.perf_counter()
+    for _ in range(4000):
+        pass
+    return time.perf_counter() - begun
+
+
 def steps(job: engines.Job, step: Callable[..., Any], engine: Any, batches: list[torch.Tensor], count: int) -> dict[str, Any]:
     """Train ``count`` steps; per step: seconds by part on the device and the host, of the main thread, and waits."""
     cuda, seen = job.device.type == "cuda", collections.defaultdict(list)
@@ -93,6 +102,7 @@ def steps(job: engines.Job, step: Callable[..., Any], engine: Any, batches: list
             clocks.append(time.perf_counter())
             used.append(time.thread_time())
         step(batches[i % len(batches)], note)
+        seen["same"].append(the_same())
         seen["host"].append([b - a for a, b in zip(clocks, clocks[1:])])
         seen["main"].append([b - a for a, b in zip(used, used[1:])])
         latest = getattr(getattr(getattr(engine, "_transport", None), "timing", None), "latest", None)
@@ -137,6 +147,7 @@ def line(seen: dict[str, Any]) -> str:
     text = f"step {1e3 * statistics.median(seen['whole']):.1f} (lowest {1e3 * min(seen['whole']):.1f})"
     for name in ("device", "host", "main"):
         text += f" | {name} {of(seen[name])}" if name in seen else ""
+    text += f" | same {1e3 * statistics.median(seen['same'][SETTLE:]):.3f}"
     waits = seen.get("waits", [])[SETTLE:]
     edges = sorted({e for w in waits for e in w})
     return text + (" | waits " + ", ".join(f"{e} {1e3 * statistics.median(w.get(e, 0.0) for w in waits):.1f}" for e in edges)

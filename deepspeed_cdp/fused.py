@@ -99,13 +99,23 @@ class Batch:
         chunks = [(i, start) for i, size in enumerate(sizes) for start in range(0, size, BLOCK)]
         self._chunks = torch.tensor(chunks, dtype=torch.int64, device=device)
         self._squares = torch.empty(len(chunks), dtype=torch.float32, device=device)
-        self._grids = {False: (min(len(chunks), NARROW),), True: (len(chunks),)}
+        self._grids = {False: (min(len(chunks), NARROW), 1, 1), True: (len(chunks), 1, 1)}
+        self._compiled: dict[tuple, Any] = {}
+
+    def _launch(self, kernel: Any, urgent: bool, arguments: tuple, constants: tuple) -> None:
+        """Triton looks all arguments of a launch over for what to compile; here they are alike each time, so once is enough."""
+        key, grid = (kernel.__name__, *constants), self._grids[urgent]
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            self._compiled[key] = kernel[grid](*arguments, *constants, num_warps=16)  # None from Triton's interpreter
+        else:
+            compiled[grid](*arguments, *constants)
 
     def square(self, scale: float) -> torch.Tensor:
-        """Squared norm of the sums times ``scale`` (float64 scalar)."""
-        _square[self._grids[False]](self._tables[0], self._chunks, len(self._squares), self._squares, scale, SUM=self._sum,
-                                    SIZE=BLOCK, num_warps=16)
-        return self._squares.sum(dtype=torch.float64)
+        """Parts of the squared norm of the sums times ``scale`` (float32, 1-D, one per block); good until the next call."""
+        arguments = self._tables[0], self._chunks, len(self._squares), self._squares, scale
+        self._launch(_square, False, arguments, (self._sum, BLOCK))
+        return self._squares
 
     def update(self, hyper: Hyper, scale: float, clip: torch.Tensor | None, copy: int | None, urgent: bool) -> torch.Tensor:
         """Apply the next step of Adam (number ``count`` + 1) to the masters, and publish them.
@@ -116,18 +126,18 @@ class Batch:
             copy: the published copy to write, or None.
             urgent: take the whole GPU; else a part, so that the passes go on beside it.
         Returns:
-            the squared norm of the gradient before clipping (float64 scalar).
+            parts of the squared norm of the gradient before clipping, as ``square``.
         """
         self.count += 1
         keep1, keep2 = hyper.beta1, hyper.beta2  # what the kernel gets as fp32 is worked out in double precision
         correction, root = 1 - keep1 ** self.count, (1 - keep2 ** self.count) ** 0.5
         decay = 1 - hyper.lr * hyper.decay if hyper.decoupled else hyper.decay
-        _adam[self._grids[urgent]](
-            self._tables[copy or 0], self._chunks, len(self._squares), self._squares, self._squares if clip is None else clip,
-            scale, hyper.lr / correction, keep1, 1 - keep1, keep2, 1 - keep2, root, hyper.eps, decay,
-            DECOUPLED=hyper.decoupled, CLIPPED=clip is not None, PUBLISH=copy is not None, SUM=self._sum,
-            PARAMETER=self._parameter, SIZE=BLOCK, num_warps=16)
-        return self._squares.sum(dtype=torch.float64)
+        self._launch(_adam, urgent,
+                     (self._tables[copy or 0], self._chunks, len(self._squares), self._squares,
+                      self._squares if clip is None else clip, scale, hyper.lr / correction, keep1, 1 - keep1, keep2, 1 - keep2,
+                      root, hyper.eps, decay),
+                     (hyper.decoupled, clip is not None, copy is not None, self._sum, self._parameter, BLOCK))
+        return self._squares
 
 
 class Adam:
@@ -142,7 +152,7 @@ class Adam:
                  sums: dict[int, dict[str, torch.Tensor]], published: Sequence[dict[str, torch.Tensor]]):
         self.optimizer, self.masters, self._sums, self._published = optimizer, masters, sums, published
         self._batches: dict[int, tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]] = {}  # with the state they are over
-        self._zero = torch.zeros((), dtype=torch.float64, device=next(iter(masters.values())).device) if masters else None
+        self._zero = torch.zeros(1, dtype=torch.float64, device=next(iter(masters.values())).device) if masters else None
 
     @staticmethod
     def suits(optimizer: torch.optim.Optimizer, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> bool:
@@ -152,8 +162,8 @@ class Adam:
                 and all(_hyper(optimizer, g) for g in optimizer.param_groups))
 
     def square(self, unit: int, scale: float) -> torch.Tensor:
-        """Squared norm of the unit's sums times ``scale`` (float64 scalar)."""
-        return self._total([batch.square(scale) for batch, _ in self._of(unit)])
+        """Parts of the squared norm of the unit's sums times ``scale``; see ``Batch.square``."""
+        return self._all([batch.square(scale) for batch, _ in self._of(unit)])
 
     def update(self, unit: int, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None,
                copy: int | None, urgent: bool = False) -> torch.Tensor:
@@ -167,7 +177,7 @@ class Adam:
             hyper = _hyper(self.optimizer, options[batch.group])
             assert hyper is not None, "suits() has looked"
             squares.append(batch.update(hyper, scale, clip, copy, urgent))
-        return self._total(squares)
+        return self._all(squares)
 
     def settle(self) -> None:
         """Write the numbers of steps into the optimizer's state, where they are not kept up to date while training."""
@@ -177,8 +187,8 @@ class Adam:
                     state = self.optimizer.state[self.masters[name]]
                     state["step"] = state["step"].fill_(batch.count) if isinstance(state["step"], torch.Tensor) else batch.count
 
-    def _total(self, squares: list[torch.Tensor]) -> torch.Tensor:
-        return squares[0] if len(squares) == 1 else torch.stack(squares).sum() if squares else self._zero
+    def _all(self, squares: list[torch.Tensor]) -> torch.Tensor:
+        return squares[0] if len(squares) == 1 else torch.cat(squares) if squares else self._zero
 
     def _of(self, unit: int) -> list[tuple[Batch, list[str]]]:
         """The unit's batches, made anew when the optimizer's state is not what they were made for (a checkpoint was loaded)."""

@@ -4,8 +4,10 @@ The model's hooks say how far to walk (``acquire``, ``release``); what is walked
 or a whole micro-batch, is received, relayed and passed on all the same. Nothing here reads a clock or meets the other ranks.
 """
 
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import torch
 
@@ -32,7 +34,8 @@ class Handoff(OwnerActions):
         skipped: updates that were not applied because the step's gradient norm was not finite (dp and v1).
         together: the owned units that NORM averages; others have an AVERAGE each.
         params, sums: the flat parameters and gradient sums of units in use (uint8 views), by unit index.
-        on_sum: called with a unit's index and its running sum when this has come, to add gradients that this rank has already.
+        on_pass: called with a unit's index, its running sum, and whether nothing has been added to this yet, when the unit's
+            backward is over, to add this rank's gradients.
         on_release: called with a unit's index when its parameters are about to be freed.
         on_end: called with a step and whether its norm is not finite, when that is known and before its update (dp and v1).
     """
@@ -43,7 +46,7 @@ class Handoff(OwnerActions):
         self.buffers = Buffers(plan, transport)
         self.scalars = Scalars(transport, self.buffers)
         self.owner: Owner | None = None
-        self.on_sum: Callable[[int, torch.Tensor], None] = lambda unit, view: None
+        self.on_pass: Callable[[int, torch.Tensor, bool], None] = lambda unit, view, first: None
         self.on_release: Callable[[int], None] = lambda unit: None
         self.on_end: Callable[[int, bool], None] = lambda step, overflow: None
         transport.prepare(sorted({edge for p in self.phases.plans for edge in edges(p)}), deferred=True)
@@ -65,7 +68,8 @@ class Handoff(OwnerActions):
         self.skipped = 0
         self.losses = torch.zeros((), dtype=torch.float64, device=device)
         self.loss_count = 0
-        self._lost: dict[int, tuple[torch.Tensor, int]] = {}
+        self._lost: dict[int, tuple[torch.Tensor, int]] = {}  # step -> the sum of its losses, and their number
+        self._kept: deque[tuple[torch.Tensor, Any]] = deque()  # such sums, and the marks at which they have been read
 
     # ---- epochs ---------------------------------------------------------------------------------------------------------
     def begin(self) -> None:
@@ -81,6 +85,7 @@ class Handoff(OwnerActions):
         self._step_end = self._own_read_end = self._sums_used_at = self.transport.mark()
         self._published_at: dict[tuple[int, int], object] = {}  # unit, copy -> the mark at which what it holds is in place
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units averaged so far
+        self._starting: set[int] = set()  # units whose sums are in use and have nothing in them
         self._sum_ends: dict[int, object] = {}  # unit -> the mark at which its sum, finished on this rank, is in place
         self._flushing = False
         for known in (self.params, self.sums, self._lost):
@@ -222,9 +227,9 @@ class Handoff(OwnerActions):
             at, size, ticket = entry
             if at < offset + nbytes and offset < at + size:
                 found.append(ticket)
-            elif not ticket.done():
+            else:
                 left.append(entry)
-        self._reading[region] = left
+        self._reading[region] = left  # not for long: every place that is pushed from is written again
         return found
 
     def _kept_under(self, region: str, offset: int) -> str:
@@ -287,22 +292,29 @@ class Handoff(OwnerActions):
         elif a.round == 0:  # the first micro-batch of the step starts the sum
             for ticket in self._readers(region, a.offset, a.nbytes):
                 ticket.wait(Place(self, a))
-            view.zero_()
+            self._starting.add(a.unit)
         self.sums[a.unit] = view
-        self.on_sum(a.unit, view)
-        self.transport.moved_on()
 
     def _done(self, a: Action) -> None:
+        if self.schedule.ranks == 1 and a.backward:  # summed in place, not passed on
+            self._add(a.unit)
         if self.params.pop(a.unit, None) is not None:
             self.on_release(a.unit)
         if self._read_from.pop(a.unit, None) is None and (a.backward or a.unit == HELD):
             self._own_read_end = self.transport.mark()
-        if self.schedule.ranks == 1 and a.backward:  # summed in place, not passed on
-            self.sums.pop(a.unit, None)
         self._posts(a)
 
+    def _add(self, unit: int) -> None:
+        """This rank's gradients of the unit's last backward are complete: add them to the sum."""
+        view = self.sums.pop(unit, None)
+        if view is not None:
+            self.on_pass(unit, view, unit in self._starting)
+            self._starting.discard(unit)
+            self.transport.moved_on()
+
     def _pass(self, a: Action) -> None:
-        view = self.sums.pop(a.unit)
+        view = self.sums[a.unit]
+        self._add(a.unit)
         if a.peer == self.rank:  # the last rank owns stage 0
             self.transport.after(self._sums_used_at)
             self.buffers.view("O", self.plan.o_layout(0)[0][a.unit], a.nbytes).copy_(view)

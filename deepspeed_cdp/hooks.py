@@ -51,7 +51,7 @@ class Binder:
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
-        handoff.on_release, handoff.on_sum = self.unbind, self._add_early
+        handoff.on_release, handoff.on_pass = self.unbind, self._add
         self.on_idle_use: Callable[[str], None] = lambda how: None
         self._root, self.lent = module, lent  # the second: parameters given out by GatheredParameters
         self._handles = [module.register_forward_pre_hook(self._root_pre, prepend=True)]
@@ -73,9 +73,6 @@ class Binder:
                     # first of all hooks: others, such as those of torch.nn.utils.weight_norm, read the parameters
                     self._handles += [modules[path].register_forward_pre_hook(self._pre(i, path), prepend=True),
                                       modules[path].register_forward_hook(self._post(i, path == paths[-1]), with_kwargs=True)]
-                for p, s in self.slots[i]:
-                    if s.sum_offset >= 0 and s.sum_dtype != p.dtype:
-                        self._handles.append(p.register_post_accumulate_grad_hook(self._accumulate(i, s)))
 
     def remove(self) -> None:
         """Take the hooks off; parameters that are placeholders now stay so, and using them is refused."""
@@ -124,7 +121,6 @@ class Binder:
                 self._low = self._high = 0
             for p, _ in self.slots[i]:
                 p.data = self._empty[p]
-                p.grad = None
 
     def release_all(self) -> None:
         """Make every parameter a placeholder."""
@@ -140,33 +136,32 @@ class Binder:
         self._cache.clear()
         self._rebuilt.clear()
 
-    def _bind_sums(self, i: int) -> None:
-        flat = self.handoff.sums.get(i)
-        if flat is None:
-            return
+    def _add(self, i: int, flat: torch.Tensor, first: bool) -> None:
+        """Add the unit's gradients, now complete, to the running sum that goes on to the next rank; all in one launch.
+
+        Args:
+            first: nothing has been added before, and the memory holds anything.
+        """
+        views = self._sum_views(i, flat)
+        pairs = [(view, p.grad) for (p, _), view in zip(self.slots[i], views) if p.grad is not None]  # trained slots come first
+        for p, _ in self.slots[i]:
+            p.grad = None
+        if first and len(pairs) < len(views):
+            flat.zero_()
+            first = False
+        sums, grads = map(list, zip(*pairs)) if pairs else ([], [])
+        if any(g.layout is not torch.strided for g in grads):
+            for view, g in pairs:
+                view.zero_().add_(g) if first else view.add_(g)
+        elif pairs:
+            (torch._foreach_copy_ if first else torch._foreach_add_)(sums, grads)
+
+    def _sum_views(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
         key = (~i, flat.data_ptr())
         views = self._cache.get(key)
         if views is None:
             views = self._cache[key] = [s.sum(flat) for _, s in self.slots[i] if s.sum_offset >= 0]
-        for (p, s), view in zip(self.slots[i], views):  # trained slots come first
-            if s.sum_dtype == p.dtype:
-                p.grad = view
-
-    def _accumulate(self, i: int, slot: Slot):
-        def hook(p: torch.nn.Parameter) -> None:
-            if p.grad is not None and i in self.handoff.sums:
-                slot.sum(self.handoff.sums[i]).add_(p.grad)
-                p.grad = None
-        return hook
-
-    def _add_early(self, i: int, flat: torch.Tensor) -> None:
-        """Gradients that came before the unit's sum: all of the held ones, and those of units whose outputs have no hook (changed
-        in place, or inside an object that is no pytree) and which saved none of their parameters."""
-        for p, s in self.slots[i]:
-            if p.grad is not None:
-                if s.sum_offset >= 0:
-                    s.sum(flat).add_(p.grad)
-                p.grad = None
+        return views
 
     # ---- a micro-batch --------------------------------------------------------------------------------------------------
     @contextmanager
@@ -274,7 +269,6 @@ class Binder:
             return
         self.handoff.acquire(i, True)
         self.bind(i, self.handoff.params[i])
-        self._bind_sums(i)
         self._latest = i
 
     def _gradient_came(self, i: int) -> None:

@@ -81,7 +81,7 @@ class OffloadedOwner(StageOwner):
     @torch.no_grad()
     def average(self, step: int, unit: int) -> torch.Tensor:
         """As ``StageOwner``'s, on the device; the averaged gradients begin their way to the host."""
-        norm2 = super().average(step, unit)
+        squares = super().average(step, unit)
         grads = self._grads.get(unit)
         if grads:
             if unit not in self._grad_buffers:
@@ -90,7 +90,7 @@ class OffloadedOwner(StageOwner):
                 buffer.copy_(grad, non_blocking=True)
             self._grads[unit] = self._grad_buffers[unit]
             self._arrived[unit] = self._record()
-        return norm2
+        return squares
 
     @torch.no_grad()
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:

@@ -154,23 +154,23 @@ class StageOwner:
 
     @torch.no_grad()
     def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
-        """Average, update and publish (if ``slot`` is given) a unit whose sums are finished; the squared norm, as ``average``."""
+        """Average, update and publish (if ``slot`` is given) a unit whose sums are finished; squares, as ``average`` has them."""
         if self._fused:
             return self._fused.update(unit, self._recorded[step], 1 / self._divisor(step), None, slot, self.urgent)
-        norm2 = self.average(step, unit)
+        squares = self.average(step, unit)
         self.update(step, None, unit, slot)
-        return norm2
+        return squares
 
     @torch.no_grad()
     def average(self, step: int, unit: int) -> torch.Tensor:
         """Turn a unit's finished sums into averaged gradients (fp32, sum / N / the step's loss scale).
 
         Returns:
-            their squared norm (float64, on the device).
+            parts of their squared norm (1-D, float32 or float64, on the device); to be read before the unit's next average.
         """
         views = list(self._sums[unit].values())
         if not views:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
+            return torch.zeros(1, dtype=torch.float64, device=self._device)
         if self._fused:
             self._grads[unit] = []
             return self._fused.square(unit, 1 / self._divisor(step))
@@ -184,7 +184,7 @@ class StageOwner:
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
         else:
             norms = torch._foreach_norm(grads)
-        return torch.stack(norms).double().square().sum()
+        return torch.stack(norms).double().square()
 
     @torch.no_grad()
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:

@@ -5,6 +5,7 @@ often the host is not ahead of the passes; so a unit's sum is taken up where it 
 rest of its stage where these are wanted.
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,7 @@ class OwnerActions:
     _arrivals: dict[tuple, Ticket]
     _norms: dict[int, torch.Tensor]
     _lost: dict[int, tuple[torch.Tensor, int]]
+    _kept: deque[tuple[torch.Tensor, Any]]
     _sum_ends: dict[int, Any]
     _published_at: dict[tuple[int, int], Any]
     _step_end: Any
@@ -82,9 +84,7 @@ class OwnerActions:
 
         def losses() -> tuple[torch.Tensor, int]:
             self.transport.after(self._step_end)
-            loss, count = self._lost.pop(self.global_step + a.version)
-            self.transport.uses(loss)
-            return loss, count
+            return self._lost[self.global_step + a.version]
 
         across, views = self.across, self.owner.ring_sums
         for i in map(ready, self.together) if across is None else across.exchange(ready, losses, views, where):
@@ -93,9 +93,19 @@ class OwnerActions:
             self.scalars.receive(a.peer, where)
         loss, count = losses() if across is None else across.total
         norms = [self._norms[i] for i in reversed(self._members) if i in self._norms]
-        self.scalars.add(stage, torch.stack(norms).sum() if norms else torch.zeros_like(loss), loss, count,
-                         self.global_step + a.version)
+        norm2 = torch.cat(norms).sum(dtype=torch.float64) if norms else torch.zeros_like(loss)
+        self.scalars.add(stage, norm2, loss, count, self.global_step + a.version)
         self._norms = {}
+        self._keep(self._lost.pop(self.global_step + a.version)[0])
+
+    def _keep(self, tensor: torch.Tensor) -> None:
+        """Hold on to a tensor of the passes' until the owner's stream, which reads it, has come as far as this. (torch's
+        ``record_stream`` would do, but from then on every allocation asks the device whether it has: some microseconds each.)"""
+        while self._kept and self._kept[0][1].done():
+            self._kept.popleft()
+        mark = self.transport.mark()
+        if mark is not None:
+            self._kept.append((tensor, mark))
 
     def _finish(self, a: Action, unit: int) -> None:
         """What can be done with a unit's finished sums."""

@@ -78,12 +78,11 @@ class ReplicaHandoff(Handoff):
         self._push(a, self._came.pop(a.unit, None))
 
     def _done(self, a: Action) -> None:
+        if self.schedule.ranks == 1 and a.backward:  # summed in place, not passed on
+            self._add(a.unit)
         self.params.pop(a.unit, None)
-        self.on_release(a.unit)
         if a.unit in self._owned:
             self._own_read_end = self.transport.mark()
-        if self.schedule.ranks == 1 and a.backward:  # summed in place, not passed on
-            self.sums.pop(a.unit, None)
         self._posts(a)
 
     @property
@@ -126,13 +125,12 @@ class ReplicaBinder(Binder):
         """They are."""
 
     def unbind(self, i: int) -> None:
-        """The unit's sum is passed on."""
-        for p, _ in self.slots[i]:
-            p.grad = None
+        """They stay."""
 
     def release_all(self) -> None:
-        for i in self.slots:
-            self.unbind(i)
+        for pairs in self.slots.values():
+            for p, _ in pairs:
+                p.grad = None
 
     def forget_views(self) -> None:
         """None is of memory that goes."""
@@ -140,10 +138,10 @@ class ReplicaBinder(Binder):
     def _begin_saving(self) -> bool:
         return False  # what autograd saves stays
 
-    def _add_early(self, i: int, flat: torch.Tensor) -> None:
+    def _add(self, i: int, flat: torch.Tensor, first: bool) -> None:
         if i != HELD and i not in self.visited and any(p.grad is not None for p, _ in self.slots[i]):
             raise self._read_outside(i)
-        super()._add_early(i, flat)
+        super()._add(i, flat, first)
 
     def end_backward(self) -> None:
         super().end_backward()

@@ -21,7 +21,7 @@ from .transport.base import Edge, Ticket, Transport, Where
 from .transport.choose import host
 
 _SAME = ("sent", "received", "bytes_sent", "bytes_received", "waited", "waited_sent", "host_waits", "timing", "rendezvous",
-         "allocate", "moved_on", "mark", "after", "owner_stream", "uses", "count")
+         "allocate", "moved_on", "mark", "after", "owner_stream", "count")
 
 
 def ring_size(setting: str | int, hosts: Sequence[str]) -> int:

@@ -88,16 +88,17 @@ class Scalars:
         finished = step if self.rank == n - 1 else step - 1  # the last owner closes a step, the others hear of it with the next
         self.step = finished if finished >= self._since else None
         if self.rank == 0:
-            v[n:n + 2] = 0
-        v[stage] = norm2
-        v[n] += loss
-        v[n + 1] += count
+            v[n:n + 2].zero_()
+        v[stage].copy_(norm2)
+        v[n].add_(loss)
+        v[n + 1].add_(count)
+        torch.sum(v[:n], 0, keepdim=True, out=self.total)
         if self.rank == n - 1:
-            v[n + 2:n + 4] = v[n:n + 2]
-            v[n + 4] = v[:n].sum()
-        self.total.copy_(v[:n].sum())
+            v[n + 2:n + 4].copy_(v[n:n + 2])
+            v[n + 4:n + 5].copy_(self.total)
         if self.busy != self._told:
-            v[n + 5 + self.rank] = self._told = self.busy
+            v[n + 5 + self.rank].fill_(self.busy)
+            self._told = self.busy
         if self._slots:
             self._note()
         if n > 1:

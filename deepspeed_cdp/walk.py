@@ -24,10 +24,10 @@ class Owner(Protocol):
     at_once: bool
 
     def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
-        """Average, update and (into copy ``slot``, if one is given) publish a unit; the squared norm of its gradients."""
+        """Average, update and (into copy ``slot``, if one is given) publish a unit; squares as ``average``."""
 
     def average(self, step: int, unit: int) -> torch.Tensor:
-        """Turn the unit's finished sum of ``step`` into averaged gradients; their squared norm (float64 scalar)."""
+        """Turn the unit's finished sum of ``step`` into averaged gradients; parts of their squared norm (1-D)."""
 
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:
         """Apply the update of ``step`` to one unit, or to all that have been averaged, clipped by ``norm2``, and publish."""

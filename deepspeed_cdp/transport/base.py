@@ -126,9 +126,6 @@ class Transport(ABC):
         """Where the owner's update runs: beside the passes if the device can."""
         return nullcontext()
 
-    def uses(self, tensor: torch.Tensor) -> None:  # noqa: B027
-        """The current stream reads a tensor made on another: its memory must not be used again before."""
-
     @abstractmethod
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
              from_at: int = -1) -> Ticket:

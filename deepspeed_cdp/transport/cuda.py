@@ -129,9 +129,6 @@ class CudaTransport(Transport):
     def owner_stream(self) -> AbstractContextManager:
         return torch.cuda.stream(self._owner)
 
-    def uses(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.device))
-
     # ---- collectives, none in a training step ---------------------------------------------------------------------------
     def gather(self, value: Any, where: Where) -> list[Any]:
         self.collectives += 1
