@@ -1,0 +1,115 @@
+"""How a rank's own gradients get into the sums that go round: once a unit, whatever they are."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from local_ring import run_ranks
+from test_breaks import Chain, batch, line, loss, train
+from torch import nn
+
+from deepspeed_cdp import reference
+from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.schedule import threshold
+
+SIZE = 3
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
+
+
+class Sometimes(nn.Module):
+    """A parameter that has no gradient in some micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.extra = line(), nn.Parameter(torch.full((8,), 0.5))
+
+    def forward(self, x):
+        h = torch.tanh(self.linear(x))
+        return h * self.extra if bool(x.sum() > 0) else h
+
+
+class Indexed(nn.Module):
+    """An embedding, whose gradient may be sparse."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(16, 8, sparse=sparse), line()
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x + self.table((x.detach().abs().sum(-1) * 10).long() % 16)))
+
+
+MODELS = {"sometimes": lambda: Chain(*(Sometimes() for _ in range(6))),
+          "dense": lambda: Chain(*(Indexed(False) for _ in range(6))),
+          "sparse": lambda: Chain(*(Indexed(True) for _ in range(6)))}
+
+
+def build(kind: str) -> nn.Module:
+    torch.manual_seed(7)
+    return MODELS[kind]()
+
+
+def settings(rule: str = "cdp-v2", rounds: int = 1) -> Settings:
+    return Settings(rule, partition_method="uniform", rounds=rounds)
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rule", ["dp", "cdp-v2"])
+@pytest.mark.parametrize(("kind", "oracle"), [("sometimes", "sometimes"), ("sparse", "dense")])
+def test_sums_equal_the_oracle(kind: str, oracle: str, rule: str, rounds: int) -> None:
+    """A sum that a rank starts holds what it held a step ago, unless each of its parameters is written."""
+    modules, chosen, seen = [build(kind) for _ in range(SIZE)], settings(rule, rounds), set()
+    for module in modules:
+        for block in module.blocks:
+            if kind == "sometimes":
+                block.register_forward_pre_hook(lambda _, args: seen.add(bool(args[0].sum() > 0)))
+    results = run_ranks(SIZE, lambda rank, transport: train(modules[rank], rank, transport, chosen, sgd))
+    assert kind != "sometimes" or seen == {False, True}
+    want = reference.train(build(oracle), results[0][0].plan.stages, threshold(rule, SIZE), batch, loss, sgd, 3, rounds=rounds)
+    assert {k: v for result in results for k, v in result[1].items()} == want.losses
+    for name, value in want.masters.items():
+        assert torch.equal(results[0][2][name], value), name
+
+
+def one_step(module: nn.Module, rank: int, transport: Any) -> None:
+    runtime = Runtime(module, sgd(list(module.named_parameters())), settings(), transport, torch.device("cpu"))
+    with runtime.forward():
+        value = loss(module, batch(0, 0, rank))
+    value.backward()
+    runtime.end_backward()
+    assert all(p.grad is None for p in module.parameters())
+    runtime.step()
+    runtime.close(True)
+
+
+def test_until_they_are_passed_on_they_are_the_ranks_own() -> None:
+    """``param.grad`` in a hook is the micro-batch's gradient, not the sum over the ranks before."""
+    modules, seen = [build("dense") for _ in range(SIZE)], [{} for _ in range(SIZE)]
+    for module, mine in zip(modules, seen):
+        for name, p in module.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, mine=mine, name=name: mine.update({name: p.grad.clone()}))
+    run_ranks(SIZE, lambda rank, transport: one_step(modules[rank], rank, transport))
+    for rank, mine in enumerate(seen):
+        alone = build("dense")
+        loss(alone, batch(0, 0, rank)).backward()
+        assert {n: p.grad.tolist() for n, p in alone.named_parameters()} == {n: g.tolist() for n, g in mine.items()}
+
+
+def test_one_launch_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rank that starts the sums copies, the others add."""
+    modules, calls = [build("dense") for _ in range(SIZE)], Counter()
+    for name in ("_foreach_add_", "_foreach_copy_"):
+        original = getattr(torch, name)
+
+        def counted(sums, grads, name=name, original=original):
+            calls[name, len(sums)] += 1
+            original(sums, grads)
+        monkeypatch.setattr(torch, name, counted)
+    run_ranks(SIZE, lambda rank, transport: one_step(modules[rank], rank, transport))
+    units, parameters = len(modules[0].blocks), 3
+    assert calls["_foreach_add_", parameters] == (SIZE - 1) * units
+    assert calls["_foreach_copy_", parameters] >= units
