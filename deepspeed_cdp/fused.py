@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from packaging.version import Version
 
 try:
     import triton
@@ -29,6 +30,9 @@ class Hyper(NamedTuple):
     decay: float
     decoupled: bool  # AdamW; else the decay is added to the gradient
 
+
+# Whether compiled kernels take the arguments that @triton.jit functions do: before 3.3 (torch 2.6) not the constants among them.
+TAKES_CONSTANTS = triton is not None and Version(triton.__version__) >= Version("3.3")
 
 if triton is not None:
     @triton.jit
@@ -106,10 +110,12 @@ class Batch:
         """Triton looks all arguments of a launch over for what to compile; here they are alike each time, so once is enough."""
         key, grid = (kernel.__name__, *constants), self._grids[urgent]
         compiled = self._compiled.get(key)
-        if compiled is None:
-            self._compiled[key] = kernel[grid](*arguments, *constants, num_warps=16)  # None from Triton's interpreter
-        else:
+        if compiled is not None:
             compiled[grid](*arguments, *constants)
+            return
+        compiled = kernel[grid](*arguments, *constants, num_warps=16)  # None from Triton's interpreter
+        if TAKES_CONSTANTS:
+            self._compiled[key] = compiled
 
     def square(self, scale: float) -> torch.Tensor:
         """Parts of the squared norm of the sums times ``scale`` (float32, 1-D, one per block); good until the next call."""

@@ -292,6 +292,8 @@ class Handoff(OwnerActions):
         elif a.round == 0:  # the first micro-batch of the step starts the sum
             for ticket in self._readers(region, a.offset, a.nbytes):
                 ticket.wait(Place(self, a))
+            if self.schedule.ranks == 1:  # summed where this rank, as the owner, has read the step before
+                self.transport.after(self._sums_used_at)
             self._starting.add(a.unit)
         self.sums[a.unit] = view
 

@@ -121,6 +121,13 @@ class Binder:
                 self._low = self._high = 0
             for p, _ in self.slots[i]:
                 p.data = self._empty[p]
+        self._drop_unwanted(i)
+
+    def _drop_unwanted(self, i: int) -> None:
+        """Gradients of a unit that has no sums, since the optimizer has none of its parameters."""
+        if not self.layouts[i].g_bytes:
+            for p, _ in self.slots[i]:
+                p.grad = None
 
     def release_all(self) -> None:
         """Make every parameter a placeholder."""
@@ -136,6 +143,7 @@ class Binder:
         self._cache.clear()
         self._rebuilt.clear()
 
+    @torch.no_grad()  # under backward(create_graph=True) gradients have graphs
     def _add(self, i: int, flat: torch.Tensor, first: bool) -> None:
         """Add the unit's gradients, now complete, to the running sum that goes on to the next rank; all in one launch.
 

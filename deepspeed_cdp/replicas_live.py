@@ -81,6 +81,7 @@ class ReplicaHandoff(Handoff):
         if self.schedule.ranks == 1 and a.backward:  # summed in place, not passed on
             self._add(a.unit)
         self.params.pop(a.unit, None)
+        self.on_release(a.unit)
         if a.unit in self._owned:
             self._own_read_end = self.transport.mark()
         self._posts(a)
@@ -126,6 +127,7 @@ class ReplicaBinder(Binder):
 
     def unbind(self, i: int) -> None:
         """They stay."""
+        self._drop_unwanted(i)
 
     def release_all(self) -> None:
         for pairs in self.slots.values():

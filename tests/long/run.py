@@ -6,11 +6,16 @@
 
 First an undisturbed run, then one in which every rank sleeps, synchronizes and reads at random, and in whose middle the last
 rank kills itself with SIGKILL; torchrun starts all ranks anew and they go on from the last checkpoint. Both evaluate and save
-after the same steps, so they flush alike. Passed, if then the last checkpoints (masters, moments, norms, buffers) and all losses
-are equal bit by bit, and neither memory nor open files nor threads have grown. FOLDER gets samples.csv and summary.json.
+after the same steps, so they flush alike. At every save the losses so far must be equal bit by bit. Passed, if at the end the
+last checkpoints (masters, moments, norms, buffers) are too, and neither memory nor open files nor threads have grown. FOLDER
+gets samples.csv and summary.json.
+
+Where no machine is had for so long, ``--parts calm`` leaves what the other run is compared with in FOLDER (small files,
+calm*), and ``--parts wild --out`` the same FOLDER, or a copy of these files, does the rest another time.
 """
 
 import csv
+import hashlib
 import json
 import os
 import random
@@ -39,11 +44,12 @@ ROOM = {"allocated": 1 << 16, "reserved": 8 << 20, "gpu": 16 << 20, "rss": 8 << 
 class Run:
     """One of the two runs, on one rank."""
 
-    def __init__(self, tools: Tools, options: Any, name: str, steps: int, folder: Path):
+    def __init__(self, tools: Tools, options: Any, name: str, steps: int, out: Path):
         self.tools, self.options, self.name, self.steps = tools, options, name, steps
-        self.checkpoints, self.losses_file = folder / name, folder / f"{name}_losses_{tools.rank}.pt"
-        self.samples = folder / f"{name}_samples_{tools.rank}.csv"
-        self.killed, self.attempt = folder / "killed", int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self.checkpoints, self.losses_file = out / "work" / name, out / f"{name}_losses_{tools.rank}.pt"
+        self.samples = out / f"{name}_samples_{tools.rank}.csv"
+        self.killed, self.attempt = out / "killed", int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
+        self.wanted: torch.Tensor | None = None  # losses that these must equal
         self.losses = torch.zeros(steps, dtype=torch.float32)
         self.evaluations: dict[int, float] = {}
 
@@ -79,6 +85,7 @@ class Run:
                 self.losses[first:step + 1] = device_losses[:step + 1 - first].cpu()
                 first = step + 1
                 self._save(engine, step)
+                self._compare(step + 1)
         tools.synchronize()
         tools.destroy(engine)
         return time.monotonic() - began
@@ -100,6 +107,12 @@ class Run:
             old = sorted(self.checkpoints.glob("step*"), key=lambda p: int(p.name[4:]))[:-2]
             for folder in old:
                 shutil.rmtree(folder)
+
+    def _compare(self, steps: int) -> None:
+        if self.wanted is not None:
+            equal = self.tools.agree(torch.equal(self.losses[:steps], self.wanted[:steps]))
+            self.tools.say(f"{self.name}: {steps} of {self.steps} steps, losses {'equal' if equal else 'DIFFERENT'}")
+            assert equal, f"the losses of the first {steps} steps differ from the undisturbed run's"
 
     def _sample(self, step: int, began: float) -> None:
         figures = {"run": self.name, "attempt": self.attempt, "rank": self.tools.rank, "step": step + 1,
@@ -140,21 +153,21 @@ def judge(rows: list[dict[str, str]], settled: int) -> tuple[dict[str, Any], lis
     return told, grown
 
 
-def same_checkpoints(a: Path, b: Path) -> bool:
-    """Whether all masters, moments, norms and buffers are equal bit by bit."""
-    names = [sorted(p.name for p in folder.glob("*.safetensors")) for folder in (a, b)]
-    files = [(load_file(a / name), load_file(b / name)) for name in names[0]] if names[0] == names[1] else []
-    return bool(files) and all(x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x) for x, y in files)
+def digests(checkpoint: Path) -> dict[str, str]:
+    """SHA-256 of every tensor's bytes (masters, moments, norms and buffers) by file and name."""
+    return {f"{file.name} {name}": hashlib.sha256(x.reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
+            for file in sorted(checkpoint.glob("*.safetensors")) for name, x in sorted(load_file(file).items())}
 
 
-def count_steps(tools: Tools, options: Any, folder: Path) -> int:
-    """``--steps``, or as many as fit into ``--minutes``, the same on all ranks and after a restart."""
+def count_steps(tools: Tools, options: Any, out: Path) -> int:
+    """As many as the undisturbed run has made; else ``--steps``, or as many as fit into ``--minutes``, the same on all ranks and
+    after a restart."""
+    if (out / "calm.json").exists():
+        return json.loads((out / "calm.json").read_text())["steps"]
     if not options.minutes:
         return options.steps
     import torch.distributed as dist
-    known = folder / "steps"
-    if tools.rank == 0 and not known.exists():
-        known.parent.mkdir(parents=True, exist_ok=True)
+    known = out / "work" / "steps"
     if known.exists():
         return int(known.read_text())
     engine = tools.engine(models.build(options.model), options.rule)
@@ -179,6 +192,58 @@ def count_steps(tools: Tools, options: Any, folder: Path) -> int:
     return told[0]
 
 
+def calm(tools: Tools, options: Any, steps: int, out: Path) -> None:
+    """The undisturbed run, unless it is there; what the other one is compared with goes to calm.json."""
+    if (out / "calm.json").exists():
+        return
+    seconds = Run(tools, options, "calm", steps, out).train()
+    if tools.rank == 0:
+        told = {**settings(tools, options), "steps": steps, "seconds": round(seconds, 1),
+                "digests": digests(out / "work" / "calm" / f"step{steps}")}
+        (out / "calm.new").write_text(json.dumps(told, indent=1) + "\n")
+        os.replace(out / "calm.new", out / "calm.json")
+    tools.agree(True)  # it is there for all
+    tools.say(f"calm: {steps} steps in {seconds:.1f} s")
+
+
+def settings(tools: Tools, options: Any) -> dict[str, Any]:
+    """What the two runs must share."""
+    return {"ranks": tools.size, "model": options.model, "rule": options.rule, "save every": options.save,
+            "evaluate every": options.evaluate, "device": torch.cuda.get_device_name() if tools.cuda else "CPU",
+            "torch": torch.__version__}
+
+
+def wild(tools: Tools, options: Any, steps: int, out: Path) -> bool:
+    """The disturbed run against what ``calm`` has left; whether it passed, on rank 0 with a summary."""
+    known = json.loads((out / "calm.json").read_text())
+    for key, value in settings(tools, options).items():
+        if known[key] != value:
+            raise ValueError(f"{key}: {value!r}, but the undisturbed run in {out} had {known[key]!r}; give both the same")
+    run = Run(tools, options, "wild", steps, out)
+    run.wanted = torch.load(out / f"calm_losses_{tools.rank}.pt", weights_only=True)
+    seconds = run.train()
+    equal = torch.equal(run.losses, run.wanted) and bool(torch.isfinite(run.losses).all()) and bool((run.losses != 0).all())
+    mine = digests(out / "work" / "wild" / f"step{steps}")
+    equal = tools.agree(equal and bool(mine) and mine == known["digests"])
+    if tools.rank:
+        return equal
+    rows = [r for name in ("calm", "wild") for rank in range(tools.size)
+            for r in csv.DictReader((out / f"{name}_samples_{rank}.csv").open(newline=""))]
+    told, grown = judge(rows, options.save)
+    with (out / "samples.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    killed, restarts = run.killed.read_text() if run.killed.exists() else "", run.attempt
+    good = equal and not grown and bool(killed) and restarts == 1
+    summary = {"passed": good, "steps": steps, **settings(tools, options), "equal bitwise": equal, "killed in step": killed,
+               "restarts": restarts, "grown": grown, "seconds of the undisturbed run": known["seconds"],
+               "seconds of the disturbed run after the restart": round(seconds, 1), "growth": told}
+    (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    tools.say(json.dumps({k: v for k, v in summary.items() if k != "growth"}))
+    return good
+
+
 def main() -> None:
     arguments = parser(__doc__, 3600)
     arguments.add_argument("--steps", type=int, default=5000, help="of each of the two runs")
@@ -188,42 +253,17 @@ def main() -> None:
     arguments.add_argument("--sample", type=int, default=20)
     arguments.add_argument("--model", default="mlp")
     arguments.add_argument("--rule", default="cdp-v2")
-    arguments.add_argument("--out", required=True, help="a new folder")
+    arguments.add_argument("--parts", default="both", choices=("both", "calm", "wild"))
+    arguments.add_argument("--out", required=True, help="a new folder, or for --parts wild that of the undisturbed run")
     options = arguments.parse_args()
     tools, out = Tools(options), Path(options.out)
-    folder = out / "work"
-    folder.mkdir(parents=True, exist_ok=True)
+    (out / "work").mkdir(parents=True, exist_ok=True)
     with tools.limit("the long run", options.budget):
-        steps, calm_end = count_steps(tools, options, folder), folder / f"calm_done_{tools.rank}"
-        seconds = {"calm": 0.0, "wild": 0.0}
-        if not calm_end.exists():
-            seconds["calm"] = Run(tools, options, "calm", steps, folder).train()
-            calm_end.write_text(f"{seconds['calm']:.1f}")
-        seconds["calm"] = float(calm_end.read_text())
-        seconds["wild"] = Run(tools, options, "wild", steps, folder).train()
-        mine, theirs = (torch.load(folder / f"{n}_losses_{tools.rank}.pt", weights_only=True) for n in ("calm", "wild"))
-        equal = torch.equal(mine, theirs) and bool(torch.isfinite(mine).all()) and bool((mine != 0).all())
-        equal = tools.agree(equal and same_checkpoints(folder / "calm" / f"step{steps}", folder / "wild" / f"step{steps}"))
-        good = equal
-        if tools.rank == 0:
-            rows = [r for name in ("calm", "wild") for rank in range(tools.size)
-                    for r in csv.DictReader((folder / f"{name}_samples_{rank}.csv").open(newline=""))]
-            told, grown = judge(rows, options.save)
-            with (out / "samples.csv").open("w", newline="") as file:
-                writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-                writer.writeheader()
-                writer.writerows(rows)
-            killed = (folder / "killed").read_text() if (folder / "killed").exists() else ""
-            restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-            good = equal and not grown and bool(killed) and restarts == 1
-            summary = {"passed": good, "ranks": tools.size, "steps": steps, "model": options.model, "rule": options.rule,
-                       "device": torch.cuda.get_device_name() if tools.cuda else "CPU", "torch": torch.__version__,
-                       "equal bitwise": equal, "killed in step": killed, "restarts": restarts, "grown": grown,
-                       "seconds of the undisturbed run": seconds["calm"],
-                       "seconds of the disturbed run after the restart": round(seconds["wild"], 1),
-                       "save every": options.save, "evaluate every": options.evaluate, "growth": told}
-            (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-            tools.say(json.dumps({k: v for k, v in summary.items() if k != "growth"}))
+        steps, good = count_steps(tools, options, out), True
+        if options.parts != "wild":
+            calm(tools, options, steps, out)
+        if options.parts != "calm":
+            good = wild(tools, options, steps, out)
         finish(tools, tools.agree(good))
 
 

@@ -1,5 +1,6 @@
 """How a rank's own gradients get into the sums that go round: once a unit, whatever they are."""
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -113,3 +114,45 @@ def test_one_launch_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
     units, parameters = len(modules[0].blocks), 3
     assert calls["_foreach_add_", parameters] == (SIZE - 1) * units
     assert calls["_foreach_copy_", parameters] >= units
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+def test_those_that_nobody_wants_are_dropped(size: int, replicated: bool) -> None:
+    """The optimizer has the last unit alone; the others' parameters require gradients all the same."""
+    modules = [build("dense") for _ in range(size)]
+
+    def work(rank: int, transport: Any) -> list[int]:
+        module, left = modules[rank], []
+        runtime = Runtime(module, torch.optim.SGD(module.blocks[-1].parameters(), lr=0.1),
+                          Settings("cdp-v2", partition_method="uniform", replicated=replicated), transport, torch.device("cpu"))
+        for step in range(3):
+            with runtime.forward():
+                value = loss(module, batch(step, 0, rank))
+            value.backward()
+            runtime.end_backward()
+            left.append(sum(p.grad is not None for p in module.parameters()))
+            runtime.step()
+        runtime.close(True)
+        return left
+    assert run_ranks(size, work) == [[0, 0, 0]] * size
+
+
+def test_their_graphs_are_not_kept() -> None:
+    """Under ``backward(create_graph=True)`` gradients have graphs; sums must not hold them from step to step."""
+    modules = [build("dense") for _ in range(SIZE)]
+
+    def work(rank: int, transport: Any) -> bool:
+        module = modules[rank]
+        runtime = Runtime(module, sgd(list(module.named_parameters())), settings(), transport, torch.device("cpu"))
+        with runtime.forward():
+            value = loss(module, batch(0, 0, rank))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, of the cycle that this makes
+            value.backward(create_graph=True)
+        runtime.end_backward()
+        graphs = any(view.requires_grad for views in runtime.binder._cache.values() for view in views)
+        runtime.step()
+        runtime.close(True)
+        return graphs
+    assert run_ranks(SIZE, work) == [False] * SIZE
