@@ -222,13 +222,18 @@ class Handoff(OwnerActions):
         reading = self._reading.get(region)
         if not reading:
             return []
-        found, left = [], []
+        found, left, end = [], [], offset + nbytes
         for entry in reading:
             at, size, ticket = entry
-            if at < offset + nbytes and offset < at + size:
-                found.append(ticket)
-            else:
+            if at >= end or offset >= at + size:
                 left.append(entry)
+                continue
+            found.append(ticket)
+            # what else it reads from may be written from another stream, which would not have waited
+            if at < offset:
+                left.append((at, offset - at, ticket))
+            if end < at + size:
+                left.append((end, at + size - end, ticket))
         self._reading[region] = left  # not for long: every place that is pushed from is written again
         return found
 
