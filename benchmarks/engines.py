@@ -26,7 +26,8 @@ class Job:
     Attributes:
         name: compute, ddp, fsdp2, zero1, zero2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-replicas: every rank keeps all
             parameters (under ZeRO stage 1); cdp-...-keep: with keep_after_forward; cdp-...-minS: with min_unit_mb S;
-            zero3...-offload, cdp-...-offload: with the optimizer in host memory, stepped by DeepSpeedCPUAdam.
+            cdp-...-nccl: hand-offs over NCCL even where peer copies would do; zero3...-offload, cdp-...-offload: with the
+            optimizer in host memory, stepped by DeepSpeedCPUAdam.
         dtype: of the passes.
         compiled: torch.compile every decoder layer.
         sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
@@ -141,6 +142,7 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
 
     import deepspeed_cdp  # noqa: F401
     name, cuda, offload = job.name.removesuffix("-offload"), job.device.type == "cuda", job.name.endswith("-offload")
+    name, over_nccl = name.removesuffix("-nccl"), name.endswith("-nccl")
     cyclic, replicas = name.startswith("cdp-"), name.endswith("-replicas")
     stage = 1 if replicas else int(name[4]) if name.startswith("zero") else 3
     config: dict[str, Any] = {
@@ -163,7 +165,7 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
         rule = plain.removesuffix("-keep").removesuffix("-replicas")
         config["cyclic"] = {"enabled": True, "rule": rule if rule in ("cdp-v1", "cdp-v2") else int(rule[4:]),
                             "keep_after_forward": plain.endswith("-keep"), "min_unit_mb": float(merged or 0),
-                            "timeout_seconds": 60}
+                            "transport": "nccl" if over_nccl else "auto", "timeout_seconds": 60}
         config["zero_allow_untested_optimizer"] = True
         given: dict[str, Any] = {"model_parameters": model.parameters()}
         if not offload:

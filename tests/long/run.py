@@ -11,7 +11,8 @@ last checkpoints (masters, moments, norms, buffers) are too, and neither memory 
 gets samples.csv and summary.json.
 
 Where no machine is had for so long, ``--parts calm`` leaves what the other run is compared with in FOLDER (small files,
-calm*), and ``--parts wild --out`` the same FOLDER, or a copy of these files, does the rest another time.
+calm*), and ``--parts wild --out`` the same FOLDER, or a copy of these files, does the rest another time, or at the same time on
+other GPUs (with the same ``--steps``): it compares what both have saved, and in the end waits for the undisturbed run.
 """
 
 import csv
@@ -49,7 +50,7 @@ class Run:
         self.checkpoints, self.losses_file = out / "work" / name, out / f"{name}_losses_{tools.rank}.pt"
         self.samples = out / f"{name}_samples_{tools.rank}.csv"
         self.killed, self.attempt = out / "killed", int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
-        self.wanted: torch.Tensor | None = None  # losses that these must equal
+        self.wanted: Path | None = None  # where the losses are that these must equal
         self.losses = torch.zeros(steps, dtype=torch.float32)
         self.evaluations: dict[int, float] = {}
 
@@ -109,9 +110,12 @@ class Run:
                 shutil.rmtree(folder)
 
     def _compare(self, steps: int) -> None:
+        """As far as the undisturbed run has saved losses, should it still be under way; those to come are zeros."""
         if self.wanted is not None:
-            equal = self.tools.agree(torch.equal(self.losses[:steps], self.wanted[:steps]))
-            self.tools.say(f"{self.name}: {steps} of {self.steps} steps, losses {'equal' if equal else 'DIFFERENT'}")
+            wanted = torch.load(self.wanted, weights_only=True) if self.wanted.exists() else torch.zeros(self.steps)
+            known = min(steps, int(wanted.count_nonzero()))
+            equal = self.tools.agree(torch.equal(self.losses[:known], wanted[:known]))
+            self.tools.say(f"{self.name}: {steps} of {self.steps} steps, losses of {known} {'equal' if equal else 'DIFFERENT'}")
             assert equal, f"the losses of the first {steps} steps differ from the undisturbed run's"
 
     def _sample(self, step: int, began: float) -> None:
@@ -213,16 +217,31 @@ def settings(tools: Tools, options: Any) -> dict[str, Any]:
             "torch": torch.__version__}
 
 
-def wild(tools: Tools, options: Any, steps: int, out: Path) -> bool:
-    """The disturbed run against what ``calm`` has left; whether it passed, on rank 0 with a summary."""
+def undisturbed(tools: Tools, options: Any, steps: int, out: Path) -> dict[str, Any]:
+    """What ``calm`` has left in calm.json.
+
+    Raises:
+        ValueError: it was not the same job.
+    """
     known = json.loads((out / "calm.json").read_text())
-    for key, value in settings(tools, options).items():
+    for key, value in {**settings(tools, options), "steps": steps}.items():
         if known[key] != value:
             raise ValueError(f"{key}: {value!r}, but the undisturbed run in {out} had {known[key]!r}; give both the same")
+    return known
+
+
+def wild(tools: Tools, options: Any, steps: int, out: Path) -> bool:
+    """The disturbed run against what ``calm`` has left; whether it passed, on rank 0 with a summary."""
+    if (out / "calm.json").exists():
+        undisturbed(tools, options, steps, out)
     run = Run(tools, options, "wild", steps, out)
-    run.wanted = torch.load(out / f"calm_losses_{tools.rank}.pt", weights_only=True)
+    run.wanted = out / f"calm_losses_{tools.rank}.pt"
     seconds = run.train()
-    equal = torch.equal(run.losses, run.wanted) and bool(torch.isfinite(run.losses).all()) and bool((run.losses != 0).all())
+    while not (out / "calm.json").exists():  # under way beside this run, or --budget ends the waiting
+        time.sleep(1)
+    known = undisturbed(tools, options, steps, out)
+    wanted = torch.load(run.wanted, weights_only=True)
+    equal = torch.equal(run.losses, wanted) and bool(torch.isfinite(run.losses).all()) and bool((run.losses != 0).all())
     mine = digests(out / "work" / "wild" / f"step{steps}")
     equal = tools.agree(equal and bool(mine) and mine == known["digests"])
     if tools.rank:
