@@ -1,5 +1,6 @@
 """One way to train per name; each gives ``step(batch) -> loss`` and an object with ``destroy`` (or None)."""
 
+import functools
 import gc
 import sys
 from collections.abc import Callable
@@ -197,8 +198,17 @@ def restore() -> None:
 def clean() -> None:
     """Free what an engine held that nobody refers to any more."""
     restore()
+    _forget_zero3()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-        torch.cuda.empty_cache()
-    dist.barrier()
+
+
+def _forget_zero3() -> None:
+    """ZeRO-3 leaves its module on a stack and in a cache of results, and with it all parameters, masters and moments."""
+    offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
+    if offload is not None:
+        offload.FWD_MODULE_STACK.clear()
+    for cached in gc.get_objects():
+        if isinstance(cached, functools._lru_cache_wrapper) and cached.__module__.startswith("deepspeed.runtime.zero"):
+            cached.cache_clear()

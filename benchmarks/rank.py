@@ -71,6 +71,7 @@ class Measurement:
         self.late = random.Random(1000 + self.rank)
         self.cycles_per_ms = limited.cycles_per_second(device) / 1000 if self.cuda and args.jitter_ms else 0.0
         self.ends: list[float] = []  # of every step, by a clock that all ranks of one host share (CPU only)
+        self.held = 0  # bytes of the device, before the engine is there
         self.step: Any = None
         self.engine: Any = None
 
@@ -81,6 +82,7 @@ class Measurement:
         self.progress.tell(f"{what}: warm-up")
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
+            self.held = torch.cuda.memory_allocated()
         self.step, self.engine = engines.make(self.job)
         first_peak, received, waited = 0.0, [0] * (args.windows + 1), [0.0] * (args.windows + 1)
 
@@ -184,12 +186,15 @@ class Measurement:
         return [1000 * (b - a) for a, b in zip(marks, marks[1:])], losses
 
     def _peak(self) -> float:
-        """GiB, with the hand-offs' buffers, which the caching allocator does not count."""
+        """GiB on top of what was held before, with buffers that peers write into, which the caching allocator does not count.
+
+        Not with what NCCL and the driver take for themselves.
+        """
         if not self.cuda:
             return 0.0
-        runtime = getattr(self.engine, "_runtime", None)
-        outside = runtime.handoff.buffers.nbytes() if runtime is not None else 0
-        return (torch.cuda.max_memory_allocated() + outside) / 2 ** 30
+        transport = self._transport()
+        outside = self.engine._runtime.handoff.buffers.nbytes() if transport is not None and transport.name == "peer" else 0
+        return (torch.cuda.max_memory_allocated() - self.held + outside) / 2 ** 30
 
     def _transport(self) -> Any:
         return getattr(self.engine, "_transport", None)

@@ -12,6 +12,7 @@ import faulthandler
 import gc
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import sys
@@ -20,6 +21,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 _GRACE_SECONDS = 10.0  # after one rank has failed, the others may be waiting for it
@@ -34,10 +36,17 @@ class Failure(str):
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
+    """A TCP port that nobody listens on, and that no client is given before somebody does: one below those for clients."""
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    below = int(ports.read_text().split()[0]) if ports.exists() else 0
+    while True:
+        port = random.SystemRandom().randrange(5000, below if below > 6000 else 60000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
 
 
 class Pool:

@@ -1,10 +1,12 @@
 """The benchmark suite from end to end on two CPU processes: that everything works, not how fast anything is."""
 
 import functools
+import gc
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -115,23 +117,31 @@ def test_compiled_layers_train_as_eager_ones(pool, name):
         assert a == pytest.approx(b, abs=1e-5)
 
 
-def sharded(rank: int, world: int, name: str) -> tuple[list[float], bool, bool]:
-    """Losses of three steps on one batch, and whether torch's own linear is in place before and after cleaning."""
+def sharded(rank: int, world: int, name: str) -> tuple[list[float], bool, bool, list[bool]]:
+    """Losses of three steps on one batch, whether torch's own linear is in place before and after cleaning, and whether the
+    optimizer is still there before and after."""
     import deepspeed
     deepspeed.init_distributed("gloo")
     config = models.configuration("llama-tiny", host_sync=False)
     step, engine = engines.make(engines.Job(name, config, torch.device("cpu"), torch.float32, 1, sharded=True))
     losses = [float(step(torch.arange(16)[None]).detach()) for _ in range(3)]
     left = torch.nn.functional.linear is engines.LINEAR
+    optimizer = None
     if engine is not None:
         engine.destroy()
+        optimizer = weakref.ref(engine.optimizer)
+    step = engine = None
+    gc.collect()
+    there = [optimizer is not None and optimizer() is not None]
     engines.clean()
-    return losses, left, torch.nn.functional.linear is engines.LINEAR
+    there.append(optimizer is not None and optimizer() is not None)
+    return losses, left, torch.nn.functional.linear is engines.LINEAR, there
 
 
 def test_models_built_in_shards_train(pool):
     for name, untouched in (("fsdp2", True), ("zero3-leaf", False)):
-        for losses, left, cleaned in pool.run(2, sharded, name):
+        for losses, left, cleaned, there in pool.run(2, sharded, name):
             assert 5 < losses[0] < 6 and losses[2] < losses[0], (name, losses)
             assert left == untouched, "ZeRO-3 leaves torch's own linear alone now, so engines.restore() need not undo it"
             assert cleaned
+            assert there == [not untouched, False], "ZeRO-3's memory is free again only after engines.clean()"
