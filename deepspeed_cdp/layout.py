@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-TRIES, FEW = 40, 200  # attempts to improve an order of first fit, and for how many regions at most they are worth the time
+TRIES, TURNS = 40, 16  # attempts to improve an order of first fit, and about how many places of the circle it may begin at
+FEW = 200  # for how many regions at most both are worth the time
 ALIGN = 64  # bytes; a cache line, and enough for any dtype's vector loads
 
 
@@ -33,9 +34,9 @@ def overlap_in_time(a: Lifetime, b: Lifetime, period: int) -> bool:
 def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...], int]:
     """Offsets such that regions in use at the same time never overlap, and the bytes needed.
 
-    The best of first fit by start, end, length and size (good for uneven units), each a few times over with the region that
-    ended highest placed first; and laps of a ring (good for a sliding window: of n equal regions with L live at once it needs
-    room for ceil(n / floor(n / L)), the fewest there can be).
+    The best of first fit by start (from several places of the circle), end, length and size (good for uneven units), each a few
+    times over with the region that ended highest placed first; and laps of a ring (good for a sliding window: of n equal regions
+    with L live at once it needs room for ceil(n / floor(n / L)), the fewest there can be).
 
     Args:
         lifetimes: each shorter than ``period``.
@@ -45,7 +46,10 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
     assert all(0 <= x.end - x.start < period for x in lifetimes), "a region must be free before its next use"
     items = range(len(lifetimes))
     by_start = sorted(items, key=lambda i: lifetimes[i].start)
-    orders = (by_start, sorted(items, key=lambda i: lifetimes[i].end),
+    turns = range(0, len(items), len(items) // TURNS + 1) if len(items) <= FEW else ()
+    turned = min((by_start[k:] + by_start[:k] for k in turns), default=by_start,
+                 key=lambda order: _first_fit(lifetimes, period, order)[1])
+    orders = (by_start, turned, sorted(items, key=lambda i: lifetimes[i].end),
               sorted(items, key=lambda i: (lifetimes[i].start - lifetimes[i].end, lifetimes[i].start)),
               sorted(items, key=lambda i: (-lifetimes[i].nbytes, lifetimes[i].start)))
     best = min((_improved(lifetimes, period, order) for order in orders), key=lambda result: result[1])
@@ -108,7 +112,7 @@ def _laps(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int], belo
 
 
 def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] | None = None,
-          period: int = 0) -> tuple[int, ...]:
+          period: int = 0, streams: Sequence[int] | None = None) -> tuple[int, ...]:
     """For each item, the release that lets the next message of this item land: its *credit*.
 
     Items are used in index order, over and over; item i of this repetition is number i, of the one before number i - n. The gate
@@ -117,11 +121,13 @@ def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] 
 
     Args:
         releases: when each item is released, as a number in a repetition of ``period`` releases; default: in index order.
+        streams: of each item; default: all of one.
     Returns:
-        numbers of releases, non-decreasing, and periodic (gate of i + n is gate of i, plus ``period``).
+        numbers of releases, non-decreasing in each stream, and periodic (gate of i + n is gate of i, plus ``period``).
     """
     n = len(offsets)
     releases, period = (releases, period) if releases is not None else (range(n), n)
+    streams = streams if streams is not None else [0] * n
     raw = []
     for i in range(n):
         ends, gate = offsets[i] + aligned(sizes[i]), releases[i] - period
@@ -130,11 +136,13 @@ def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] 
             if sizes[i] and sizes[k] and offsets[k] < ends and offsets[i] < offsets[k] + aligned(sizes[k]):
                 gate = max(gate, releases[k] - (period if j < 0 else 0))
         raw.append(gate)
-    last = max(raw) - period if raw else 0  # the highest gate of the repetition before
+    last: dict[int, int] = {}  # by stream, the highest gate so far; at first that of the repetition before
+    for stream, gate in zip(streams, raw):
+        last[stream] = max(last.get(stream, gate - period), gate - period)
     result = []
-    for gate in raw:
-        last = max(last, gate)
-        result.append(last)
+    for stream, gate in zip(streams, raw):
+        last[stream] = max(last[stream], gate)
+        result.append(last[stream])
     return tuple(result)
 
 
@@ -143,12 +151,13 @@ Lives = dict[Visit, Lifetime]  # in the order of a round
 
 
 class Layout(NamedTuple):
-    """A buffer whose regions come round with every round.
+    """Where one stream's messages land, in a buffer whose regions come round with every round.
 
     Attributes:
         items: the visits whose messages land there, in the order of a round.
         offsets: by visit, where its bytes lie.
-        lets: by visit's number in a round, the messages that its end lets in: numbers in ``items``, counted on over rounds.
+        lets: by release, the messages that it lets in: numbers in ``items``, counted on over rounds. The end of visit number v
+            has two: 2v, its parameters are out of use, and 2v + 1, its gradient sum is passed on.
         nbytes: of the buffer.
     """
 
@@ -158,20 +167,28 @@ class Layout(NamedTuple):
     nbytes: int
 
 
-def placed(lives: Lives, period: int) -> dict[Visit, int]:
-    """Offsets by visit (``allocate``)."""
-    return dict(zip(lives, allocate(tuple(lives.values()), period)[0]))
-
-
-def laid_out(offsets: dict[Visit, int], lives: Lives, releases: Sequence[int], period: int) -> Layout:
-    """A layout from offsets.
+def laid_out(streams: Sequence[tuple[Lives, Sequence[int]]], ticks: int, releases: int) -> tuple[Layout, ...]:
+    """Layouts of streams that share one buffer.
 
     Args:
-        releases: the number in a round of the visit whose end releases each item; there are ``period`` visits.
+        streams: of each, the lifetimes of its messages in the order of a round, and the release in a round that ends each.
+        ticks: how long a round is.
+        releases: how many a round has.
     """
-    lets: dict[int, list[int]] = {}
-    sizes = [x.nbytes for x in lives.values()]
-    for number, gate in enumerate(gates([offsets[v] for v in lives], sizes, releases, period)):
-        lets.setdefault(gate % period, []).append(number - (gate // period) * len(lives))
-    end = max((offsets[v] + aligned(life.nbytes) for v, life in lives.items()), default=0)
-    return Layout(tuple(lives), offsets, {k: tuple(sorted(v)) for k, v in lets.items()}, end)
+    found = [(life, number, v, release) for number, (lives, ends) in enumerate(streams)
+             for (v, life), release in zip(lives.items(), ends)]
+    found.sort(key=lambda x: x[0].start)  # in the order of use, also between streams; stable
+    lifetimes = [life for life, *_ in found]
+    offsets, _ = allocate(lifetimes, ticks)
+    end = max((at + aligned(life.nbytes) for at, life in zip(offsets, lifetimes)), default=0)
+    credits = gates(offsets, [life.nbytes for life in lifetimes], [release for *_, release in found], releases,
+                    [number for _, number, *_ in found])
+    layouts = []
+    for number, (lives, _) in enumerate(streams):
+        mine = [(v, at, gate) for (_, n, v, _), at, gate in zip(found, offsets, credits) if n == number]
+        assert [v for v, *_ in mine] == list(lives), "messages of a stream come in the order of a round"
+        lets: dict[int, list[int]] = {}
+        for k, (_, _, gate) in enumerate(mine):
+            lets.setdefault(gate % releases, []).append(k - (gate // releases) * len(mine))
+        layouts.append(Layout(tuple(lives), {v: at for v, at, _ in mine}, {k: tuple(sorted(v)) for k, v in lets.items()}, end))
+    return tuple(layouts)

@@ -14,7 +14,7 @@ S       a few scalars, owner to owner: squared norms by stage, loss (design §9)
 T       the finished squared norm, rank N-1 to every owner (dp and v1 only)
 ======  =============================================================================================
 
-Regions: ``P`` and ``G`` are buffers whose offsets repeat every round; ``H`` has two slots used in turn; ``O`` holds the owned
+Regions: ``PG`` is a buffer for P and G whose offsets repeat every round; ``H`` has two slots used in turn; ``O`` holds the owned
 stage's sum; ``V`` are the owned stage's published versions.
 """
 
@@ -23,7 +23,7 @@ from functools import cached_property
 from math import lcm
 from typing import ClassVar, NamedTuple
 
-from .layout import Layout, Lifetime, aligned, laid_out, placed
+from .layout import Layout, Lifetime, Lives, aligned, laid_out
 from .schedule import Schedule
 
 ACROSS_BYTES = 16  # loss sum and count, which the owners of several rings add up beside the sums (rings.py)
@@ -126,6 +126,7 @@ class Plan:
     rings: int = 1
     room_for: Schedule | None = None
     replicated: ClassVar[bool] = False  # whether every rank keeps all parameters, see replicas.py
+    g_region: ClassVar[str] = "PG"  # where running sums lie
 
     def under(self, threshold: int) -> "Plan":
         """The same units and buffers under a rule with a smaller K, whose messages all find room in them."""
@@ -224,35 +225,46 @@ class Plan:
         return tuple(v for v in self.messages if self.units[v[0]].stage in stages)
 
     @cached_property
-    def p_layouts(self) -> tuple[Layout, ...]:
-        """Of each rank's P buffer.
+    def layouts(self) -> tuple[tuple[Layout, Layout], ...]:
+        """Of each rank's parameters and sums in flight, which share one buffer and fill each other's gaps.
 
-        A region lives from the sender's push, two positions before the visit, to the visit's end (the backward's, if it is kept).
         On two ranks each receives one stage, and its buffer is laid out for that. On more it would save a tenth, and credits that
         come at other times cost some of it where links are slow (simulated), so there all have the layout of all messages.
         """
         if self.schedule.ranks == 1:
-            return (Layout((), {}, {}, 0),)
+            return ((Layout((), {}, {}, 0),) * 2,)
         if self.schedule.ranks == 2:
-            return self._inbox(self.received(0)), self._inbox(self.received(1))
-        return (self._inbox(self.messages),) * self.schedule.ranks
+            return self._in_flight(self.received(0)), self._in_flight(self.received(1))
+        return (self._in_flight(self.messages),) * self.schedule.ranks
 
-    def _inbox(self, items: tuple[tuple[int, bool], ...]) -> Layout:
-        last = [(i, backward or self.kept(i)) for i, backward in items]
-        lives = {v: Lifetime(2 * (self.spans[v][0] - 2 * self.scale) + START, 2 * self.spans[until][1] + END,
-                             self.units[v[0]].p_bytes) for v, until in zip(items, last)}
+    @property
+    def p_layouts(self) -> tuple[Layout, ...]:
+        """Of each rank's parameters in flight."""
+        return tuple(p for p, _ in self.layouts)
+
+    @property
+    def g_layouts(self) -> tuple[Layout, ...]:
+        """Of each rank's sums in flight."""
+        return tuple(g for _, g in self.layouts)
+
+    def _in_flight(self, items: tuple[tuple[int, bool], ...]) -> tuple[Layout, Layout]:
+        """Parameters live from the sender's push, two positions before the visit, to the end of the visit, or of its backward if
+        they are kept."""
         number = {v: k for k, v in enumerate(self.visits)}
-        offsets = placed(lives, 2 * self._round_ticks)
-        layout = laid_out(offsets, lives, [number[v] for v in last], len(self.visits))
-        return layout._replace(offsets=offsets | {(i, True): offsets[i, False] for i, b in items if not b and self.kept(i)})
+        until = {v: (v[0], v[1] or self.kept(v[0])) for v in items}
+        lives = {v: Lifetime(2 * (self.spans[v][0] - 2 * self.scale) + START, 2 * self.spans[until[v]][1] + END,
+                             self.units[v[0]].p_bytes) for v in items}
+        ends = [2 * number[until[v]] for v in items]
+        p, g = laid_out([(lives, ends), self._sums_in_flight()], 2 * self._round_ticks, 2 * len(self.visits))
+        kept = {(i, True): p.offsets[i, False] for i, backward in items if not backward and self.kept(i)}
+        return p._replace(offsets=p.offsets | kept), g
 
-    @cached_property
-    def g_layout(self) -> Layout:
-        """Of everyone's G buffer: from the end of the neighbour's backward, two positions earlier, to the end of this one."""
-        visits = self.visits[len(self.units):] if self.schedule.ranks > 1 else ()
+    def _sums_in_flight(self) -> tuple[Lives, list[int]]:
+        """Sums live from the end of the neighbour's backward, two positions earlier, to the end of this one; when each ends."""
+        first = len(self.units)
         lives = {v: Lifetime(2 * (self.spans[v][1] - 2 * self.scale) + END, 2 * self.spans[v][1] + END,
-                             self.units[v[0]].g_bytes) for v in visits}
-        return laid_out(placed(lives, 2 * self._round_ticks), lives, range(len(visits)), len(visits))
+                             self.units[v[0]].g_bytes) for v in self.visits[first:]}
+        return lives, [2 * (first + k) + 1 for k in range(len(lives))]
 
     def o_layout(self, stage: int) -> tuple[dict[int, int], int]:
         """Offsets of the units' finished sums in the owner's O buffer, and its bytes."""
@@ -273,8 +285,8 @@ class Plan:
 
     def extents(self, stage: int) -> dict[str, int]:
         """Bytes of the regions that are addressed by offset, on the owner of ``stage``."""
-        inbox = self.p_layouts[self.schedule.owner(stage)]
-        return {"P": inbox.nbytes, "G": self.g_layout.nbytes, "O": self.o_layout(stage)[1], "V": self.v_layout(stage)[1]}
+        return {"PG": self.p_layouts[self.schedule.owner(stage)].nbytes, "O": self.o_layout(stage)[1],
+                "V": self.v_layout(stage)[1]}
 
     @cached_property
     def copies(self) -> int:
@@ -333,13 +345,12 @@ class Plan:
 
     @cached_property
     def regions(self) -> dict[str, int]:
-        """Bytes of every region, the same on all ranks (one-sided transports address a peer's memory by offset): ``P``, ``G``;
+        """Bytes of every region, the same on all ranks (one-sided transports address a peer's memory by offset): ``PG``;
         ``H0``, ``H1``: held parameters of two rounds in turn; ``GH``; ``O``; ``V0`` (and ``V1``): published versions; ``S``:
         scalars; ``X``: sums of other rings, and of all of them.
         """
         stages = range(self.schedule.ranks)
-        inbox = max(x.nbytes for x in self.p_layouts)
-        sizes = {"P": inbox, "G": self.g_layout.nbytes, "O": max(self.o_layout(s)[1] for s in stages)}
+        sizes = {"PG": max(x.nbytes for x in self.p_layouts), "O": max(self.o_layout(s)[1] for s in stages)}
         if self.held and self.schedule.ranks > 1:
             sizes |= {"H0": aligned(self.held.p_bytes), "H1": aligned(self.held.p_bytes), "GH": aligned(self.held.g_bytes)}
         sizes |= {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}

@@ -72,7 +72,7 @@ class Builder:
 
     def __init__(self, plan: Plan, rank: int, step: int):
         self.plan, self.schedule, self.rank, self.step = plan, plan.schedule, rank, step
-        self.inbox = plan.p_layouts[rank].offsets
+        self.inbox, self.sums = plan.p_layouts[rank], plan.g_layouts[rank]
 
     def initial_posts(self) -> tuple[Post, ...]:
         """See the function of this name."""
@@ -109,12 +109,12 @@ class Builder:
                 yield from self._read(begin, m, HELD, False, 0)
             for number, (i, backward) in enumerate(plan.visits):
                 start, stop = (begin + x for x in plan.spans[i, backward])
-                yield from self._read(start, m, i, backward, self.inbox.get((i, backward), 0))
+                yield from self._read(start, m, i, backward, self.inbox.offsets.get((i, backward), 0))
                 if backward or not plan.kept(i):
                     yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.done_posts(m, number)))
                 if backward and plan.units[i].g_bytes:
                     yield from self._sum("SUM", start, START, m, i)
-                    yield from self._pass("PASS", stop, m, i, tuple(self.posts("G", m, number - len(plan.units))))
+                    yield from self._pass("PASS", stop, m, i, tuple(self.in_flight(m, 2 * number + 1)))
             if plan.held:
                 if plan.held.g_bytes:
                     yield from self._sum("SUM_HELD", end, END, m, HELD)
@@ -127,7 +127,7 @@ class Builder:
         src = s.source(self.step, m, self.rank, unit.stage)
         stream = ("H" if i == HELD else "P") + ("0" if s.is_first(self.step, m, self.rank, unit.stage) else "")
         version = s.version(self.step, m, self.rank, unit.stage) - self.step
-        place = dict(region="H" if i == HELD else "P", offset=offset)
+        place = dict(region="H" if i == HELD else "PG", offset=offset)
         if src is None:
             place = dict(region="V", offset=self.plan.v_layout(unit.stage)[0][i])
         if backward and self.plan.kept(i):  # it is still there from the forward
@@ -138,8 +138,8 @@ class Builder:
         if s.relays(self.step, m, self.rank, unit.stage):
             after = (self.rank + 1) % s.ranks
             there = 0 if i == HELD else self.plan.p_layouts[after].offsets[i, backward]
-            into = ("H" if i == HELD else "P", there, m + (self.rank == s.ranks - 1))
-            yield self._action("RELAY", time, START, m, i, backward, peer=after, stream=into[0],
+            into = ("H" if i == HELD else "PG", there, m + (self.rank == s.ranks - 1))
+            yield self._action("RELAY", time, START, m, i, backward, peer=after, stream="H" if i == HELD else "P",
                                nbytes=unit.p_bytes, version=version, into=into, **place)
 
     def _sum(self, kind: str, time: int, phase: int, m: int, i: int) -> Iterator[Action]:
@@ -148,20 +148,26 @@ class Builder:
             yield self._action(kind, time, phase, m, i, True, region="O", offset=self.plan.o_layout(0)[0][i], nbytes=nbytes)
             return
         src = None if m == 0 and self.rank == 0 else (self.rank - 1) % s.ranks
-        place = dict(region="GH", offset=0) if i == HELD else dict(region="G", offset=self.plan.g_layout.offsets[i, True])
-        yield self._action(kind, time, phase, m, i, True, peer=src, stream="" if src is None else place["region"],
-                           nbytes=nbytes, **place)
+        stream = "" if src is None else "GH" if i == HELD else "G"
+        yield self._action(kind, time, phase, m, i, True, peer=src, stream=stream, nbytes=nbytes, **self._running(i))
+
+    def _running(self, i: int) -> dict[str, str | int]:
+        """Where the unit's running sum lies on this rank."""
+        if i == HELD:
+            return dict(region="GH", offset=0)
+        return dict(region=self.plan.g_region, offset=self.sums.offsets[i, True])
 
     def _pass(self, kind: str, time: int, m: int, i: int, posts: tuple[Post, ...]) -> Iterator[Action]:
         s, unit = self.schedule, self.plan.unit(i)
         if s.ranks == 1:
             return
-        place = dict(region="GH", offset=0) if i == HELD else dict(region="G", offset=self.plan.g_layout.offsets[i, True])
-        stream, peer, offset = str(place["region"]), (self.rank + 1) % s.ranks, place["offset"]
+        peer = (self.rank + 1) % s.ranks
+        stream, region, offset = ("GH", "GH", 0) if i == HELD else (
+            "G", self.plan.g_region, self.plan.g_layouts[peer].offsets[i, True])
         if m == s.rounds - 1 and self.rank == s.ranks - 1:
-            stream, peer, offset = "O", s.owner(unit.stage), self.plan.o_layout(unit.stage)[0][i]
+            stream, peer, region, offset = "O", s.owner(unit.stage), "O", self.plan.o_layout(unit.stage)[0][i]
         yield self._action(kind, time, END, m, i, True, peer=peer, stream=stream, nbytes=unit.g_bytes, posts=posts,
-                           into=(stream, offset, m), **place)
+                           into=(region, offset, m), **self._running(i))
 
     def _takes(self, step: int) -> Iterator[Action]:
         """As a first reader, let the owner's offers in: two positions before they are read, but not before they are made."""
@@ -180,8 +186,8 @@ class Builder:
                     time = max(time, made * plan.scale + 1)
                     if made >= s.start(step, 0, src):  # in the owner's same step: this rank must have begun it too
                         time = max(time, s.start(step, 0, self.rank) * plan.scale)
-                region, offset = ("H", 0) if i == HELD else ("P", self.inbox[i, backward])
-                post = Post(region + "0", src, region, offset, plan.unit(i).p_bytes, step - self.step, m, i, backward,
+                stream, region, offset = ("H0", "H", 0) if i == HELD else ("P0", "PG", self.inbox.offsets[i, backward])
+                post = Post(stream, src, region, offset, plan.unit(i).p_bytes, step - self.step, m, i, backward,
                             plan.v_layout(stage)[0][i], version - step)
                 yield self._action("TAKE", time, START, m, i, backward, peer=src, stream=post.stream, posts=(post,))
 
@@ -223,29 +229,34 @@ class Builder:
 
     # ---- what a release lets in -----------------------------------------------------------------------------------------
     def done_posts(self, m: int, number: int) -> Iterator[Post]:
-        """Parameters that may land once visit ``number`` of round ``m`` is over."""
-        return self.posts("P", m, number)
+        """What may land once the parameters of visit ``number`` of round ``m`` are out of use."""
+        return self.in_flight(m, 2 * number)
+
+    def in_flight(self, m: int, release: int) -> Iterator[Post]:
+        """Parameters and sums that may land after this release of round ``m`` (``Layout.lets``)."""
+        yield from self.posts("P", m, release)
+        yield from self.posts("G", m, release)
 
     def _place(self, m: int) -> tuple[int, int]:
         """(steps ahead, round) of round number m counted from this step's first."""
         return divmod(m, self.schedule.rounds)
 
-    def posts(self, buffer: str, m: int, number: int | None) -> Iterator[Post]:
-        """Messages that may land once visit ``number`` of round ``m`` is over; with m = -1 and None, once everything is free."""
-        items, offsets, lets, _ = self.plan.p_layouts[self.rank] if buffer == "P" else self.plan.g_layout
-        allowed = lets.get(number, ()) if number is not None else sorted(x for v in lets.values() for x in v if x >= len(items))
+    def posts(self, stream: str, m: int, release: int | None) -> Iterator[Post]:
+        """Its messages that may land after this release of round ``m``; with m = -1 and None, once everything is free."""
+        items, offsets, lets, _ = self.inbox if stream == "P" else self.sums
+        allowed = lets.get(release, ()) if release is not None else sorted(x for v in lets.values() for x in v if x >= len(items))
         for x in allowed:
             ahead, round = self._place(m + x // len(items))
             i, backward = items[x % len(items)]
             unit = self.plan.units[i]
-            if buffer == "P":
-                (src, first), nbytes = self._origin(ahead, round, unit.stage), unit.p_bytes
+            if stream == "P":
+                (src, first), nbytes, region = self._origin(ahead, round, unit.stage), unit.p_bytes, "PG"
                 src = None if first else src  # offers are taken, see _takes
             else:
-                nbytes = unit.g_bytes
+                nbytes, region = unit.g_bytes, self.plan.g_region
                 src = None if (round == 0 and self.rank == 0) or not nbytes else (self.rank - 1) % self.schedule.ranks
             if src is not None:
-                yield Post(buffer, src, buffer, offsets[i, backward], nbytes, ahead, round, i, backward)
+                yield Post(stream, src, region, offsets[i, backward], nbytes, ahead, round, i, backward)
 
     def _origin(self, ahead: int, round: int, stage: int) -> tuple[int | None, bool]:
         at = (self.step + ahead, round, self.rank, stage)

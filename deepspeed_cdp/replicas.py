@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from .layout import Layout, aligned
+from .layout import Layout, aligned, laid_out
 from .plan import END, HELD, START, Action, Plan, Post, Unit
 from .program import Builder
 from .schedule import Schedule
@@ -51,6 +51,7 @@ class ReplicatedPlan(Plan):
 
     apart: bool = False
     replicated: ClassVar[bool] = True
+    g_region: ClassVar[str] = "G"
 
     def under(self, threshold: int) -> "ReplicatedPlan":
         return replace(self, schedule=replace(self.schedule, threshold=threshold), apart=self.staged)
@@ -131,9 +132,11 @@ class ReplicatedPlan(Plan):
         return offsets, tuple(starts), total
 
     @cached_property
-    def p_layouts(self) -> tuple[Layout, ...]:
-        """Where each visit reads: in R. Nothing lands by this layout."""
-        return (Layout((), {v: self.replica[0][v[0]] for v in self.visits}, {}, 0),) * self.schedule.ranks
+    def layouts(self) -> tuple[tuple[Layout, Layout], ...]:
+        """Where each visit reads: in R, where nothing lands by this layout; and sums in flight."""
+        reads = Layout((), {v: self.replica[0][v[0]] for v in self.visits}, {}, 0)
+        sums = [self._sums_in_flight()] if self.schedule.ranks > 1 else [({}, [])]
+        return ((reads, *laid_out(sums, 2 * self._round_ticks, 2 * len(self.visits))),) * self.schedule.ranks
 
     def copy_region(self, version: int) -> str:
         return "V0" if self.staged else "R"
@@ -148,14 +151,14 @@ class ReplicatedPlan(Plan):
         return ("L", self.v_layout(0)[0][unit]) if self.lands_apart(unit) else ("R", self.replica[0][unit])
 
     def extents(self, stage: int) -> dict[str, int]:
-        return {"G": self.g_layout.nbytes, "O": self.o_layout(stage)[1], "V": self.v_layout(stage)[1], "L": self.v_layout(0)[1],
-                "R": self.replica[2]}
+        return {"G": self.g_layouts[0].nbytes, "O": self.o_layout(stage)[1], "V": self.v_layout(stage)[1],
+                "L": self.v_layout(0)[1], "R": self.replica[2]}
 
     @cached_property
     def regions(self) -> dict[str, int]:
         """Bytes of every region: ``R``, ``L`` and perhaps ``V0`` in the place of P, H and V."""
         stages = range(self.schedule.ranks)
-        sizes = {"R": self.replica[2], "G": self.g_layout.nbytes, "O": max(self.o_layout(s)[1] for s in stages)}
+        sizes = {"R": self.replica[2], "G": self.g_layouts[0].nbytes, "O": max(self.o_layout(s)[1] for s in stages)}
         if self.schedule.ranks > 1:
             sizes["L"] = self.v_layout(0)[1]
             sizes |= {"GH": aligned(self.held.g_bytes)} if self.held else {}

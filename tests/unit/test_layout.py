@@ -129,12 +129,22 @@ def test_nested_lifetimes_cost_what_is_live(count: int) -> None:
 
 
 def test_placing_the_highest_first_improves_first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two nested stages between sliding ones, on six ranks: found only after some tries."""
+    """Two nested stages between sliding ones on six ranks (parameters alone): found only after some tries."""
     def stages(tries: int) -> float:
         monkeypatch.setattr(layout, "TRIES", tries)
-        units = tuple(Unit(f"u{i}", i // 8, (), (), 64, 64) for i in range(48))
-        return Plan(Schedule(6, 11), units).regions["P"] / (8 * 64)
+        units = tuple(Unit(f"u{i}", i // 8, (), (), 64, 0) for i in range(48))
+        return Plan(Schedule(6, 11), units).regions["PG"] / (8 * 64)
     assert stages(40) == 2.625 < stages(0)
+
+
+def test_where_first_fit_begins_matters_for_uneven_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(1)
+    sizes = [64 * chance.randint(1, 6) for _ in range(32)]
+
+    def nbytes(turns: int) -> int:
+        monkeypatch.setattr(layout, "TURNS", turns)
+        return Plan(Schedule(4, 7), tuple(Unit(f"u{i}", i // 8, (), (), s, s) for i, s in enumerate(sizes))).regions["PG"]
+    assert nbytes(16) < nbytes(1)
 
 
 def test_a_lifetime_as_long_as_the_period_is_refused() -> None:
@@ -248,3 +258,10 @@ def test_gates_of_small_cases() -> None:
     # two units up and down, the second kept: reads 0, 1, (1), 0 and their ends 0, 2, 3
     assert gates([0, 64, 0], [64, 64, 64], [0, 2, 3], 4) == (-1, -1, 0)
     assert gates([0, 64, 64], [64, 64, 64], [0, 2, 3], 4) == (-2, -1, 2)  # the last waits for the kept one's end
+
+
+def test_streams_that_share_a_buffer_wait_for_each_other_and_keep_their_own_order() -> None:
+    assert gates([0, 0, 64], [64, 64, 64]) == (-2, 0, 0)  # of one stream: the last keeps its place behind the second
+    assert gates([0, 0, 64], [64, 64, 64], streams=[0, 0, 1]) == (-2, 0, -1)  # of another: it waits for itself alone
+    assert gates([0, 0, 64], [64, 64, 64], streams=[0, 1, 0]) == (-2, 0, -1)
+    assert gates([0, 0, 0, 64], [64] * 4, streams=[0, 1, 0, 1]) == (-2, 0, 1, 0)

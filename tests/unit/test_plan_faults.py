@@ -167,8 +167,8 @@ def test_fault_is_rejected_and_named(name: str, fault: Fault) -> None:
 
 KINDS = {  # what the message names where this kind is missing: the kind itself, or those that suffer
     "READ": "READ|RELAY|DONE|DONE_HELD|SUM|SUM_HELD", "RELAY": "RELAY|READ", "SUM": "PASS|SUM|AVERAGE|NORM",
-    "PASS": "PASS|SUM|AVERAGE|NORM|DONE",
-    "DONE": "DONE|READ|RELAY|OFFER|TAKE|PASS|AVERAGE|UPDATE|SUM_HELD|DONE_HELD", "SUM_HELD": "PASS_HELD|SUM_HELD|NORM",
+    "PASS": "PASS|SUM|AVERAGE|NORM|DONE|RELAY|READ|TAKE",
+    "DONE": "DONE|READ|RELAY|OFFER|TAKE|SUM|PASS|AVERAGE|UPDATE|SUM_HELD|DONE_HELD", "SUM_HELD": "PASS_HELD|SUM_HELD|NORM",
     "PASS_HELD": "PASS_HELD|SUM_HELD|NORM|PASS", "DONE_HELD": "DONE|READ|TAKE|RELAY", "OFFER": "OFFER|READ", "TAKE": "OFFER|READ",
     "AVERAGE": "AVERAGE|NORM", "NORM": "NORM|UPDATE|TOTAL", "TOTAL": "UPDATE", "UPDATE": "UPDATE|OFFER|READ|AVERAGE|NORM",
 }
@@ -261,7 +261,7 @@ def early_post(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
 @pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep"])
 def test_a_post_before_its_gate_is_rejected(name: str) -> None:
     messages = [x for kind in ("DONE", "PASS", "PASS_HELD") for x in everywhere(name, early_post, kind)]
-    assert len(messages) >= 20 and any(a.kind == "DONE" and plan(name).kept(a.unit) for a, _, _ in messages)
+    assert len(messages) >= 6 and any(a.kind == "DONE" and plan(name).kept(a.unit) for a, _, _ in messages)
     assert all(NAMED.search(m) for _, _, m in messages), messages
     assert sum("still in use" in m for _, _, m in messages) > len(messages) // 2
 
@@ -329,10 +329,10 @@ def test_what_is_enqueued_at_a_time_must_not_wait_for_the_same_time() -> None:
     assert re.match(r"rank 1, step 1: READ .* waits for a push that is not earlier in logical time", message), message
 
 
-@pytest.mark.parametrize(("name", "rank", "positions"), [("v2", 2, 1), ("four", 1, 6), ("four", 2, 6), ("keep", 1, 6)])
+@pytest.mark.parametrize(("name", "rank", "positions"), [("v2", 2, 1), ("four", 1, 1), ("four", 2, 6), ("keep", 1, 1)])
 def test_a_credit_must_be_earlier_than_its_push(name: str, rank: int, positions: int) -> None:
-    """A rank whose logical times all run late frees regions in time for its neighbour, but not in logical time. (Where parameters
-    are sent once, three ranks have credits to spare: much later, another wait on this rank is found first.)"""
+    """A rank whose logical times all run late frees regions in time for its neighbour, but not in logical time. (So many
+    positions late that no other wait on this rank is found first.)"""
     late = tuple(a._replace(time=a.time + positions * plan(name).scale) for a in program(name, rank, False))
     message = rejected(name, rank, False, late)
     wanted = rf"rank {rank - 1}, step \d+: (RELAY|PASS) .* needs a credit of rank {rank} that is not earlier"
@@ -345,7 +345,7 @@ def test_a_read_of_a_freed_region_with_the_same_content_is_rejected(name: str) -
     found = []
     for rank in range(plan(name).schedule.ranks):
         good = program(name, rank, False)
-        reads = {(a.unit, a.backward): (i, a) for i, a in enumerate(good) if a.kind == "READ" and a.region == "P"}
+        reads = {(a.unit, a.backward): (i, a) for i, a in enumerate(good) if a.kind == "READ" and a.region == "PG"}
         for (unit, backward), (i, a) in reads.items():
             if backward and (unit, False) in reads and reads[unit, False][1].offset != a.offset:
                 assert not plan(name).kept(unit)

@@ -288,7 +288,7 @@ def test_a_wait_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert any("the owner writes unit" in w for r in range(3) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong)
     monkeypatch.undo()
     readers = Handoff._readers
-    monkeypatch.setattr(Handoff, "_readers", lambda walk, region, *a: [] if region == "G" else readers(walk, region, *a))
+    monkeypatch.setattr(Handoff, "_readers", lambda walk, region, *a: [] if region == "PG" else readers(walk, region, *a))
     wrong = [w for r in range(3) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong]
     assert any(w.startswith("G from rank") for w in wrong) or any("gradients of unit" in w for w in wrong)
 
