@@ -210,5 +210,5 @@ def _forget_zero3() -> None:
     if offload is not None:
         offload.FWD_MODULE_STACK.clear()
     for cached in gc.get_objects():
-        if isinstance(cached, functools._lru_cache_wrapper) and cached.__module__.startswith("deepspeed.runtime.zero"):
+        if type(cached) is functools._lru_cache_wrapper and cached.__module__.startswith("deepspeed.runtime.zero"):
             cached.cache_clear()

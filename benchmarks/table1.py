@@ -33,6 +33,8 @@ from benchmarks.processes import spawn
 from benchmarks.rounds import Event, longest
 from benchmarks.watch import Live, Log
 from deepspeed_cdp.costs import Cost, Sizes, table
+from deepspeed_cdp.layout import aligned
+from deepspeed_cdp.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "table1.md"
@@ -167,12 +169,23 @@ def parameter_bytes(engine: Any) -> int:
     """All memory of this rank that holds parameters, now."""
     runtime = getattr(engine, "_runtime", None)
     if hasattr(engine, "cyclic_plan"):  # regions of the hand-off buffers: in flight, held, published, replicas
-        return sum(t.numel() for name, t in runtime.handoff.buffers.regions.items() if name[0] in "PHVRL")
+        regions = runtime.handoff.buffers.regions
+        whole = sum(t.numel() for name, t in regions.items() if name[0] in "HVRL")
+        return whole + (_in_flight(engine.cyclic_plan, runtime.handoff.rank) if "PG" in regions else 0)
     if runtime is not None:
         return sum(flat.numel() for unit in runtime.units.values() for flat in unit.flats)
     parameters = list(engine.module.parameters())
     storages = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in parameters}
     return sum(storages.values()) + sum(p.ds_tensor.numel() * p.element_size() for p in parameters if hasattr(p, "ds_tensor"))
+
+
+def _in_flight(plan: Plan, rank: int) -> int:
+    """Bytes of the buffer for what is in flight in which parameters ever lie; the others only hold sums."""
+    layout, total, end = plan.p_layouts[rank], 0, 0
+    for at, nbytes in sorted((layout.offsets[v], aligned(plan.units[v[0]].p_bytes)) for v in layout.items):
+        total += max(at + nbytes - max(at, end), 0)
+        end = max(end, at + nbytes)
+    return total
 
 
 def steps_of(engine: Any, system: System, n: int, rank: int) -> Iterator[None]:

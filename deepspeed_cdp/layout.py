@@ -1,10 +1,11 @@
 """Offsets for buffers whose lifetimes repeat: offline storage allocation on a circle (design §7). Pure, no torch."""
 
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
 TRIES, TURNS = 40, 16  # attempts to improve an order of first fit, and about how many places of the circle it may begin at
-FEW = 200  # for how many regions at most both are worth the time
+PAIRS = 1_500_000  # of regions that attempts may look at, which keeps them to seconds: many regions get fewer
 ALIGN = 64  # bytes; a cache line, and enough for any dtype's vector loads
 
 
@@ -44,58 +45,60 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
         an offset per lifetime, and the size of the buffer.
     """
     assert all(0 <= x.end - x.start < period for x in lifetimes), "a region must be free before its next use"
-    items = range(len(lifetimes))
+    items, sizes = range(len(lifetimes)), [aligned(x.nbytes) for x in lifetimes]
+    near = [[j for j in items if j != i and overlap_in_time(lifetimes[i], lifetimes[j], period)] for i in items]
+    live = max((sum(size for x, size in zip(lifetimes, sizes) if overlap_in_time(x, Lifetime(y.start, y.start, 0), period))
+                for y in lifetimes), default=0)  # nothing can be smaller
     by_start = sorted(items, key=lambda i: lifetimes[i].start)
-    turns = range(0, len(items), len(items) // TURNS + 1) if len(items) <= FEW else ()
-    turned = min((by_start[k:] + by_start[:k] for k in turns), default=by_start,
-                 key=lambda order: _first_fit(lifetimes, period, order)[1])
-    orders = (by_start, turned, sorted(items, key=lambda i: lifetimes[i].end),
-              sorted(items, key=lambda i: (lifetimes[i].start - lifetimes[i].end, lifetimes[i].start)),
-              sorted(items, key=lambda i: (-lifetimes[i].nbytes, lifetimes[i].start)))
-    best = min((_improved(lifetimes, period, order) for order in orders), key=lambda result: result[1])
-    return _laps(lifetimes, period, by_start, best[1]) or best
+    turns = range(0, len(items), len(items) // (_worthwhile(TURNS, items) + 1) + 1)
+    turned = min((by_start[k:] + by_start[:k] for k in turns), default=by_start, key=lambda o: _first_fit(sizes, near, o)[1])
+    best: tuple[tuple[int, ...], int] | None = None
+    for order in (by_start, turned, sorted(items, key=lambda i: lifetimes[i].end),
+                  sorted(items, key=lambda i: (lifetimes[i].start - lifetimes[i].end, lifetimes[i].start)),
+                  sorted(items, key=lambda i: (-lifetimes[i].nbytes, lifetimes[i].start))):
+        if best is None or best[1] > live:
+            best = min(best or ((), sys.maxsize), _improved(sizes, near, order, live), key=lambda result: result[1])
+    return _laps(sizes, near, live, by_start, best[1]) or best
 
 
-def _improved(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    best = _first_fit(lifetimes, period, order)
+Near = Sequence[Sequence[int]]  # by region, the others that are ever in use when it is
+
+
+def _worthwhile(attempts: int, regions: Sequence[int]) -> int:
+    return min(attempts, PAIRS // max(len(regions), 1) ** 2)
+
+
+def _improved(sizes: Sequence[int], near: Near, order: Sequence[int], live: int) -> tuple[tuple[int, ...], int]:
+    best = _first_fit(sizes, near, order)
     offsets, tried = best[0], list(order)
-    for _ in range(TRIES if 0 < len(tried) <= FEW else 0):
-        top = max(tried, key=lambda i: offsets[i] + aligned(lifetimes[i].nbytes))
+    for _ in range(_worthwhile(TRIES, tried) if tried and best[1] > live else 0):
+        top = max(tried, key=lambda i: offsets[i] + sizes[i])
         if tried[0] == top:
             break
         tried.remove(top)
         tried.insert(0, top)
-        offsets, total = _first_fit(lifetimes, period, tried)
+        offsets, total = _first_fit(sizes, near, tried)
         if total < best[1]:
             best = offsets, total
     return best
 
 
-def _first_fit(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    offsets = [0] * len(lifetimes)
-    placed: list[int] = []
+def _first_fit(sizes: Sequence[int], near: Near, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    places: list[tuple[int, int] | None] = [None] * len(sizes)  # where each region begins and ends
     total = 0
     for i in order:
-        size = aligned(lifetimes[i].nbytes)
-        taken = sorted((offsets[j], offsets[j] + aligned(lifetimes[j].nbytes)) for j in placed
-                       if overlap_in_time(lifetimes[i], lifetimes[j], period))
         at = 0
-        for low, high in taken:
-            if at + size <= low:
+        for low, high in sorted(place for j in near[i] if (place := places[j]) is not None):
+            if at + sizes[i] <= low:
                 break
             at = max(at, high)
-        offsets[i] = at
-        placed.append(i)
-        total = max(total, at + size)
-    return tuple(offsets), total
+        places[i] = at, at + sizes[i]
+        total = max(total, at + sizes[i])
+    return tuple(place[0] for place in places if place), total
 
 
-def _laps(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int], below: int) -> tuple[tuple[int, ...], int] | None:
+def _laps(sizes: Sequence[int], near: Near, live: int, order: Sequence[int], below: int) -> tuple[tuple[int, ...], int] | None:
     """One after the other, back to the beginning for each of so many laps of about equal bytes; as many as work."""
-    sizes = [aligned(x.nbytes) for x in lifetimes]
-    live = max((sum(size for x, size in zip(lifetimes, sizes) if overlap_in_time(x, Lifetime(y.start, y.start, 0), period))
-                for y in lifetimes), default=0)
-    pairs = [(i, j) for n, i in enumerate(order) for j in order[:n] if overlap_in_time(lifetimes[i], lifetimes[j], period)]
     total = sum(sizes)
     for laps in range(total // live if live else 0, 1, -1):
         if total >= below * laps:
@@ -106,7 +109,8 @@ def _laps(lifetimes: Sequence[Lifetime], period: int, order: Sequence[int], belo
                 at, lap = 0, before * laps // total
             offsets[i], at, before = at, at + sizes[i], before + sizes[i]
         end = max(offset + size for offset, size in zip(offsets, sizes))
-        if end < below and all(offsets[i] + sizes[i] <= offsets[j] or offsets[j] + sizes[j] <= offsets[i] for i, j in pairs):
+        if end < below and all(offsets[i] + sizes[i] <= offsets[j] or offsets[j] + sizes[j] <= offsets[i]
+                               for i in order for j in near[i]):
             return tuple(offsets), end
     return None
 

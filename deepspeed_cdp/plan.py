@@ -131,7 +131,10 @@ class Plan:
     def under(self, threshold: int) -> "Plan":
         """The same units and buffers under a rule with a smaller K, whose messages all find room in them."""
         assert threshold <= self.schedule.threshold, (threshold, self.schedule)
-        return replace(self, schedule=replace(self.schedule, threshold=threshold), room_for=self.room_for or self.schedule)
+        plan = replace(self, schedule=replace(self.schedule, threshold=threshold), room_for=self.room_for or self.schedule)
+        if not self.replicated:  # replicas read where their plan says, which depends on the rule
+            plan.__dict__["layouts"] = self.layouts
+        return plan
 
     def __post_init__(self) -> None:
         stages = [u.stage for u in self.units]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from .plan import END, HELD, ORDER, START, Action, Plan, Post
+from .plan_form import OWN
 
 
 def build(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
@@ -30,15 +31,19 @@ def with_meetings(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
     """``build`` with a RECEIVE or SEND wherever another rank begins a message with this one, for transports whose two sides wait
     for each other (transport/rendezvous.py).
 
-    Actions with messages of all ranks have one order: (step, time, phase, order of the kind, initiating rank, place in its
-    program). Each rank's program is a part of it. A message belongs to its initiator's step on both sides, so that none lies
-    across a barrier that a user puts between two steps: the other side meets it in that step, whatever its own logical time.
+    Actions with messages of all ranks have one order: (step, whether an owner's after its rank's passes, time, phase, order of
+    the kind, initiating rank, place in its program). Each rank's program is a part of it. A message belongs to its initiator's
+    step on both sides, so that none lies across a barrier that a user puts between two steps: the other side meets it in that
+    step, whatever its own logical time.
     """
-    entries = [((a.time, a.phase, a.order, rank), a) for a in build(plan, rank, first)]
+    def key(a: Action, by: int) -> tuple:
+        passed = plan.schedule.start(0 if first else 1, plan.schedule.rounds, by) * plan.scale
+        return a.kind in OWN and a.time >= passed, a.time, a.phase, a.order, by
+    entries = [(key(a, rank), a) for a in build(plan, rank, first)]
     for other in range(plan.schedule.ranks):
         if other != rank:
             for a in build(plan, other, first):
-                entries += [((a.time, a.phase, a.order, other), a._replace(
+                entries += [(key(a, other), a._replace(
                     kind="SEND" if a.kind == "TAKE" else "RECEIVE", peer=other, stream=stream, posts=()))
                     for stream, peer in _initiated(plan, other, a) if peer == rank]
     return tuple(a for _, a in sorted(entries, key=lambda entry: entry[0]))  # stable

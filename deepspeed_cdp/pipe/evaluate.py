@@ -63,7 +63,7 @@ def _share(runtime: PipeRuntime, results: list[Tensor], count: int) -> list[Tens
         others = [p for p in range(runtime.schedule.ranks) if p != src]
         for ticket in [runtime.transport.push("losses", p, wire.as_bytes(packed)) for p in others]:
             ticket.wait(where)
-        return results
+        return list(packed)  # what the others have: their mean must round alike
     into = torch.zeros(count, dtype=torch.float64, device=runtime.device)
     runtime.transport.post("losses", src, wire.as_bytes(into)).wait(where)
     return list(into)

@@ -103,7 +103,7 @@ def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
 
 @pytest.mark.parametrize("barrier", [False, True])
 @pytest.mark.parametrize("rounds", [1, 2])
-@pytest.mark.parametrize(("ranks", "k"), [(n, k) for n in range(1, 5) for k in range(2 * n)] + [(5, 3)])
+@pytest.mark.parametrize(("ranks", "k"), [(n, k) for n in range(1, 5) for k in range(2 * n)] + [(5, 3), (6, 4), (8, 6)])
 def test_ranks_that_block_at_every_message_finish(ranks, k, rounds, barrier):
     for kind in (Plan, ReplicatedPlan):
         assert run(make(ranks, k, rounds, 1, kind=kind), barrier) is None

@@ -124,7 +124,7 @@ def test_one_allocation_serves_both_plans(rule, copies):
     phases = Phases(Plan(Schedule(3, threshold(rule, 3), 2), units), 4)
     first, later = phases.plans
     assert (first.schedule.threshold, later.copies) == (0, copies)
-    assert first.layouts == later.layouts
+    assert first.layouts is later.layouts and first.layouts == dataclasses.replace(first).layouts, "searched for once"
     assert [phases.at(t) is first for t in range(6)] == [True] * 4 + [False] * 2
     assert [t for t in range(9) if phases.end_with(t)] == [3]
     for plan in phases.plans:
