@@ -4,10 +4,10 @@ Where a send and its receive each hold up a stream until the other has come (NCC
 receive as soon as its region is free would let a rank's device wait for a message of a later logical time, which may need that
 rank's own progress: ``torch.cuda.synchronize()`` would hang. So both sides begin a message at one place of one order that all
 ranks share (design §6): the place of its *initiator* in (step, after its passes or not, logical time, kind, rank). The pushing
-side initiates; offers (P0, H0) are initiated by the reader when it takes them. The other side's program tells it when (kinds RECEIVE and SEND,
-program.py), and ``meet`` says so here. Then a rank that blocks anywhere waits only for messages before its place, and whoever is
-missing from one of those blocks at an earlier place still: no cycle, even if all streams of a device shared one queue, or a
-barrier of the user's stood between two steps.
+side initiates; offers (P0, H0) are initiated by the reader when it takes them. The other side's program tells it when (kinds
+RECEIVE and SEND, program.py), and ``meet`` says so here. Then a rank that blocks anywhere waits only for messages before its
+place, and whoever is missing from one of those blocks at an earlier place still: no cycle, even if all streams of a device
+shared one queue, or a barrier of the user's stood between two steps.
 
 Before ``prepare(..., deferred=True)``, and for who uses no plan, every message begins when it is named.
 """
