@@ -202,6 +202,8 @@ def clean() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    dist.barrier()
 
 
 def _forget_zero3() -> None:
