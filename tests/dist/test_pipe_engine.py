@@ -20,7 +20,7 @@ COVER: dict[int, list[Job]] = {
         Job(2, "cdp-v2", tied=True, clip=0.5, warmup=True, eval_after=(1,)), Job(2, "cdp-v1", 2, clip=0.5),
         Job(2, "dp", cyclic={"placement": "pyramid"}), Job(2, "cdp-v2", clip=0.5, cyclic={"warmup_steps": 2})],
     4: [Job(4, "cdp-v2", clip=0.5), Job(4, 4, tied=True)],
-    6: [Job(3, "cdp-v2", tied=True, clip=0.5, pyramid=True, eval_after=(-1, 2)), Job(3, "cdp-v1", clip=0.5, pyramid=True)],
+    6: [Job(3, "cdp-v2", tied=True, clip=0.5, pyramid=True, eval_after=(-1, 0, 1, 2, 3)), Job(3, "cdp-v1", clip=0.5, pyramid=True)],
 }
 
 
