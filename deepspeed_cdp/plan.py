@@ -240,12 +240,12 @@ class Plan:
             return self._in_flight(self.received(0)), self._in_flight(self.received(1))
         return (self._in_flight(self.messages),) * self.schedule.ranks
 
-    @property
+    @cached_property
     def p_layouts(self) -> tuple[Layout, ...]:
         """Of each rank's parameters in flight."""
         return tuple(p for p, _ in self.layouts)
 
-    @property
+    @cached_property
     def g_layouts(self) -> tuple[Layout, ...]:
         """Of each rank's sums in flight."""
         return tuple(g for _, g in self.layouts)

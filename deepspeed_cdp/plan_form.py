@@ -10,6 +10,11 @@ OWN = ("AVERAGE", "NORM", "TOTAL", "UPDATE", "OFFER", "TAKE")
 MESSAGES = ("READ", "APPLY", "RELAY", "OFFER", *SUMS, *PASSES)  # kinds that name the bytes of a unit
 
 
+def after_passes(plan: Plan, rank: int, first: bool, a: Action) -> bool:
+    """Whether an owner's action comes when its rank's passes of the step are over (``first``: in the first since a flush)."""
+    return a.kind in OWN and a.time >= plan.schedule.start(0 if first else 1, plan.schedule.rounds, rank) * plan.scale
+
+
 class PlanError(AssertionError):
     """A plan that breaks a rule; the message names rank, step and action."""
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from .plan import END, HELD, ORDER, START, Action, Plan, Post
-from .plan_form import OWN
+from .plan_form import after_passes
 
 
 def build(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
@@ -37,8 +37,7 @@ def with_meetings(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
     step, whatever its own logical time.
     """
     def key(a: Action, by: int) -> tuple:
-        passed = plan.schedule.start(0 if first else 1, plan.schedule.rounds, by) * plan.scale
-        return a.kind in OWN and a.time >= passed, a.time, a.phase, a.order, by
+        return after_passes(plan, by, first, a), a.time, a.phase, a.order, by
     entries = [(key(a, rank), a) for a in build(plan, rank, first)]
     for other in range(plan.schedule.ranks):
         if other != rank:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from .dry_state import BEFORE, Key, Landing, Place, Push, Rank, Tag
 from .plan import HELD, Action, Plan, Post
-from .plan_form import OWN, PASSES, PlanError, check_form
+from .plan_form import PASSES, PlanError, after_passes, check_form
 from .program import build, initial_posts
 
 Programs = Callable[[int, bool], Sequence[Action]]
@@ -62,7 +62,6 @@ class DryRun:
         self.pushes: dict[tuple[str, int, int], deque[Push]] = {}
         self.landings: dict[tuple[str, int, int], deque[Landing]] = {}
         self.period = self.schedule.period * plan.scale
-        self.ends = [(self.schedule.start(0, self.schedule.rounds, r)) * plan.scale for r in range(n)]  # of the passes of step 0
         visits = ((HELD, False), *plan.visits) if plan.held else plan.visits
         self.order = [(m, *visit) for m in range(self.schedule.rounds) for visit in visits]
         self.log: list[tuple[int, int, Action]] = []
@@ -109,8 +108,7 @@ class DryRun:
 
     def _key(self, rank: Rank, a: Action) -> Key:
         time = a.time + max(rank.step - 1, 0) * self.period  # programs of later steps are those of step 1
-        late = a.kind in OWN and time >= self.ends[rank.number] + rank.step * self.period
-        return rank.step, late, time, a.phase
+        return rank.step, after_passes(self.plan, rank.number, rank.step == 0, a), time, a.phase
 
     def _at(self, rank: Rank, a: Action) -> Place:
         """Region and offset of an action's bytes in this step."""

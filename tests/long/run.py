@@ -52,7 +52,6 @@ class Run:
         self.killed, self.attempt = out / "killed", int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
         self.wanted: Path | None = None  # where the losses are that these must equal
         self.losses = torch.zeros(steps, dtype=torch.float32)
-        self.evaluations: dict[int, float] = {}
 
     def train(self) -> float:
         """From the last checkpoint, if there is one, to the end; seconds."""

@@ -257,7 +257,7 @@ def live_on(plan: Plan, rank: int, sums: bool = True) -> int:
 
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1"])
 @pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8, 16])
-def test_memory_is_about_seven_stages(ranks: int, rule: str) -> None:
+def test_memory_is_about_six_stages_and_one_in_use(ranks: int, rule: str) -> None:
     """With 8 equal units a stage, 17 units of P are live (2 stages and the one in use; under v2 on 2 ranks two stages), as if
     none were kept; with sums, of twice the bytes, 49 (41). Laid out on a circle, in one buffer, they take one sum more (on 2
     ranks nothing fits beside what is kept)."""
