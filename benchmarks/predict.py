@@ -24,7 +24,7 @@ from deepspeed_cdp.simulation.times import Hardware, Work, times
 RUNS = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second", "2026-11-28_4xH100_third", "2026-11-28_4xH100_fourth",
         "2026-11-28_4xH100_fifth")  # of one ring on H100s; a new run is added here, and docs/make_cli.py run again
 BEFORE_ONE_PASS_ADAM = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second")
-BEFORE_LAYOUTS_BY_RANK = RUNS  # every rank had room for every message, as only v1's ranks have now
+BEFORE_ONE_BUFFER = RUNS  # every rank had room for every message, as only v1's ranks have now, and for finished sums beside it
 
 
 class Recorded(NamedTuple):
@@ -106,8 +106,8 @@ def memory(row: Recorded) -> float:
     s = row.setting
     plan, work, _ = planned(s["model"], int(s["ranks"]))
     owned = max(sum(work[i].parameters for i in plan.members(stage)) for stage in range(plan.schedule.ranks))
-    if row.run in BEFORE_LAYOUTS_BY_RANK:
-        plan = replace(plan, schedule=replace(plan.schedule, threshold=2 * plan.schedule.ranks - 1))
+    if row.run in BEFORE_ONE_BUFFER:
+        plan = replace(plan, schedule=replace(plan.schedule, threshold=2 * plan.schedule.ranks - 1), sums_apart=True)
     return sum(plan.memory().values()) + 12 * owned + activations(s["model"], int(s["micro_batch"]), int(s["sequence"]))
 
 

@@ -121,7 +121,7 @@ class _Ring(DryRun):
         n = self.schedule.ranks
         self.at = [0] * n  # the next link of the NORM under way
         self.x: list[dict[int, tuple | None]] = [{} for _ in range(n)]  # item -> what region X is for or holds: (stream,) or
-        self.o: list[dict[int, int]] = [{} for _ in range(n)]           # (step, rings); rings whose sums region O holds
+        self.o: list[dict[int, int]] = [{} for _ in range(n)]           # (step, rings); rings in the own ring's sums
         self.posts: dict[tuple[str, int], deque[_Message]] = {}  # (stream, rank) -> regions let in
         self.coming: dict[tuple[str, int], deque[_Message]] = {}  # the same -> pushes of another ring
         self.come: dict[tuple[str, int, int], _Message] = {}  # (stream, rank, item) -> what has landed

@@ -54,7 +54,7 @@ class Handoff(OwnerActions):
         self._programs = {p.schedule: [Program.of(make(p, rank, first)) for first in (True, False)] for p in self.phases.plans}
         self._do = {"READ": self._read, "RELAY": self._relay, "SUM": self._sum, "DONE": self._done, "PASS": self._pass,
                     "SUM_HELD": self._sum, "PASS_HELD": self._pass, "DONE_HELD": self._done,
-                    "OFFER": self._offer, "TAKE": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
+                    "OFFER": self._offer, "TAKE": self._posts, "LET": self._posts, "RECEIVE": self._meet, "SEND": self._meet,
                     "AVERAGE": self._average, "NORM": self._norm, "TOTAL": self._total, "UPDATE": self._update}
         self._do |= {kind: self._as_owner(self._do[kind]) for kind in ("AVERAGE", "NORM", "TOTAL", "UPDATE", "OFFER")}
         # the owned units that have sums, in the order in which they are read, and in that in which they are finished
@@ -80,9 +80,9 @@ class Handoff(OwnerActions):
         self._program, self._steady = self._programs[self.schedule]
         self.together = () if self.plan.averaged(self.rank) else self._finishing
         self._arrivals: dict[tuple, Ticket] = {}
-        self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes that still read from it
+        self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes, and an owner, that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
-        self._step_end = self._own_read_end = self._sums_used_at = self.transport.mark()
+        self._step_end = self._own_read_end = self.transport.mark()
         self._published_at: dict[tuple[int, int], object] = {}  # unit, copy -> the mark at which what it holds is in place
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units averaged so far
         self._starting: set[int] = set()  # units whose sums are in use and have nothing in them
@@ -217,7 +217,7 @@ class Handoff(OwnerActions):
         return region, self.buffers.view(region, a.offset, a.nbytes)
 
     def _readers(self, region: str, offset: int, nbytes: int) -> list[Ticket]:
-        """Pushes that may still read from these bytes; they are the caller's to wait for."""
+        """What may still read from these bytes; it is the caller's to wait for."""
         region = self._kept_under(region, offset)
         reading = self._reading.get(region)
         if not reading:
@@ -297,8 +297,6 @@ class Handoff(OwnerActions):
         elif a.round == 0:  # the first micro-batch of the step starts the sum
             for ticket in self._readers(region, a.offset, a.nbytes):
                 ticket.wait(Place(self, a))
-            if self.schedule.ranks == 1:  # summed where this rank, as the owner, has read the step before
-                self.transport.after(self._sums_used_at)
             self._starting.add(a.unit)
         self.sums[a.unit] = view
 
@@ -310,6 +308,10 @@ class Handoff(OwnerActions):
         if self._read_from.pop(a.unit, None) is None and (a.backward or a.unit == HELD):
             self._own_read_end = self.transport.mark()
         self._posts(a)
+
+    def continues(self, unit: int) -> bool:
+        """Whether something has been added to the running sum of this unit, which is in use."""
+        return unit not in self._starting
 
     def _add(self, unit: int) -> None:
         """This rank's gradients of the unit's last backward are complete: add them to the sum."""
@@ -323,8 +325,10 @@ class Handoff(OwnerActions):
         view = self.sums[a.unit]
         self._add(a.unit)
         if a.peer == self.rank:  # the last rank owns stage 0
-            self.transport.after(self._sums_used_at)
-            self.buffers.view("O", self.plan.o_layout(0)[0][a.unit], a.nbytes).copy_(view)
+            region, at = self.plan.o_region, self.plan.o_layout(0)[a.unit]
+            for ticket in self._readers(region, at, a.nbytes):
+                ticket.wait(Place(self, a))
+            self.buffers.view(region, at, a.nbytes).copy_(view)
             self._sum_ends[a.unit] = self.transport.mark()
             self.transport.moved_on()
         else:

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 TRIES, TURNS = 40, 16  # attempts to improve an order of first fit, and about how many places of the circle it may begin at
 PAIRS = 1_500_000  # of regions that attempts may look at, which keeps them to seconds: many regions get fewer
+HELD = -1  # the index of the held unit, where a unit is named
+END, START = 0, 1  # at equal logical time, ends come before starts
 ALIGN = 64  # bytes; a cache line, and enough for any dtype's vector loads
 
 
@@ -83,9 +85,10 @@ def _improved(sizes: Sequence[int], near: Near, order: Sequence[int], live: int)
     return best
 
 
-def _first_fit(sizes: Sequence[int], near: Near, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    places: list[tuple[int, int] | None] = [None] * len(sizes)  # where each region begins and ends
-    total = 0
+def _first_fit(sizes: Sequence[int], near: Near, order: Sequence[int],
+               known: Sequence[tuple[int, int]] = ()) -> tuple[tuple[int, ...], int]:
+    places: list[tuple[int, int] | None] = [*known, *[None] * (len(sizes) - len(known))]  # where each region begins and ends
+    total = max((end for _, end in known), default=0)
     for i in order:
         at = 0
         for low, high in sorted(place for j in near[i] if (place := places[j]) is not None):
@@ -132,14 +135,8 @@ def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] 
     n = len(offsets)
     releases, period = (releases, period) if releases is not None else (range(n), n)
     streams = streams if streams is not None else [0] * n
-    raw = []
-    for i in range(n):
-        ends, gate = offsets[i] + aligned(sizes[i]), releases[i] - period
-        for j in range(i - n + 1, i):
-            k = j % n
-            if sizes[i] and sizes[k] and offsets[k] < ends and offsets[i] < offsets[k] + aligned(sizes[k]):
-                gate = max(gate, releases[k] - (period if j < 0 else 0))
-        raw.append(gate)
+    raw = [max([releases[i] - period, *(releases[j] - (period if j > i else 0) for j in others)])
+           for i, others in enumerate(_sharing(offsets, sizes))]
     last: dict[int, int] = {}  # by stream, the highest gate so far; at first that of the repetition before
     for stream, gate in zip(streams, raw):
         last[stream] = max(last.get(stream, gate - period), gate - period)
@@ -150,8 +147,28 @@ def gates(offsets: Sequence[int], sizes: Sequence[int], releases: Sequence[int] 
     return tuple(result)
 
 
+def _sharing(offsets: Sequence[int], sizes: Sequence[int]) -> list[list[int]]:
+    """By item, the others that lie on some of its bytes."""
+    found: list[list[int]] = [[] for _ in offsets]
+    below: list[int] = []
+    for i in sorted((i for i, size in enumerate(sizes) if size), key=lambda i: offsets[i]):
+        below = [j for j in below if offsets[i] < offsets[j] + aligned(sizes[j])]
+        for j in below:
+            found[i].append(j)
+            found[j].append(i)
+        below.append(i)
+    return found
+
+
 # ---- buffers of visits ------------------------------------------------------------------------------------------------------
 Lives = dict[Visit, Lifetime]  # in the order of a round
+
+
+class Stream(NamedTuple):
+    """Messages of one kind that land in a buffer: their lifetimes, and the release in a round that ends each."""
+
+    lives: Lives
+    ends: Sequence[int]
 
 
 class Layout(NamedTuple):
@@ -160,8 +177,9 @@ class Layout(NamedTuple):
     Attributes:
         items: the visits whose messages land there, in the order of a round.
         offsets: by visit, where its bytes lie.
-        lets: by release, the messages that it lets in: numbers in ``items``, counted on over rounds. The end of visit number v
-            has two: 2v, its parameters are out of use, and 2v + 1, its gradient sum is passed on.
+        lets: by release, the messages that it lets in: numbers in ``items``, counted on over rounds. Visit number v has three:
+            3v + 1 at its end, its parameters are out of use, and 3v + 2, its gradient sum is passed on; and before these 3v, an
+            update that comes before its end has used finished sums.
         nbytes: of the buffer.
     """
 
@@ -171,28 +189,58 @@ class Layout(NamedTuple):
     nbytes: int
 
 
-def laid_out(streams: Sequence[tuple[Lives, Sequence[int]]], ticks: int, releases: int) -> tuple[Layout, ...]:
-    """Layouts of streams that share one buffer.
+EMPTY = Layout((), {}, {}, 0)
+
+
+def placed(streams: Sequence[Stream], ticks: int) -> tuple[tuple[dict[Visit, int], ...], int]:
+    """Offsets for streams that share one buffer, and its bytes.
 
     Args:
-        streams: of each, the lifetimes of its messages in the order of a round, and the release in a round that ends each.
         ticks: how long a round is.
+    """
+    every = sorted(((life, n, v) for n, s in enumerate(streams) for v, life in s.lives.items()), key=lambda x: x[0].start)
+    lifetimes = [life for life, *_ in every]
+    offsets, _ = allocate(lifetimes, ticks)
+    places: tuple[dict[Visit, int], ...] = tuple({} for _ in streams)
+    for (_, n, v), at in zip(every, offsets):
+        places[n][v] = at
+    return places, max((at + aligned(life.nbytes) for at, life in zip(offsets, lifetimes)), default=0)
+
+
+def beside(streams: Sequence[Stream], places: Sequence[dict[Visit, int]], more: Lives,
+           ticks: int) -> tuple[dict[Visit, int], int]:
+    """Offsets for more messages, in the gaps between others that stay where they are, and the bytes of all.
+
+    First fit, in the order of use, backwards, and by size, whichever is best.
+    """
+    fixed = [(life, at[v]) for s, at in zip(streams, places) for v, life in s.lives.items()]
+    lifetimes = [life for life, _ in fixed] + list(more.values())
+    sizes, new = [aligned(x.nbytes) for x in lifetimes], range(len(fixed), len(lifetimes))
+    near = [[j for j, x in enumerate(lifetimes) if j != i and overlap_in_time(lifetimes[i], x, ticks)] if i in new else []
+            for i in range(len(lifetimes))]
+    known = [(at, at + aligned(life.nbytes)) for life, at in fixed]
+    orders: list[Sequence[int]] = [new, new[::-1], sorted(new, key=lambda i: -sizes[i])]
+    offsets, nbytes = min((_first_fit(sizes, near, order, known) for order in orders), key=lambda result: result[1])
+    return dict(zip(more, offsets[len(fixed):])), nbytes
+
+
+def laid_out(streams: Sequence[Stream], places: Sequence[dict[Visit, int]], nbytes: int, releases: int) -> tuple[Layout, ...]:
+    """Layouts of streams with these places in one buffer: which release lets in what.
+
+    Args:
         releases: how many a round has.
     """
     found = [(life, number, v, release) for number, (lives, ends) in enumerate(streams)
              for (v, life), release in zip(lives.items(), ends)]
     found.sort(key=lambda x: x[0].start)  # in the order of use, also between streams; stable
-    lifetimes = [life for life, *_ in found]
-    offsets, _ = allocate(lifetimes, ticks)
-    end = max((at + aligned(life.nbytes) for at, life in zip(offsets, lifetimes)), default=0)
-    credits = gates(offsets, [life.nbytes for life in lifetimes], [release for *_, release in found], releases,
-                    [number for _, number, *_ in found])
+    credits = gates([places[number][v] for _, number, v, _ in found], [life.nbytes for life, *_ in found],
+                    [release for *_, release in found], releases, [number for _, number, *_ in found])
     layouts = []
     for number, (lives, _) in enumerate(streams):
-        mine = [(v, at, gate) for (_, n, v, _), at, gate in zip(found, offsets, credits) if n == number]
-        assert [v for v, *_ in mine] == list(lives), "messages of a stream come in the order of a round"
+        mine = [(v, gate) for (_, n, v, _), gate in zip(found, credits) if n == number]
+        assert [v for v, _ in mine] == list(lives), "messages of a stream come in the order of a round"
         lets: dict[int, list[int]] = {}
-        for k, (_, _, gate) in enumerate(mine):
+        for k, (_, gate) in enumerate(mine):
             lets.setdefault(gate % releases, []).append(k - (gate // releases) * len(mine))
-        layouts.append(Layout(tuple(lives), {v: at for v, at, _ in mine}, {k: tuple(sorted(v)) for k, v in lets.items()}, end))
+        layouts.append(Layout(tuple(lives), dict(places[number]), {k: tuple(sorted(v)) for k, v in lets.items()}, nbytes))
     return tuple(layouts)

@@ -62,7 +62,7 @@ class StageOwner:
         self._ring_sums: dict[int, list[torch.Tensor]] = {}
         for n, (i, s) in self.slots.items():
             if s.sum_offset >= 0:
-                self._sums[i][n] = self._view("O" if handoff.across is None else "X", i, s)
+                self._sums[i][n] = self._view(handoff.plan.o_region if handoff.across is None else "X", i, s)
         # torch's own optimizers keep their state by parameter, so units can be updated one by one; and if nothing is clipped by
         # a norm of the whole step, as soon as each one's sum is finished.
         self._grads: dict[int, list[torch.Tensor]] = {}  # averaged, of units not updated yet (empty lists if fused)
@@ -88,10 +88,11 @@ class StageOwner:
 
     def _view(self, region: str, i: int, slot: Slot, copy: int | None = None) -> torch.Tensor:
         plan, stage = self.handoff.plan, self.handoff.plan.schedule.owned(self.handoff.rank)
-        places = (plan.copy_layout if region == "V" else plan.o_layout)(stage)[0]
-        nbytes = plan.unit(i).p_bytes if region == "V" else plan.unit(i).g_bytes
-        flat = self.handoff.buffers.view(plan.copy_region(copy or 0) if region == "V" else region, places[i], nbytes)
-        return slot.value(flat) if region == "V" else slot.sum(flat)
+        view = self.handoff.buffers.view
+        if region == "V":
+            return slot.value(view(plan.copy_region(copy or 0), plan.copy_layout(stage)[0][i], plan.unit(i).p_bytes))
+        places = plan.o_layout(stage) if region == plan.o_region else plan.x_layout(stage)[0]
+        return slot.sum(view(region, places[i], plan.unit(i).g_bytes))
 
     def _take_over(self, names: dict[torch.nn.Parameter, str]) -> None:
         """The optimizer steps this rank's masters from now on; what it knew of them goes along, the rest is forgotten."""
@@ -146,10 +147,11 @@ class StageOwner:
         return self.handoff.plan.rings * self.handoff.schedule.ranks * self.scale.of(step)
 
     def ring_sums(self, unit: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """A unit's sums in region X, over all rings, and in region O, of the own ring (see rings.py)."""
+        """A unit's sums over all rings, in region X, and of the own ring (see rings.py)."""
         own = self._ring_sums.get(unit)
         if own is None:
-            own = self._ring_sums[unit] = [self._view("O", unit, self.slots[n][1]) for n in self._sums[unit]]
+            region = self.handoff.plan.o_region
+            own = self._ring_sums[unit] = [self._view(region, unit, self.slots[n][1]) for n in self._sums[unit]]
         return list(self._sums[unit].values()), own
 
     @torch.no_grad()

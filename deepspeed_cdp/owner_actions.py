@@ -47,7 +47,7 @@ class OwnerActions:
     _published_at: dict[tuple[int, int], Any]
     _step_end: Any
     _own_read_end: Any
-    _sums_used_at: Any
+    _reading: dict[str, list[tuple[int, int, Ticket]]]
     _readers: Callable[[str, int, int], list[Ticket]]
     _posts: Callable[[Action], None]
 
@@ -66,7 +66,7 @@ class OwnerActions:
         self._finish(a, a.unit)
 
     def _summed(self, a: Action, unit: int) -> None:
-        """The ring's sum of the unit is in O."""
+        """The ring's sum of the unit is there."""
         if self.rank == self.schedule.ranks - 1:
             self.transport.after(self._sum_ends.pop(unit, None))
         else:
@@ -165,7 +165,15 @@ class OwnerActions:
         self.owner.finish(step)
         if self.across and not self._flushing:
             self.across.begin()
-        self._sums_used_at = self.transport.mark()
+        self._sums_used()
+
+    def _sums_used(self) -> None:
+        """What lands next where the finished sums lie must wait for what this stream has read of them."""
+        mark = self.transport.mark()
+        if mark is not None:
+            places = self.plan.o_layout(self.schedule.owned(self.rank))
+            self._reading.setdefault(self.plan.o_region, []).extend(
+                (places[i], self.plan.unit(i).g_bytes, mark) for i in self._members)
 
     def _update(self, a: Action) -> None:
         self._apply(a)

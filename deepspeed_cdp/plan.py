@@ -14,8 +14,8 @@ S       a few scalars, owner to owner: squared norms by stage, loss (design §9)
 T       the finished squared norm, rank N-1 to every owner (dp and v1 only)
 ======  =============================================================================================
 
-Regions: ``PG`` is a buffer for P and G whose offsets repeat every round; ``H`` has two slots used in turn; ``O`` holds the owned
-stage's sum; ``V`` are the owned stage's published versions.
+Regions: ``PG`` is a buffer for P, G and O (in_flight.py); ``H`` has two slots used in turn; ``V`` are the owned stage's published
+versions.
 """
 
 from dataclasses import dataclass, replace
@@ -23,12 +23,11 @@ from functools import cached_property
 from math import lcm
 from typing import ClassVar, NamedTuple
 
-from .layout import Layout, Lifetime, Lives, aligned, laid_out
+from .in_flight import InFlight, layouts
+from .layout import END, HELD, START, Layout, aligned
 from .schedule import Schedule
 
 ACROSS_BYTES = 16  # loss sum and count, which the owners of several rings add up beside the sums (rings.py)
-HELD = -1  # the index of the held unit, where actions name a unit
-END, START = 0, 1  # at equal logical time, ends come before starts
 
 
 @dataclass(frozen=True)
@@ -95,14 +94,14 @@ class Action(NamedTuple):
         unit = "held" if self.unit == HELD else f"unit {self.unit}"
         incoming = self.kind in ("RECEIVE", "TAKE", "APPLY", "READ", "SUM", "SUM_HELD", "AVERAGE", "NORM", "UPDATE")
         arrow = "" if self.peer is None else f" {'<-' if incoming else '->'} rank {self.peer}"
-        where = "" if self.kind in ("NORM", "UPDATE", "TOTAL") else f" {'backward' if self.backward else 'forward'} {unit}"
+        where = "" if self.kind in ("NORM", "UPDATE", "TOTAL", "LET") else f" {'backward' if self.backward else 'forward'} {unit}"
         return f"{self.kind}{where}{arrow} (stream {self.stream or '-'}, round {self.round}, logical time {self.time})"
 
 
 # Kinds, in the order they take at equal time and phase.
 ORDER = {"DONE": 0, "PASS": 1, "SUM_HELD": 2, "PASS_HELD": 3, "DONE_HELD": 4,  # ends
-         "AVERAGE": 5, "NORM": 6, "TOTAL": 7, "UPDATE": 8, "OFFER": 9, "TAKE": 10, "APPLY": 11, "READ": 12, "RELAY": 13,
-         "SUM": 14, "RECEIVE": 15, "SEND": 15}  # starts; RECEIVE, SEND: see program.with_meetings; APPLY: see replicas.py
+         "AVERAGE": 5, "NORM": 6, "TOTAL": 7, "UPDATE": 8, "LET": 9, "OFFER": 10, "TAKE": 11, "APPLY": 12, "READ": 13,
+         "RELAY": 14, "SUM": 15, "RECEIVE": 16, "SEND": 16}  # starts; the last two: see program.with_meetings; APPLY: replicas.py
 
 
 @dataclass(frozen=True)
@@ -116,6 +115,7 @@ class Plan:
         keep_after_forward: keep the parameters of every stage but the first from the forward to the backward; else only those
             of the last two, with which no more bytes are in use at once (but what is laid out has a few more gaps).
         rings: how many average their sums (rings.py); all have this plan.
+        sums_apart: finished sums lie behind what is in flight, not between; so that two rules can take turns (warmup.py).
         room_for: the schedule whose messages buffers have room for, if not this one's (``under``).
     """
 
@@ -124,13 +124,15 @@ class Plan:
     held: Unit | None = None
     keep_after_forward: bool = False
     rings: int = 1
+    sums_apart: bool = False
     room_for: Schedule | None = None
     replicated: ClassVar[bool] = False  # whether every rank keeps all parameters, see replicas.py
     g_region: ClassVar[str] = "PG"  # where running sums lie
+    o_region: ClassVar[str] = "PG"  # and finished ones
 
     def under(self, threshold: int) -> "Plan":
         """The same units and buffers under a rule with a smaller K, whose messages all find room in them."""
-        assert threshold <= self.schedule.threshold, (threshold, self.schedule)
+        assert threshold <= self.schedule.threshold and (self.sums_apart or not self.sums_between), (threshold, self)
         plan = replace(self, schedule=replace(self.schedule, threshold=threshold), room_for=self.room_for or self.schedule)
         if not self.replicated:  # replicas read where their plan says, which depends on the rule
             plan.__dict__["layouts"] = self.layouts
@@ -216,8 +218,9 @@ class Plan:
         return tuple((i, backward) for i, backward in self.visits if not (backward and self.kept(i)))
 
     # ---- buffers --------------------------------------------------------------------------------------------------------
-    @cached_property
-    def _round_ticks(self) -> int:
+    @property
+    def round_ticks(self) -> int:
+        """How long a round is."""
         return 2 * self.schedule.ranks * self.scale
 
     def received(self, rank: int) -> tuple[tuple[int, bool], ...]:
@@ -227,51 +230,36 @@ class Plan:
                   if s.source(step, m, rank, stage) is not None}
         return tuple(v for v in self.messages if self.units[v[0]].stage in stages)
 
-    @cached_property
-    def layouts(self) -> tuple[tuple[Layout, Layout], ...]:
-        """Of each rank's parameters and sums in flight, which share one buffer and fill each other's gaps.
+    @property
+    def sums_between(self) -> bool:
+        """Whether finished sums lie between what is in flight, not behind it."""
+        return self.schedule.ranks > 1 and not (self.schedule.stalls or self.sums_apart)
 
-        On two ranks each receives one stage, and its buffer is laid out for that. On more it would save a tenth, and credits that
-        come at other times cost some of it where links are slow (simulated), so there all have the layout of all messages.
-        """
-        if self.schedule.ranks == 1:
-            return ((Layout((), {}, {}, 0),) * 2,)
-        if self.schedule.ranks == 2:
-            return self._in_flight(self.received(0)), self._in_flight(self.received(1))
-        return (self._in_flight(self.messages),) * self.schedule.ranks
+    @cached_property
+    def layouts(self) -> tuple[InFlight, ...]:
+        """Of each rank's parameters and sums in flight, which share one buffer and fill each other's gaps."""
+        return layouts(self)
 
     @cached_property
     def p_layouts(self) -> tuple[Layout, ...]:
         """Of each rank's parameters in flight."""
-        return tuple(p for p, _ in self.layouts)
+        return tuple(x.p for x in self.layouts)
 
     @cached_property
     def g_layouts(self) -> tuple[Layout, ...]:
         """Of each rank's sums in flight."""
-        return tuple(g for _, g in self.layouts)
+        return tuple(x.g for x in self.layouts)
 
-    def _in_flight(self, items: tuple[tuple[int, bool], ...]) -> tuple[Layout, Layout]:
-        """Parameters live from the sender's push, two positions before the visit, to the end of the visit, or of its backward if
-        they are kept."""
-        number = {v: k for k, v in enumerate(self.visits)}
-        until = {v: (v[0], v[1] or self.kept(v[0])) for v in items}
-        lives = {v: Lifetime(2 * (self.spans[v][0] - 2 * self.scale) + START, 2 * self.spans[until[v]][1] + END,
-                             self.units[v[0]].p_bytes) for v in items}
-        ends = [2 * number[until[v]] for v in items]
-        p, g = laid_out([(lives, ends), self._sums_in_flight()], 2 * self._round_ticks, 2 * len(self.visits))
-        kept = {(i, True): p.offsets[i, False] for i, backward in items if not backward and self.kept(i)}
-        return p._replace(offsets=p.offsets | kept), g
+    def o_layout(self, stage: int) -> dict[int, int]:
+        """Offsets of the units' finished sums in their owner's region ``o_region``."""
+        flight = self.layouts[self.schedule.owner(stage)]
+        if self.sums_between:
+            return {i: at for (i, _), at in flight.o.offsets.items()}
+        return {i: flight.p.nbytes + at for i, at in self.x_layout(stage)[0].items()}
 
-    def _sums_in_flight(self) -> tuple[Lives, list[int]]:
-        """Sums live from the end of the neighbour's backward, two positions earlier, to the end of this one; when each ends."""
-        first = len(self.units)
-        lives = {v: Lifetime(2 * (self.spans[v][1] - 2 * self.scale) + END, 2 * self.spans[v][1] + END,
-                             self.units[v[0]].g_bytes) for v in self.visits[first:]}
-        return lives, [2 * (first + k) + 1 for k in range(len(lives))]
-
-    def o_layout(self, stage: int) -> tuple[dict[int, int], int]:
-        """Offsets of the units' finished sums in the owner's O buffer, and its bytes."""
-        return _stacked({i: self.unit(i).g_bytes for i in self.members(stage)})
+    def x_layout(self, stage: int) -> tuple[dict[int, int], int]:
+        """Offsets of the units' sums one behind the other, and the bytes of all."""
+        return _stacked({i: self.unit(i).g_bytes for i in self.members(stage) if self.unit(i).g_bytes})
 
     def v_layout(self, stage: int) -> tuple[dict[int, int], int]:
         """Offsets of the units in one published copy of the stage, and its bytes."""
@@ -288,8 +276,8 @@ class Plan:
 
     def extents(self, stage: int) -> dict[str, int]:
         """Bytes of the regions that are addressed by offset, on the owner of ``stage``."""
-        return {"PG": self.p_layouts[self.schedule.owner(stage)].nbytes, "O": self.o_layout(stage)[1],
-                "V": self.v_layout(stage)[1]}
+        flight, behind = self.p_layouts[self.schedule.owner(stage)].nbytes, 0 if self.sums_between else self.x_layout(stage)[1]
+        return {"PG": flight + behind, "V": self.v_layout(stage)[1]}
 
     @cached_property
     def copies(self) -> int:
@@ -349,11 +337,11 @@ class Plan:
     @cached_property
     def regions(self) -> dict[str, int]:
         """Bytes of every region, the same on all ranks (one-sided transports address a peer's memory by offset): ``PG``;
-        ``H0``, ``H1``: held parameters of two rounds in turn; ``GH``; ``O``; ``V0`` (and ``V1``): published versions; ``S``:
-        scalars; ``X``: sums of other rings, and of all of them.
+        ``H0``, ``H1``: held parameters of two rounds in turn; ``GH``; ``V0`` (and ``V1``): published versions; ``S``: scalars;
+        ``X``: sums of other rings, and of all of them.
         """
         stages = range(self.schedule.ranks)
-        sizes = {"PG": max(x.nbytes for x in self.p_layouts), "O": max(self.o_layout(s)[1] for s in stages)}
+        sizes = {"PG": max(self.extents(s)["PG"] for s in stages)}
         if self.held and self.schedule.ranks > 1:
             sizes |= {"H0": aligned(self.held.p_bytes), "H1": aligned(self.held.p_bytes), "GH": aligned(self.held.g_bytes)}
         sizes |= {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}
@@ -362,7 +350,7 @@ class Plan:
     def with_small(self, sizes: dict[str, int]) -> dict[str, int]:
         """And the regions that every kind of plan has: ``X``, and ``S`` with room for a vector of scalars and for the total."""
         if self.rings > 1:
-            sizes["X"] = sizes["O"] + aligned(ACROSS_BYTES)
+            sizes["X"] = max(self.x_layout(s)[1] for s in range(self.schedule.ranks)) + aligned(ACROSS_BYTES)
         return sizes | {"S": 2 * aligned(8 * self.scalars)}
 
     @property
@@ -373,14 +361,15 @@ class Plan:
     def memory(self) -> dict[str, int]:
         """Bytes that the runtime itself allocates on each rank; masters and optimizer state come on top.
 
-        ``in flight`` parameters and sums (about 2 stages each), finished ``sums``, ``published`` copies (about a stage each), a
-        few ``scalars``.
+        ``in flight`` parameters and sums (about 2 stages each), ``sums`` that have a place of their own (finished ones unless
+        they lie between those, and those of other rings), ``published`` copies (about a stage each), a few ``scalars``.
         """
-        kinds = {"P": "in flight", "G": "in flight", "H": "in flight", "O": "sums", "X": "sums", "V": "published", "S": "scalars"}
+        kinds = {"P": "in flight", "G": "in flight", "H": "in flight", "X": "sums", "V": "published", "S": "scalars"}
         total = dict.fromkeys(kinds.values(), 0)
         for name, nbytes in self.regions.items():
             total[kinds[name[0]]] += nbytes
-        return total
+        apart = 0 if self.sums_between else self.regions["PG"] - max(x.nbytes for x in self.p_layouts)
+        return total | {"in flight": total["in flight"] - apart, "sums": total["sums"] + apart}
 
 
 def _stacked(sizes: dict[int, int]) -> tuple[dict[int, int], int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from .in_flight import RELEASES, update_in_round
 from .plan import END, HELD, ORDER, START, Action, Plan, Post
 from .plan_form import after_passes
 
@@ -76,7 +77,7 @@ class Builder:
 
     def __init__(self, plan: Plan, rank: int, step: int):
         self.plan, self.schedule, self.rank, self.step = plan, plan.schedule, rank, step
-        self.inbox, self.sums = plan.p_layouts[rank], plan.g_layouts[rank]
+        self.inbox, self.sums, self.finished = plan.layouts[rank]
 
     def initial_posts(self) -> tuple[Post, ...]:
         """See the function of this name."""
@@ -118,7 +119,12 @@ class Builder:
                     yield self._action("DONE", stop, END, m, i, backward, posts=tuple(self.done_posts(m, number)))
                 if backward and plan.units[i].g_bytes:
                     yield from self._sum("SUM", start, START, m, i)
-                    yield from self._pass("PASS", stop, m, i, tuple(self.in_flight(m, 2 * number + 1)))
+                    yield from self._pass("PASS", stop, m, i, tuple(self.in_flight(m, RELEASES * number + 2)))
+            if plan.sums_between:
+                at, over = update_in_round(plan, self.rank)
+                posts = tuple(self.in_flight(m, RELEASES * over))
+                if posts:
+                    yield self._action("LET", begin + at, START, m, posts=posts)
             if plan.held:
                 if plan.held.g_bytes:
                     yield from self._sum("SUM_HELD", end, END, m, HELD)
@@ -149,7 +155,8 @@ class Builder:
     def _sum(self, kind: str, time: int, phase: int, m: int, i: int) -> Iterator[Action]:
         s, nbytes = self.schedule, self.plan.unit(i).g_bytes
         if s.ranks == 1:  # nobody to hand it to: sum in place
-            yield self._action(kind, time, phase, m, i, True, region="O", offset=self.plan.o_layout(0)[0][i], nbytes=nbytes)
+            yield self._action(kind, time, phase, m, i, True, region=self.plan.o_region, offset=self.plan.o_layout(0)[i],
+                               nbytes=nbytes)
             return
         src = None if m == 0 and self.rank == 0 else (self.rank - 1) % s.ranks
         stream = "" if src is None else "GH" if i == HELD else "G"
@@ -169,7 +176,7 @@ class Builder:
         stream, region, offset = ("GH", "GH", 0) if i == HELD else (
             "G", self.plan.g_region, self.plan.g_layouts[peer].offsets[i, True])
         if m == s.rounds - 1 and self.rank == s.ranks - 1:
-            stream, peer, region, offset = "O", s.owner(unit.stage), "O", self.plan.o_layout(unit.stage)[0][i]
+            stream, peer, region, offset = "O", s.owner(unit.stage), self.plan.o_region, self.plan.o_layout(unit.stage)[i]
         yield self._action(kind, time, END, m, i, True, peer=peer, stream=stream, nbytes=unit.g_bytes, posts=posts,
                            into=(region, offset, m), **self._running(i))
 
@@ -234,12 +241,12 @@ class Builder:
     # ---- what a release lets in -----------------------------------------------------------------------------------------
     def done_posts(self, m: int, number: int) -> Iterator[Post]:
         """What may land once the parameters of visit ``number`` of round ``m`` are out of use."""
-        return self.in_flight(m, 2 * number)
+        return self.in_flight(m, RELEASES * number + 1)
 
     def in_flight(self, m: int, release: int) -> Iterator[Post]:
         """Parameters and sums that may land after this release of round ``m`` (``Layout.lets``)."""
-        yield from self.posts("P", m, release)
-        yield from self.posts("G", m, release)
+        for stream in ("P", "G", "O"):
+            yield from self.posts(stream, m, release)
 
     def _place(self, m: int) -> tuple[int, int]:
         """(steps ahead, round) of round number m counted from this step's first."""
@@ -247,13 +254,16 @@ class Builder:
 
     def posts(self, stream: str, m: int, release: int | None) -> Iterator[Post]:
         """Its messages that may land after this release of round ``m``; with m = -1 and None, once everything is free."""
-        items, offsets, lets, _ = self.inbox if stream == "P" else self.sums
+        items, offsets, lets, _ = {"P": self.inbox, "G": self.sums, "O": self.finished}[stream]
         allowed = lets.get(release, ()) if release is not None else sorted(x for v in lets.values() for x in v if x >= len(items))
         for x in allowed:
-            ahead, round = self._place(m + x // len(items))
+            ahead, round = self._place(m + x // len(items) - (stream == "O"))  # what a round has are sums of the round before
             i, backward = items[x % len(items)]
-            unit = self.plan.units[i]
-            if stream == "P":
+            unit = self.plan.unit(i)
+            if stream == "O":
+                nbytes, region, last = unit.g_bytes, self.plan.o_region, self.schedule.ranks - 1
+                src = last if self.rank != last and round == self.schedule.rounds - 1 else None
+            elif stream == "P":
                 (src, first), nbytes, region = self._origin(ahead, round, unit.stage), unit.p_bytes, "PG"
                 src = None if first else src  # offers are taken, see _takes
             else:
@@ -282,11 +292,10 @@ class Builder:
             yield Post("GH", src, "GH", 0, self.plan.held.g_bytes, ahead, round, HELD, True)
 
     def sum_posts(self, step: int) -> list[Post]:
-        """The finished sums of the owned stage in ``step``, in the order in which rank N-1 finishes them."""
+        """The finished sums of the owned stage in ``step`` that have a place of their own, as rank N-1 finishes them."""
         stage, last = self.schedule.owned(self.rank), self.schedule.ranks - 1
-        if self.rank == last:
+        if self.rank == last or self.plan.sums_between:
             return []
-        offsets = self.plan.o_layout(stage)[0]
-        order = [i for i in reversed(self.plan.members(stage)) if self.plan.unit(i).g_bytes]
-        return [Post("O", last, "O", offsets[i], self.plan.unit(i).g_bytes, step - self.step, self.schedule.rounds - 1, i, True)
-                for i in order]
+        places, ahead, round = self.plan.o_layout(stage), step - self.step, self.schedule.rounds - 1
+        return [Post("O", last, self.plan.o_region, places[i], self.plan.unit(i).g_bytes, ahead, round, i, True)
+                for i in reversed(self.plan.members(stage)) if self.plan.unit(i).g_bytes]

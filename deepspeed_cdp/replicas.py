@@ -35,7 +35,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
-from .layout import Layout, aligned, laid_out
+from .in_flight import RELEASES, InFlight, running_sums
+from .layout import EMPTY, Layout, aligned, laid_out, placed
 from .plan import END, HELD, START, Action, Plan, Post, Unit
 from .program import Builder
 from .schedule import Schedule
@@ -52,6 +53,7 @@ class ReplicatedPlan(Plan):
     apart: bool = False
     replicated: ClassVar[bool] = True
     g_region: ClassVar[str] = "G"
+    o_region: ClassVar[str] = "O"
 
     def under(self, threshold: int) -> "ReplicatedPlan":
         return replace(self, schedule=replace(self.schedule, threshold=threshold), apart=self.staged)
@@ -132,11 +134,19 @@ class ReplicatedPlan(Plan):
         return offsets, tuple(starts), total
 
     @cached_property
-    def layouts(self) -> tuple[tuple[Layout, Layout], ...]:
+    def layouts(self) -> tuple[InFlight, ...]:
         """Where each visit reads: in R, where nothing lands by this layout; and sums in flight."""
         reads = Layout((), {v: self.replica[0][v[0]] for v in self.visits}, {}, 0)
-        sums = [self._sums_in_flight()] if self.schedule.ranks > 1 else [({}, [])]
-        return ((reads, *laid_out(sums, 2 * self._round_ticks, 2 * len(self.visits))),) * self.schedule.ranks
+        if self.schedule.ranks == 1:
+            return (InFlight(reads, EMPTY, EMPTY),)
+        sums = (running_sums(self),)
+        return (InFlight(reads, *laid_out(sums, *placed(sums, 2 * self.round_ticks), RELEASES * len(self.visits)), EMPTY),
+                ) * self.schedule.ranks
+
+    sums_between = False
+
+    def o_layout(self, stage: int) -> dict[int, int]:
+        return self.x_layout(stage)[0]
 
     def copy_region(self, version: int) -> str:
         return "V0" if self.staged else "R"
@@ -151,14 +161,14 @@ class ReplicatedPlan(Plan):
         return ("L", self.v_layout(0)[0][unit]) if self.lands_apart(unit) else ("R", self.replica[0][unit])
 
     def extents(self, stage: int) -> dict[str, int]:
-        return {"G": self.g_layouts[0].nbytes, "O": self.o_layout(stage)[1], "V": self.v_layout(stage)[1],
+        return {"G": self.g_layouts[0].nbytes, "O": self.x_layout(stage)[1], "V": self.v_layout(stage)[1],
                 "L": self.v_layout(0)[1], "R": self.replica[2]}
 
     @cached_property
     def regions(self) -> dict[str, int]:
         """Bytes of every region: ``R``, ``L`` and perhaps ``V0`` in the place of P, H and V."""
         stages = range(self.schedule.ranks)
-        sizes = {"R": self.replica[2], "G": self.g_layouts[0].nbytes, "O": max(self.o_layout(s)[1] for s in stages)}
+        sizes = {"R": self.replica[2], "G": self.g_layouts[0].nbytes, "O": max(self.x_layout(s)[1] for s in stages)}
         if self.schedule.ranks > 1:
             sizes["L"] = self.v_layout(0)[1]
             sizes |= {"GH": aligned(self.held.g_bytes)} if self.held else {}

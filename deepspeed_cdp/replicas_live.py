@@ -130,9 +130,8 @@ class ReplicaBinder(Binder):
         self._drop_unwanted(i)
 
     def release_all(self) -> None:
-        for pairs in self.slots.values():
-            for p, _ in pairs:
-                p.grad = None
+        for i in self.slots:
+            self.gradients.drop(i)
 
     def forget_views(self) -> None:
         """None is of memory that goes."""

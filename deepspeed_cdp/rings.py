@@ -117,8 +117,8 @@ class RingView(Transport):
 class Across:
     """One owner's end of the chain between rings (chain.py).
 
-    Region ``X`` is laid out as ``O`` is: what comes from other rings lands in it, and at last it holds the total, which the owner
-    averages and updates with. ``O`` has the own ring's sum, or those of this ring and all before it.
+    What comes from other rings lands in region ``X``, and at last it holds the total, which the owner averages and updates with.
+    Where the own ring's finished sums lie, those of this ring and all before it are added up.
 
     Attributes:
         total: float64, [2]: loss sum and count over all rings, after ``exchange``.
@@ -133,13 +133,14 @@ class Across:
         self._peer = {"X": transport.inner.rank + transport.size, "Y": transport.inner.rank - transport.size}  # to whom
         self._last, self._posts = ring == plan.rings - 1, first_posts(ring, order)
         self._links = chain(ring, plan.rings, order)
-        offsets = plan.o_layout(plan.schedule.owned(transport.rank))[0]
+        stage = plan.schedule.owned(transport.rank)
+        offsets, own = plan.x_layout(stage)[0], plan.o_layout(stage)
         end = plan.regions["X"] - aligned(ACROSS_BYTES)
         self._x, self._o, self._at = {}, {}, {}
         for i, offset, nbytes in [*((i, offsets[i], plan.unit(i).g_bytes) for i in order), (PAIR, end, ACROSS_BYTES)]:
             self._x[i], self._at[i] = buffers.view("X", offset, nbytes), buffers.address("X", offset)
             if i != PAIR:
-                self._o[i] = buffers.view("O", offset, nbytes)
+                self._o[i] = buffers.view(plan.o_region, own[i], nbytes)
         self.total = self._x[PAIR].view(torch.float64)
         self._own = torch.zeros_like(self.total)  # this rank's loss sum and count
         self._o[PAIR] = self._own.view(torch.uint8)
@@ -161,9 +162,9 @@ class Across:
         """Average one step's finished sums; gives each unit when its total is in region X, and nobody else reads it.
 
         Args:
-            ready: waits for a unit's sum of the own ring, in region O.
+            ready: waits for a unit's sum of the own ring.
             losses: this rank's loss sum and count of the step.
-            views: a unit's sums in regions X and O, in their own dtypes.
+            views: a unit's sums in region X, and of the own ring, in their own dtypes.
         Raises:
             HandoffError: an owner in another ring is gone or late.
         """

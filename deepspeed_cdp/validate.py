@@ -57,7 +57,7 @@ class DryRun:
         self.blocking, self.barrier = blocking, barrier
         n, programs = self.schedule.ranks, programs or (lambda rank, first: build(plan, rank, first))
         self.ranks, self.steady = [Rank(r, programs(r, True)) for r in range(n)], [programs(r, False) for r in range(n)]
-        self.o_layouts = [plan.o_layout(self.schedule.owned(r))[0] for r in range(n)]
+        self.o_layouts = [plan.o_layout(self.schedule.owned(r)) for r in range(n)]
         self.v_layouts = [plan.copy_layout(self.schedule.owned(r))[0] for r in range(n)]
         self.pushes: dict[tuple[str, int, int], deque[Push]] = {}
         self.landings: dict[tuple[str, int, int], deque[Landing]] = {}
@@ -146,7 +146,9 @@ class DryRun:
             if place is None or a.kind == "DONE_HELD" and not self._all_read(rank, a):
                 raise self._error(rank, "ends a pass that is not under way, or too early")
             self._leave(rank, a, place)
-        elif a.kind != "TAKE":  # which has nothing but its post
+        elif a.kind not in ("TAKE", "LET"):  # which have nothing but their posts
+            if a.peer == rank.number and self._still_read(rank, self.plan.o_region, self.o_layouts[a.peer][a.unit], a.nbytes):
+                return False
             self._push(rank, a)
             if a.kind in PASSES:
                 self._free(rank, *self._at(rank, a))
@@ -236,7 +238,7 @@ class DryRun:
         for message in messages:
             self._earlier(rank, a, rank.landed.pop(message)[0], "a push")
         for i in units:
-            want, got = ("g", i, step, s.ranks * s.rounds), rank.content.get(("O", self.o_layouts[rank.number][i]))
+            want, got = ("g", i, step, s.ranks * s.rounds), rank.content.get((self.plan.o_region, self.o_layouts[rank.number][i]))
             if got != want:
                 raise self._error(rank, f"finds {got} where the finished sum {want} should be")
         return True
@@ -275,7 +277,7 @@ class DryRun:
         rank.averaged.clear()
         for i, offset in self.o_layouts[rank.number].items():
             if self.plan.unit(i).g_bytes:
-                self._free(rank, "O", offset)
+                self._free(rank, self.plan.o_region, offset)
         self._publish(rank, step + 1)
         rank.version += 1
         return True
@@ -344,9 +346,10 @@ class DryRun:
             raise self._error(rank, f"sends {tag} where the schedule says {want}")
         if a.kind == "RELAY" and not self._may_relay(rank, a, place, used) or a.kind in PASSES and (used or not a.backward):
             raise self._error(rank, "relays what this rank does not use, or passes on what it still adds to")
-        if a.peer == rank.number and a.into[:2] == (a.stream, mine.get(a.unit)):  # finished, and owned by this rank
-            self._claim(rank, "O", mine[a.unit], a.nbytes)
-            rank.content["O", mine[a.unit]] = tag
+        home = self.plan.o_region, mine.get(a.unit)
+        if a.peer == rank.number and (a.stream, *a.into[:2]) == ("O", *home):  # finished, and owned by this rank
+            self._claim(rank, *home, a.nbytes)
+            rank.content[home] = tag
             return
         assert a.peer is not None
         rank.blocked += a.kind != "OFFER"

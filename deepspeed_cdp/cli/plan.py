@@ -115,7 +115,7 @@ def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[st
     for rank in range(p.plan.schedule.ranks):
         stage = stages[p.plan.schedule.owned(rank)]
         state = 0 if p.config.offload else 4 * (1 + p.config.states) * stage["trained"]
-        row = {"in flight": ours["in flight"], "finished sums": ours["sums"], "published": ours["published"],
+        row = {"in flight": ours["in flight"], "sums apart": ours["sums"], "published": ours["published"],
                "masters and optimizer": state, "activations": activations}
         rows.append({**row, "total": sum(row.values())})
     return rows

@@ -115,7 +115,7 @@ class _Rank:
         self.published: dict[int, float] = {}
         self.read_from: dict[int, float] = {}
         self.sum_ends: dict[int, float] = {}
-        self.own_read_end = self.waited = self.blocked = 0.0
+        self.own_read_end = self.credits = self.waited = self.blocked = 0.0
         self.begun = False
 
 
@@ -289,8 +289,10 @@ class Simulation:
         elif kind == "UPDATE" and not self._update(rank, a):
             return False
         now = rank.owner if kind == "UPDATE" else rank.passes
+        if kind == "LET" and a.posts:  # where the owner has read; and credits are given one after the other
+            rank.credits = max(rank.credits, rank.owner)
         for post in a.posts:
-            self._post(rank, post, now)
+            self._post(rank, post, now if kind == "UPDATE" else max(now, rank.credits))
         return True
 
     def _average(self, rank: _Rank, a: Action) -> bool:

@@ -116,7 +116,7 @@ class Transport(ABC):
         """
 
     def mark(self) -> Any:
-        """This point of the current stream's work, for ``after``."""
+        """This point of the current stream's work, for ``after``, and as a ticket of which to wait; None where the host waits."""
         return None
 
     def after(self, mark: Any) -> None:  # noqa: B027, nothing to wait for on one stream

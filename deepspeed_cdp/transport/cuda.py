@@ -103,7 +103,7 @@ class CudaTransport(Transport):
             came: whether it waits for a message to come; else for its own to be taken.
         """
         current = self.current()
-        timed = self.timing.active and current != self._owner.cuda_stream
+        timed = self.timing.active and current != self._owner.cuda_stream and edge[0] != ""
         before = self.timing.mark() if timed else None
         awaited.enqueue(current)
         if timed:

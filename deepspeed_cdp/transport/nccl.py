@@ -129,9 +129,11 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if message.point is not None:
             message.point.enqueue(lane)
         for ticket in message.after:
-            self.begin_until(ticket)  # (it has begun, unless the plan is wrong)
-            if ticket.handle is not None:
-                ticket.handle.enqueue(lane)
+            if isinstance(ticket, Message):
+                self.begin_until(ticket)  # (it has begun, unless the plan is wrong)
+                ticket = ticket.handle
+            if ticket is not None:
+                ticket.enqueue(lane)
         if not line.initiates:  # begin no sooner on the device either: until the peer comes, it holds multiprocessors
             driver.record(self._order, self.current())
             driver.follow(lane, self._order)

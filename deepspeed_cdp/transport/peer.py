@@ -26,7 +26,7 @@ STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "S", "T", "X", "Y")
 _STREAMED = ("credit", "G", "P", "O", "P0", "H0")  # CUDA streams, those that wait most first
 _LANES = {"P": "P", "H": "P", "G": "G", "GH": "G", "O": "O", "S": "S", "T": "S",
           "X": "X", "Y": "X"}  # pushes that share a CUDA stream
-_OWNERS = ("O", "S", "T", "X", "Y")  # their credits are given from the owner's stream, which must not hold up the others
+_DIRECT = ("S", "T", "X", "Y")  # their credits are given by the stream that posts, as are the owner's, which hold up no others
 _POISON = 1 << 30  # added to a word, it lets every wait on it pass
 
 
@@ -132,7 +132,9 @@ class PeerTransport(CudaTransport):
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
              from_at: int = -1) -> Ticket:
         number, driver, current = self._next(stream, src, True), self.driver, self.current()
-        lane = current if stream in _OWNERS else self._lanes[stream if stream in PULLED else "credit"]
+        lane = self._lanes[stream if stream in PULLED else "credit"]
+        if stream in _DIRECT or current == self._owner.cuda_stream:
+            lane = current
         if lane != current:
             self._follow(lane, current)
         for ticket in after:

@@ -41,6 +41,7 @@ def transport(monkeypatch):
     Transport.__init__(made, RANK, SIZE, 5.0)
     made.driver, made.events, made._failure, made._counts = Notes(), [], None, {}
     made._point, made._point_on, made._waits = made.driver.event(), None, deque(maxlen=9)
+    made._owner = SimpleNamespace(cuda_stream=LANES["S"])
     made._bases, made._word_bases = [0, 10_000, 20_000, 30_000], [0, 100_000, 200_000, 300_000]
     made.device, made._lanes = SimpleNamespace(index=0), dict(LANES)
     made._watch = SimpleNamespace(look=lambda mark: None, look_behind=lambda stream: None)

@@ -127,7 +127,7 @@ def test_no_second_copy_of_the_model(ranks: int) -> None:
         other = make(ranks, threshold(rule, ranks), per_stage=4)
         sums = max(layout.nbytes for layout in plan.g_layouts)
         assert 2 * 4 * 2048 <= sums <= (2 * 4 + 1) * 2048, "two stages, and the unit in use"
-        assert plan.memory() == {"replica": ranks * stage, "in flight": stage + sums, "sums": other.regions["O"],
+        assert plan.memory() == {"replica": ranks * stage, "in flight": stage + sums, "sums": other.x_layout(0)[1],
                                  "published": stage if rule == "cdp-v1" else 0, "scalars": other.regions["S"]}
         assert sum(plan.regions.values()) == sum(plan.memory().values())
         assert {"PG", "H0", "H1", "V1"}.isdisjoint(plan.regions)

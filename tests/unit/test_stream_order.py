@@ -22,7 +22,7 @@ from deepspeed_cdp.replicas_live import ReplicaHandoff
 from deepspeed_cdp.rings import RingView
 from deepspeed_cdp.schedule import Schedule
 from deepspeed_cdp.transport.base import PULLED, Transport
-from deepspeed_cdp.transport.peer import _LANES, _OWNERS
+from deepspeed_cdp.transport.peer import _DIRECT, _LANES
 
 STEPS, FLUSHED_AFTER = 14, 9
 
@@ -115,7 +115,8 @@ class Noting(Transport):
 
     def post(self, stream, src, into, after=(), where="", from_at=-1) -> Behind:
         if self.like == "peer":
-            lane = self.current if stream in _OWNERS else stream if stream in PULLED else "credit"
+            lane = stream if stream in PULLED else "credit"
+            lane = self.current if stream in _DIRECT or self.current == "owner" else lane
         else:
             lane = stream, src, self.rank
         known = self._streams[lane]
@@ -165,8 +166,9 @@ class Owning:
 
     def average(self, step: int, unit: int) -> torch.Tensor:
         walk = self.walk
-        view = walk.buffers.view("O" if walk.across is None else "X", walk.plan.o_layout(self.stage)[0][unit],
-                                 walk.plan.unit(unit).g_bytes)
+        plan, nbytes = walk.plan, walk.plan.unit(unit).g_bytes
+        view = (walk.buffers.view(plan.o_region, plan.o_layout(self.stage)[unit], nbytes) if walk.across is None else
+                walk.buffers.view("X", plan.x_layout(self.stage)[0][unit], nbytes))
         self.transport.reads(view, f"the owner reads the sum of unit {unit}")
         return torch.zeros(1)
 
@@ -208,8 +210,8 @@ def walked(plan: Plan, rank: int, ring: int, like: str, clipped: bool, by_unit: 
     def passed(a: Any) -> None:
         walk._pass(a)
         if a.peer == rank:  # the mark behind it is made in there
-            view = walk.buffers.view("O", plan.o_layout(0)[0][a.unit], a.nbytes)
-            walk._sum_ends[a.unit].over.add(transport.writes(view, f"unit {a.unit} comes into O"))
+            view = walk.buffers.view(plan.o_region, plan.o_layout(0)[a.unit], a.nbytes)
+            walk._sum_ends[a.unit].over.add(transport.writes(view, f"unit {a.unit} comes to where its owner uses it"))
 
     def applied(a: Any) -> None:
         walk._apply_version(a)
@@ -257,10 +259,9 @@ def case(seed: int) -> Iterator[tuple[Plan, dict[str, Any]]]:
         units.append(Unit(f"u{number}", number // per_stage, ("w",), (), nbytes, 0 if chance.random() < frozen else nbytes))
     held = chance.choice([None, Unit("", 0, ("h",), (), 128, 128), Unit("", 0, (), ("h",), 128, 0)])
     schedule, rings = Schedule(size, k, chance.choice([1, 1, 2, 3])), chance.choice([1, 1, 2, 3])
-    for plan in (Plan(schedule, tuple(units), held, chance.random() < 0.5, rings),
-                 ReplicatedPlan(schedule, tuple(units), held, False, rings)):
-        yield plan, {"clipped": chance.random() < 0.5, "by_unit": chance.random() < 0.8,
-                     "warmup": chance.choice([0, 0, 3]) if k else 0}
+    for make, keep in ((Plan, chance.random() < 0.5), (ReplicatedPlan, False)):
+        how = {"clipped": chance.random() < 0.5, "by_unit": chance.random() < 0.8, "warmup": chance.choice([0, 0, 3]) if k else 0}
+        yield make(schedule, tuple(units), held, keep, rings, how["warmup"] > 0), how
 
 
 @pytest.mark.parametrize("like", ["peer", "nccl"])
@@ -291,6 +292,18 @@ def test_a_wait_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Handoff, "_readers", lambda walk, region, *a: [] if region == "PG" else readers(walk, region, *a))
     wrong = [w for r in range(3) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong]
     assert any(w.startswith("G from rank") for w in wrong) or any("gradients of unit" in w for w in wrong)
+
+
+def test_what_lands_where_an_owner_still_reads_its_sums_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finished sums lie between what is in flight: the next message there must wait for the owner's stream."""
+    plans = [Plan(Schedule(4, k, 2), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(8))) for k in (3, 7)]
+    for plan in plans:
+        assert not any(walked(plan, r, 0, like, clipped, True, 0)[0].wrong
+                       for r in range(4) for like in ("peer", "nccl") for clipped in (False, True))
+    monkeypatch.setattr(Handoff, "_sums_used", lambda walk: None)
+    for plan in plans:
+        wrong = [w for r in range(4) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong]
+        assert any(" lands (" in w and "while the owner reads the sum" in w for w in wrong), wrong[:5]
 
 
 def test_a_read_before_its_write_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
