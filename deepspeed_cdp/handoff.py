@@ -309,10 +309,6 @@ class Handoff(OwnerActions):
             self._own_read_end = self.transport.mark()
         self._posts(a)
 
-    def continues(self, unit: int) -> bool:
-        """Whether something has been added to the running sum of this unit, which is in use."""
-        return unit not in self._starting
-
     def _add(self, unit: int) -> None:
         """This rank's gradients of the unit's last backward are complete: add them to the sum."""
         view = self.sums.pop(unit, None)

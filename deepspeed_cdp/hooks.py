@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from .gradients import Gradients
 from .handoff import Handoff
 from .lookup import holds, links
 from .placeholders import Elsewhere, Saved, is_placeholder, placeholder, refuse_use
@@ -44,7 +43,6 @@ class Binder:
         self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
         self._lent_units: set[int] = set()  # acquired by GatheredParameters inside this forward
         self._bound: dict[int, torch.Tensor] = {}
-        self.gradients = Gradients(handoff, self.slots)
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = HELD, 0, 0  # the unit bound last, and its addresses
@@ -128,14 +126,15 @@ class Binder:
     def _drop_unwanted(self, i: int) -> None:
         """Gradients of a unit that has no sums, since the optimizer has none of its parameters."""
         if not self.layouts[i].g_bytes:
-            self.gradients.drop(i)
+            for p, _ in self.slots[i]:
+                p.grad = None
 
     def release_all(self) -> None:
         """Make every parameter a placeholder."""
-        for i, pairs in self.slots.items():
+        for pairs in self.slots.values():
             for p, _ in pairs:
                 p.data = self._empty[p]
-            self.gradients.drop(i)
+                p.grad = None
         self._bound.clear()
         self._low = self._high = 0
 
@@ -143,10 +142,34 @@ class Binder:
         """Drop cached views, which may be of memory that is gone."""
         self._cache.clear()
         self._rebuilt.clear()
-        self.gradients.forget_views()
 
+    @torch.no_grad()  # under backward(create_graph=True) gradients have graphs
     def _add(self, i: int, flat: torch.Tensor, first: bool) -> None:
-        self.gradients.add(i, flat, first)
+        """Add the unit's gradients, now complete, to the running sum that goes on to the next rank; all in one launch.
+
+        Args:
+            first: nothing has been added before, and the memory holds anything.
+        """
+        views = self._sum_views(i, flat)
+        pairs = [(view, p.grad) for (p, _), view in zip(self.slots[i], views) if p.grad is not None]  # trained slots come first
+        for p, _ in self.slots[i]:
+            p.grad = None
+        if first and len(pairs) < len(views):
+            flat.zero_()
+            first = False
+        sums, grads = map(list, zip(*pairs)) if pairs else ([], [])
+        if any(g.layout is not torch.strided for g in grads):
+            for view, g in pairs:
+                view.zero_().add_(g) if first else view.add_(g)
+        elif pairs:
+            (torch._foreach_copy_ if first else torch._foreach_add_)(sums, grads)
+
+    def _sum_views(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        key = (~i, flat.data_ptr())
+        views = self._cache.get(key)
+        if views is None:
+            views = self._cache[key] = [s.sum(flat) for _, s in self.slots[i] if s.sum_offset >= 0]
+        return views
 
     # ---- a micro-batch --------------------------------------------------------------------------------------------------
     @contextmanager
@@ -254,7 +277,6 @@ class Binder:
             return
         self.handoff.acquire(i, True)
         self.bind(i, self.handoff.params[i])
-        self.gradients.lend(i)
         self._latest = i
 
     def _gradient_came(self, i: int) -> None:

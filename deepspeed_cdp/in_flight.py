@@ -5,7 +5,8 @@ owner has them from the end of its step to its update, while its own passes are 
 Where an update may come later in a rank's order than the next step's messages (rules that stall) they have a place of their own.
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .layout import EMPTY, END, HELD, START, Layout, Lifetime, Lives, Stream, Visit, beside, laid_out, placed
 
@@ -29,18 +30,34 @@ def layouts(plan: "Plan") -> tuple[InFlight, ...]:
     On two ranks each receives one stage, and its buffer is laid out for that. On more it would save a tenth, and credits that
     come at other times cost some of it where links are slow (simulated), so there all have places for all messages.
     """
-    n, ticks = plan.schedule.ranks, 2 * plan.round_ticks
-    if n == 1:
+    ranks = range(plan.schedule.ranks)
+    if len(ranks) == 1:
         return (InFlight(EMPTY, EMPTY, EMPTY),)
-    results, shared = [], None
-    for rank in range(n):
-        if shared is None or n == 2:
-            streams = parameters(plan, plan.received(rank) if n == 2 else plan.messages), running_sums(plan)
-            shared = streams, *placed(streams, ticks)
-        streams, places, nbytes = shared
-        finished = finished_sums(plan, rank) if plan.sums_between else Stream({}, ())
-        where, nbytes = beside(streams, places, finished.lives, ticks)
-        p, g, o = laid_out((*streams, finished), (*places, where), nbytes, RELEASES * len(plan.visits))
+    if len(ranks) == 2:
+        return tuple(found for rank in ranks for found in _fitted(plan, plan.received(rank), [rank]))
+    return _fitted(plan, plan.messages, ranks)
+
+
+def _fitted(plan: "Plan", messages: tuple[Visit, ...], ranks: Sequence[int]) -> tuple[InFlight, ...]:
+    """Layouts of ranks that have the same places for what comes round, with finished sums in the gaps.
+
+    The better of two: those places are searched for alone, or together with the first of the ranks' finished sums, which are in
+    use for longest.
+    """
+    ticks, streams = 2 * plan.round_ticks, (parameters(plan, messages), running_sums(plan))
+    finished = [finished_sums(plan, rank) if plan.sums_between else Stream({}, ()) for rank in ranks]
+    best: tuple[int, Any, Any] | None = None
+    for also in ((), finished[:1]) if plan.sums_between else ((),):
+        places = placed((*streams, *also), ticks)[0][:2]
+        gaps = [beside(streams, places, sums.lives, ticks) for sums in finished]
+        nbytes = max(end for _, end in gaps)
+        if best is None or nbytes < best[0]:
+            best = nbytes, places, gaps
+    assert best is not None
+    _, places, gaps = best
+    results = []
+    for sums, (where, nbytes) in zip(finished, gaps):
+        p, g, o = laid_out((*streams, sums), (*places, where), nbytes, RELEASES * len(plan.visits))
         kept = {(i, True): p.offsets[i, False] for i, backward in p.items if not backward and plan.kept(i)}
         results.append(InFlight(p._replace(offsets=p.offsets | kept), g, o))
     return tuple(results)

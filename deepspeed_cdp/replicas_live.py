@@ -130,8 +130,9 @@ class ReplicaBinder(Binder):
         self._drop_unwanted(i)
 
     def release_all(self) -> None:
-        for i in self.slots:
-            self.gradients.drop(i)
+        for pairs in self.slots.values():
+            for p, _ in pairs:
+                p.grad = None
 
     def forget_views(self) -> None:
         """None is of memory that goes."""
