@@ -88,7 +88,8 @@ class CyclicConfig(DeepSpeedConfigModel):
     host, more memory in flight."""
 
     warmup_steps: int = Field(0, ge=0)
-    """The first steps of training run under "dp", which then changes to `rule` at a flush."""
+    """The first steps of training run under "dp", which then changes to `rule` at a flush. Buffers take a stage more
+    throughout."""
 
     placement: Literal["auto", "pyramid", "pipeline", "single"] = "auto"
     """Where the stages of a PipelineModule run."""

@@ -234,7 +234,7 @@ class Handoff(OwnerActions):
                 left.append((at, offset - at, ticket))
             if end < at + size:
                 left.append((end, at + size - end, ticket))
-        self._reading[region] = left  # not for long: every place that is pushed from is written again
+        self._reading[region] = left  # not for long: every place that is pushed from, or averaged, is written again
         return found
 
     def _kept_under(self, region: str, offset: int) -> str:

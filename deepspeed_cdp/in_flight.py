@@ -6,13 +6,15 @@ Where an update may come later in a rank's order than the next step's messages (
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from .layout import EMPTY, END, HELD, START, Layout, Lifetime, Lives, Stream, Visit, beside, laid_out, placed
+from .layout import EMPTY, Layout, Lifetime, Lives, Stream, Visit, beside, laid_out, placed
 
 if TYPE_CHECKING:
     from .plan import Plan
 
+HELD = -1  # the index of the held unit, where a unit is named
+END, START = 0, 1  # at equal logical time, ends come before starts
 RELEASES = 3  # per visit: see Layout.lets
 
 
@@ -46,15 +48,12 @@ def _fitted(plan: "Plan", messages: tuple[Visit, ...], ranks: Sequence[int]) -> 
     """
     ticks, streams = 2 * plan.round_ticks, (parameters(plan, messages), running_sums(plan))
     finished = [finished_sums(plan, rank) if plan.sums_between else Stream({}, ()) for rank in ranks]
-    best: tuple[int, Any, Any] | None = None
-    for also in ((), finished[:1]) if plan.sums_between else ((),):
+
+    def found(*also: Stream) -> tuple[tuple[dict[Visit, int], ...], list[tuple[dict[Visit, int], int]]]:
         places = placed((*streams, *also), ticks)[0][:2]
-        gaps = [beside(streams, places, sums.lives, ticks) for sums in finished]
-        nbytes = max(end for _, end in gaps)
-        if best is None or nbytes < best[0]:
-            best = nbytes, places, gaps
-    assert best is not None
-    _, places, gaps = best
+        return places, [beside(streams, places, sums.lives, ticks) for sums in finished]
+    candidates = [found(), *([found(finished[0])] if plan.sums_between else [])]
+    places, gaps = min(candidates, key=lambda candidate: max(nbytes for _, nbytes in candidate[1]))
     results = []
     for sums, (where, nbytes) in zip(finished, gaps):
         p, g, o = laid_out((*streams, sums), (*places, where), nbytes, RELEASES * len(plan.visits))

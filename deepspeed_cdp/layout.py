@@ -6,8 +6,6 @@ from typing import NamedTuple
 
 TRIES, TURNS = 40, 16  # attempts to improve an order of first fit, and about how many places of the circle it may begin at
 PAIRS = 1_500_000  # of regions that attempts may look at, which keeps them to seconds: many regions get fewer
-HELD = -1  # the index of the held unit, where a unit is named
-END, START = 0, 1  # at equal logical time, ends come before starts
 ALIGN = 64  # bytes; a cache line, and enough for any dtype's vector loads
 
 
@@ -48,9 +46,9 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
     """
     assert all(0 <= x.end - x.start < period for x in lifetimes), "a region must be free before its next use"
     items, sizes = range(len(lifetimes)), [aligned(x.nbytes) for x in lifetimes]
-    near = [[j for j in items if j != i and overlap_in_time(lifetimes[i], lifetimes[j], period)] for i in items]
-    live = max((sum(size for x, size in zip(lifetimes, sizes) if overlap_in_time(x, Lifetime(y.start, y.start, 0), period))
-                for y in lifetimes), default=0)  # nothing can be smaller
+    near = [_at_once(x, lifetimes, period, i) for i, x in enumerate(lifetimes)]
+    live = max((sizes[i] + sum(sizes[j] for j in near[i] if _in_use(lifetimes[j], x.start, period))
+                for i, x in enumerate(lifetimes)), default=0)  # nothing can be smaller
     by_start = sorted(items, key=lambda i: lifetimes[i].start)
     turns = range(0, len(items), len(items) // (_worthwhile(TURNS, items) + 1) + 1)
     turned = min((by_start[k:] + by_start[:k] for k in turns), default=by_start, key=lambda o: _first_fit(sizes, near, o)[1])
@@ -61,6 +59,17 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
         if best is None or best[1] > live:
             best = min(best or ((), sys.maxsize), _improved(sizes, near, order, live), key=lambda result: result[1])
     return _laps(sizes, near, live, by_start, best[1]) or best
+
+
+def _in_use(x: Lifetime, time: int, period: int) -> bool:
+    return (time - x.start) % period <= x.end - x.start
+
+
+def _at_once(x: Lifetime, lifetimes: Sequence[Lifetime], period: int, itself: int) -> list[int]:
+    """Those of the others that are ever in use when ``x`` is (``overlap_in_time``, inlined: all pairs are asked)."""
+    start, length = x.start, x.end - x.start
+    return [j for j, (begin, end, _) in enumerate(lifetimes)
+            if ((begin - start) % period <= length or (start - begin) % period <= end - begin) and j != itself]
 
 
 Near = Sequence[Sequence[int]]  # by region, the others that are ever in use when it is
@@ -216,8 +225,7 @@ def beside(streams: Sequence[Stream], places: Sequence[dict[Visit, int]], more: 
     fixed = [(life, at[v]) for s, at in zip(streams, places) for v, life in s.lives.items()]
     lifetimes = [life for life, _ in fixed] + list(more.values())
     sizes, new = [aligned(x.nbytes) for x in lifetimes], range(len(fixed), len(lifetimes))
-    near = [[j for j, x in enumerate(lifetimes) if j != i and overlap_in_time(lifetimes[i], x, ticks)] if i in new else []
-            for i in range(len(lifetimes))]
+    near = [_at_once(x, lifetimes, ticks, i) if i in new else [] for i, x in enumerate(lifetimes)]
     known = [(at, at + aligned(life.nbytes)) for life, at in fixed]
     orders: list[Sequence[int]] = [new, new[::-1], sorted(new, key=lambda i: -sizes[i])]
     offsets, nbytes = min((_first_fit(sizes, near, order, known) for order in orders), key=lambda result: result[1])

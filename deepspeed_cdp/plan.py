@@ -23,8 +23,8 @@ from functools import cached_property
 from math import lcm
 from typing import ClassVar, NamedTuple
 
-from .in_flight import InFlight, layouts
-from .layout import END, HELD, START, Layout, aligned
+from .in_flight import END, HELD, START, InFlight, layouts
+from .layout import Layout, aligned
 from .schedule import Schedule
 
 ACROSS_BYTES = 16  # loss sum and count, which the owners of several rings add up beside the sums (rings.py)
@@ -115,7 +115,8 @@ class Plan:
         keep_after_forward: keep the parameters of every stage but the first from the forward to the backward; else only those
             of the last two, with which no more bytes are in use at once (but what is laid out has a few more gaps).
         rings: how many average their sums (rings.py); all have this plan.
-        sums_apart: finished sums lie behind what is in flight, not between; so that two rules can take turns (warmup.py).
+        sums_apart: finished sums lie behind what is in flight, not between, so that two rules can take turns (warmup.py); as they
+            do anyway where a rule stalls or every rank keeps all parameters.
         room_for: the schedule whose messages buffers have room for, if not this one's (``under``).
     """
 

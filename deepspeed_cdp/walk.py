@@ -83,7 +83,9 @@ class Place:
 
     def __str__(self) -> str:
         h, a = self.handoff, self.action
-        if a.kind in ("AVERAGE", "NORM", "TOTAL", "UPDATE"):
+        if a.kind == "LET":
+            stage, what = h.plan.schedule.owned(h.rank), "what may come once its update is over"
+        elif a.kind in ("AVERAGE", "NORM", "TOTAL", "UPDATE"):
             stage, what = h.plan.schedule.owned(h.rank), f"{a.kind.lower()} of step {self.step + a.version}"
             what += f" for {h.plan.unit(a.unit).name or 'held parameters'}" if a.kind == "AVERAGE" else ""
         else:

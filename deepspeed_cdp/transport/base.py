@@ -133,7 +133,7 @@ class Transport(ABC):
 
         Args:
             into: uint8, 1-D, contiguous.
-            after: pushes that still read from it: it is free when they are done.
+            after: pushes that still read from it, and marks behind what an owner has read: it is free when they are done.
             where: for the error, if one of these never is.
             from_at: where in ``src``'s allocation the message lies, if the plan knows.
         """

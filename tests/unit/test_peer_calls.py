@@ -1,6 +1,7 @@
 """What the peer transport asks of the driver, call by call, with a driver that only takes notes (the rest needs GPUs)."""
 
 from collections import deque
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -66,6 +67,37 @@ def test_what_is_passed_on_waits_for_its_arrival_alone(transport):
     transport.push("P", 2, box, came, 0)
     first = transport.driver.take()[0]
     assert first == ("wait", 13, transport._word(RANK, "P", 0, True), 1), "not for the passes' stream"
+
+
+def test_a_credit_waits_for_what_an_owner_has_read_and_the_owners_own_go_by_its_stream(transport, monkeypatch):
+    box, mark = torch.zeros(8, dtype=torch.uint8), transport.mark()
+    transport.driver.take()
+    transport.post("G", 0, box, [mark])
+    calls = transport.driver.take()
+    assert calls.index(("follow", LANES["credit"], mark.event)) < len(calls) - 1
+    assert calls[-1] == ("write", LANES["credit"], transport._word(0, "G", RANK, False), 1)
+    transport.post("O", 3, box)
+    assert transport.driver.take()[-1][:2] == ("write", LANES["credit"]), "the passes do not wait for it"
+    monkeypatch.setattr(transport, "current", lambda: LANES["S"])
+    transport.post("O", 3, box)
+    credit = transport._word(3, "O", RANK, False)
+    assert transport.driver.take() == [("write", LANES["S"], credit, 2)], "and the owner holds up nobody"
+
+
+def test_over_nccl_a_receive_waits_for_a_mark_as_for_a_message(transport):
+    from deepspeed_cdp.transport.nccl import NcclTransport
+    made, lane = object.__new__(NcclTransport), 21
+    made.__dict__.update({name: value for name, value in transport.__dict__.items() if name != "_point"})
+    made._order, made._lines, made._prepared, made._deferred = 99, {}, {("G", 0, RANK)}, False
+    made._ends, made._begun, made._lock = {("G", 0, RANK): (77, lane)}, deque(), nullcontext()
+    made._nccl = SimpleNamespace(receive=lambda *a: made.driver.calls.append(("receive", *a)))
+    made.driver.record(0, 0)
+    mark = made.mark()
+    made.driver.take()
+    made.post("G", 0, torch.zeros(8, dtype=torch.uint8), [mark])
+    calls = [call[:3] for call in made.driver.take()]
+    receive = next(k for k, call in enumerate(calls) if call[0] == "receive")
+    assert ("follow", lane, mark.event) in calls[:receive], calls
 
 
 def test_streams_follow_one_point_until_the_stream_moves_on(transport):

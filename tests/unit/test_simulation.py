@@ -9,8 +9,9 @@ from simulated import bare, full, plan_of
 
 from benchmarks.pauses import SlowLinear
 from deepspeed_cdp.plan import Plan
+from deepspeed_cdp.program import build
 from deepspeed_cdp.runtime import Runtime, Settings
-from deepspeed_cdp.simulation.events import _reserve, simulate
+from deepspeed_cdp.simulation.events import Simulation, _reserve, simulate
 from deepspeed_cdp.simulation.rivals import rivals
 from deepspeed_cdp.simulation.times import Hardware, Work, times, traffic
 from deepspeed_cdp.trace import Recorder
@@ -50,6 +51,27 @@ def test_a_host_that_is_not_ahead_costs_one_units_update_and_not_a_stages(ranks,
     together = plan_of(ranks)
     assert simulate(together, given).period() == pytest.approx(alone, rel=1e-6)
     assert simulate(together, given, ahead=False).period() >= alone + 1.9e-3
+
+
+def test_what_is_let_in_behind_an_update_waits_for_the_owner():
+    """And so do credits after it, which are given one after the other; the passes do not."""
+    class Noting(Simulation):
+        def _do(self, rank, a):
+            done = super()._do(rank, a)
+            if done and a.kind == "LET" and rank.step:
+                seen.append((rank.credits, rank.owner, rank.passes))
+            return done
+
+        def _post(self, rank, post, now):
+            given.append((now, rank.credits))
+            super()._post(rank, post, now)
+
+    seen, given, plan = [], [], plan_of(4)
+    assert any(a.kind == "LET" for a in build(plan, 1, False))
+    Noting(plan, bare(plan, update=8e-3), 6, lambda rank, step: 0.0, True, False, True).go()
+    assert seen and all(credits >= owner for credits, owner, _ in seen)
+    assert any(owner > passes for _, owner, passes in seen), "the update was late, so that this says something"
+    assert all(now >= credits for now, credits in given)
 
 
 def test_v1_hides_the_update():
