@@ -1,7 +1,8 @@
 """One rank of the GPU parity check: CyclicEngine through deepspeed.initialize against the oracle on the same GPU.
 
 Started by tests/gpu/test_gpu.py, or by hand: torchrun --nproc-per-node N tests/gpu/rank_parity.py [SECONDS] [--transport T]
-With --cpu it runs without GPUs, to prove the script; with --replicas only the cases in which every rank keeps all parameters.
+With --cpu it runs without GPUs, to prove the script; with --replicas only the cases in which every rank keeps all parameters;
+with --rules 1,2 others than the three that have names.
 """
 
 import argparse
@@ -21,6 +22,7 @@ parser.add_argument("seconds", nargs="?", type=float, default=240)
 parser.add_argument("--transport", choices=("auto", "peer", "nccl", "gloo"), default="auto")
 parser.add_argument("--cpu", action="store_true")
 parser.add_argument("--replicas", action="store_true")
+parser.add_argument("--rules", default="", help="only these, comma-separated, names or K, with one and two rounds")
 ARGS = parser.parse_args()
 if ARGS.cpu:
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -105,6 +107,9 @@ def main() -> None:
     cases += [("llama", "cdp-v2", 2, False, True, False, 2), ("llama-tied", "cdp-v1", 1, True, False, False, 0),
               ("llama", "cdp-v2", 1, True, True, False, 1), ("routed", "cdp-v2", 1, False, False, False, 1),
               ("llama-tied", "cdp-v1", 2, False, True, False, 1), ("llama-tied", "cdp-v2", 2, False, False, True, 1)]
+    if ARGS.rules:
+        rules = [int(r) if r.isdigit() else r for r in ARGS.rules.split(",")]
+        cases = [(kind, r, rounds, False, False) for kind, r, rounds in itertools.product(("mlp", "llama-tied"), rules, (1, 2))]
     failed = False
     for case in cases:
         begun = time.time()
