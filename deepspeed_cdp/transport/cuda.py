@@ -37,9 +37,8 @@ class Awaited(ABC):
     def wait(self, where: Where) -> None:
         transport = self.transport
         transport.check()
-        current = transport.hold(self, self.edge, self.nbytes >= 0)
+        transport.hold(self, self.edge, self.nbytes >= 0)
         transport.moved_on()
-        transport._watch.look_behind(current)
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
@@ -96,8 +95,8 @@ class CudaTransport(Transport):
         """The handle of the stream that torch uses now."""
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
-    def hold(self, awaited: Awaited, edge: tuple[str, int], came: bool) -> int:
-        """Make the current stream wait, and time it in some steps if it is the passes'; the stream.
+    def hold(self, awaited: Awaited, edge: tuple[str, int], came: bool) -> None:
+        """Make the current stream wait, watched; and time it in some steps if it is the passes'.
 
         Args:
             came: whether it waits for a message to come; else for its own to be taken.
@@ -108,7 +107,7 @@ class CudaTransport(Transport):
         awaited.enqueue(current)
         if timed:
             self.timing.note(edge, came, before)
-        return current
+        self._watch.look_behind(current)  # the host may block right there
 
     def check(self) -> None:
         """Raise what the watch has found."""

@@ -12,7 +12,7 @@ from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.timing import DeviceWaits
 
 LANES = {"credit": 11, "G": 12, "P": 13, "O": 14, "P0": 15, "H0": 16, "S": 17}
-RANK, SIZE = 1, 4
+RANK, SIZE, NCCL_LANE = 1, 4, 21
 
 
 class Notes:
@@ -84,20 +84,33 @@ def test_a_credit_waits_for_what_an_owner_has_read_and_the_owners_own_go_by_its_
     assert transport.driver.take() == [("write", LANES["S"], credit, 2)], "and the owner holds up nobody"
 
 
-def test_over_nccl_a_receive_waits_for_a_mark_as_for_a_message(transport):
+def over_nccl(transport):
+    """The same rank, with NCCL's calls noted too."""
     from deepspeed_cdp.transport.nccl import NcclTransport
-    made, lane = object.__new__(NcclTransport), 21
+    made = object.__new__(NcclTransport)
     made.__dict__.update({name: value for name, value in transport.__dict__.items() if name != "_point"})
     made._order, made._lines, made._prepared, made._deferred = 99, {}, {("G", 0, RANK)}, False
-    made._ends, made._begun, made._lock = {("G", 0, RANK): (77, lane)}, deque(), nullcontext()
+    made._ends, made._begun, made._lock = {("G", 0, RANK): (77, NCCL_LANE)}, deque(), nullcontext()
     made._nccl = SimpleNamespace(receive=lambda *a: made.driver.calls.append(("receive", *a)))
-    made.driver.record(0, 0)
+    return made
+
+
+def test_over_nccl_a_receive_waits_for_a_mark_as_for_a_message(transport):
+    made = over_nccl(transport)
     mark = made.mark()
     made.driver.take()
     made.post("G", 0, torch.zeros(8, dtype=torch.uint8), [mark])
     calls = [call[:3] for call in made.driver.take()]
     receive = next(k for k, call in enumerate(calls) if call[0] == "receive")
-    assert ("follow", lane, mark.event) in calls[:receive], calls
+    assert ("follow", NCCL_LANE, mark.event) in calls[:receive], calls
+
+
+def test_over_nccl_the_watch_looks_behind_every_wait(transport):
+    """Marks alone are too few: a rank whose peer had been killed waited for ever at loss.item()."""
+    made, looked = over_nccl(transport), []
+    made._watch = SimpleNamespace(look=lambda mark: None, look_behind=looked.append)
+    made.post("G", 0, torch.zeros(8, dtype=torch.uint8)).wait("here")
+    assert looked == [made.current()]
 
 
 def test_streams_follow_one_point_until_the_stream_moves_on(transport):
