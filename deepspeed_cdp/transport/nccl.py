@@ -59,11 +59,14 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._lock = threading.Lock()  # one thread at a time in NCCL
         self._order = self.driver.event()  # for one stream to follow another
         self._begun: deque[Message] = deque(maxlen=512)  # the latest, for the watch
+        self._memory: torch.Tensor | None = None
+        self._side = torch.cuda.Stream(device)  # for the watch alone
         self._watch = Watch(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         torch.cuda.synchronize(self.device)  # other streams write to it
+        self._memory = memory
         return memory
 
     # ---- connecting -----------------------------------------------------------------------------------------------------
@@ -180,10 +183,19 @@ class NcclTransport(RendezvousTransport, CudaTransport):
                     + (f" (NCCL: {broken})" if broken else ""))
         return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
 
-    def give_up(self, reason: str) -> None:
-        """Called by the watch: end all messages, so that the device goes on, and let the next call raise."""
+    def give_up(self, reason: str, spoil: bool = True) -> None:
+        """Called by the watch: end all messages, so that the device goes on, and let the next call raise.
+
+        Args:
+            spoil: let the streams find nan: what they compute from now on, for messages that did not come, must not look right.
+        """
         if self._failure:
             return
+        if spoil and self._memory is not None:
+            self.driver.fill(self._side.cuda_stream, self._memory.data_ptr(), 0xFF, self._memory.numel())
+            deadline = time.monotonic() + 1.0
+            while not self._side.query() and time.monotonic() < deadline:
+                time.sleep(0.001)
         self._failure = reason
         held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
         try:  # all at once: an abort waits for the device, which another communicator's message may hold
@@ -217,8 +229,9 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         reason = f"rank {self.rank} has closed its transport"
         self._fail_all(reason)
         if not self._failure:
-            self.give_up(f"{where}: the transport is closed")
+            self.give_up(f"{where}: the transport is closed", False)
         torch.cuda.synchronize(self.device)
         for _, lane in self._ends.values():
             self.driver.destroy(lane)
         self._ends.clear()
+        self._memory = None

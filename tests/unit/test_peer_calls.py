@@ -1,5 +1,6 @@
 """What the peer transport asks of the driver, call by call, with a driver that only takes notes (the rest needs GPUs)."""
 
+import threading
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -111,6 +112,19 @@ def test_over_nccl_the_watch_looks_behind_every_wait(transport):
     made._watch = SimpleNamespace(look=lambda mark: None, look_behind=looked.append)
     made.post("G", 0, torch.zeros(8, dtype=torch.uint8)).wait("here")
     assert looked == [made.current()]
+
+
+@pytest.mark.parametrize("spoil", [True, False])
+def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, spoil, monkeypatch):
+    """Aborting lets the device go on with what did not come; a loss of that must not look right."""
+    made, memory = over_nccl(transport), torch.zeros(32, dtype=torch.uint8)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    made._memory, made._side = memory, SimpleNamespace(cuda_stream=31, query=lambda: True)
+    made._lock = threading.Lock()
+    made._nccl = SimpleNamespace(abort=lambda comm: made.driver.calls.append(("abort", comm)))
+    made.give_up("a peer is gone", spoil)
+    fill = [("fill", 31, memory.data_ptr(), 0xFF, 32)] if spoil else []
+    assert made.driver.take() == [*fill, ("abort", 77)] and made._failure == "a peer is gone"
 
 
 def test_streams_follow_one_point_until_the_stream_moves_on(transport):
