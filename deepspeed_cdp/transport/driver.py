@@ -58,10 +58,10 @@ class Driver:
         """Set ``nbytes`` bytes at a device address; unlike torch's kernels this loads nothing on first use."""
         self._check(self._fill(to, value, nbytes, stream), "cuMemsetD8Async")
 
-    def stream(self) -> int:
+    def stream(self, priority: int = -1) -> int:
         """A new stream of high priority that no one else is given (torch hands out the same 32 in turn)."""
         handle = ctypes.c_void_p()
-        self._check(self._new_stream(ctypes.byref(handle), 1, -1), "cuStreamCreateWithPriority")  # CU_STREAM_NON_BLOCKING
+        self._check(self._new_stream(ctypes.byref(handle), 1, priority), "cuStreamCreateWithPriority")  # CU_STREAM_NON_BLOCKING
         return handle.value or 0
 
     def destroy(self, stream: int) -> None:

@@ -60,7 +60,8 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._order = self.driver.event()  # for one stream to follow another
         self._begun: deque[Message] = deque(maxlen=512)  # the latest, for the watch
         self._memory: torch.Tensor | None = None
-        self._side = torch.cuda.Stream(device)  # for the watch alone
+        # for the watch alone; of a priority that no other stream has, else it may share the queue of one that is held up
+        self._side = self.driver.stream(-2)
         self._watch = Watch(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -192,9 +193,9 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if self._failure:
             return
         if spoil and self._memory is not None:
-            self.driver.fill(self._side.cuda_stream, self._memory.data_ptr(), 0xFF, self._memory.numel())
+            self.driver.fill(self._side, self._memory.data_ptr(), 0xFF, self._memory.numel())
             deadline = time.monotonic() + 1.0
-            while not self._side.query() and time.monotonic() < deadline:
+            while not self.driver.idle(self._side) and time.monotonic() < deadline:
                 time.sleep(0.001)
         self._failure = reason
         held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
@@ -231,7 +232,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if not self._failure:
             self.give_up(f"{where}: the transport is closed", False)
         torch.cuda.synchronize(self.device)
-        for _, lane in self._ends.values():
+        for lane in (self._side, *(lane for _, lane in self._ends.values())):
             self.driver.destroy(lane)
         self._ends.clear()
         self._memory = None

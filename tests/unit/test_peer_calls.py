@@ -119,7 +119,8 @@ def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, spoil, monk
     """Aborting lets the device go on with what did not come; a loss of that must not look right."""
     made, memory = over_nccl(transport), torch.zeros(32, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    made._memory, made._side = memory, SimpleNamespace(cuda_stream=31, query=lambda: True)
+    made._memory, made._side = memory, 31
+    made.driver.idle = lambda stream: True
     made._lock = threading.Lock()
     made._nccl = SimpleNamespace(abort=lambda comm: made.driver.calls.append(("abort", comm)))
     made.give_up("a peer is gone", spoil)
