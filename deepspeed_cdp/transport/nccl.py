@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -27,6 +28,7 @@ from deepspeed_cdp.transport.nccl_library import Nccl
 from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
 
 _CTAS = 4  # multiprocessors that one message may use at most
+_SPOILERS = 12
 
 
 class NcclTransport(RendezvousTransport, CudaTransport):
@@ -60,8 +62,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._order = self.driver.event()  # for one stream to follow another
         self._begun: deque[Message] = deque(maxlen=512)  # the latest, for the watch
         self._memory: torch.Tensor | None = None
-        # for the watch alone; of a priority that no other stream has, else it may share the queue of one that is held up
-        self._side = self.driver.stream(-2)
+        self._sides: list[int] = []  # the watch's streams, see _spoil
         self._watch = Watch(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -193,10 +194,8 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if self._failure:
             return
         if spoil and self._memory is not None:
-            self.driver.fill(self._side, self._memory.data_ptr(), 0xFF, self._memory.numel())
-            deadline = time.monotonic() + 1.0
-            while not self.driver.idle(self._side) and time.monotonic() < deadline:
-                time.sleep(0.001)
+            with suppress(RuntimeError):  # what matters most comes below
+                self._spoil(self._memory)
         self._failure = reason
         held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
         try:  # all at once: an abort waits for the device, which another communicator's message may hold
@@ -209,6 +208,16 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         finally:
             if held:
                 self._lock.release()
+
+    def _spoil(self, memory: torch.Tensor) -> None:
+        """Fill this rank's buffers with nan, on the first of several streams that gets through: a device has few queues, so a stream
+        may be held up with one that waits (one of the default priority was)."""
+        for k in range(_SPOILERS):
+            self._sides.append(self.driver.stream(-(2 + k % 4)))
+            self.driver.fill(self._sides[-1], memory.data_ptr(), 0xFF, memory.numel())
+        deadline = time.monotonic() + 1.0
+        while not any(map(self.driver.idle, self._sides)) and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     def _end(self, comm: int) -> None:
         torch.cuda.set_device(self.device)  # in this thread
@@ -232,7 +241,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if not self._failure:
             self.give_up(f"{where}: the transport is closed", False)
         torch.cuda.synchronize(self.device)
-        for lane in (self._side, *(lane for _, lane in self._ends.values())):
+        for lane in (*self._sides, *(lane for _, lane in self._ends.values())):
             self.driver.destroy(lane)
         self._ends.clear()
         self._memory = None

@@ -119,13 +119,14 @@ def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, spoil, monk
     """Aborting lets the device go on with what did not come; a loss of that must not look right."""
     made, memory = over_nccl(transport), torch.zeros(32, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    made._memory, made._side = memory, 31
-    made.driver.idle = lambda stream: True
+    made._memory, made._sides, streams = memory, [], iter(range(31, 99))
+    made.driver.stream, made.driver.idle = lambda priority: next(streams), lambda stream: stream == 33  # others are held up
     made._lock = threading.Lock()
     made._nccl = SimpleNamespace(abort=lambda comm: made.driver.calls.append(("abort", comm)))
     made.give_up("a peer is gone", spoil)
-    fill = [("fill", 31, memory.data_ptr(), 0xFF, 32)] if spoil else []
-    assert made.driver.take() == [*fill, ("abort", 77)] and made._failure == "a peer is gone"
+    fills = [("fill", stream, memory.data_ptr(), 0xFF, 32) for stream in made._sides]
+    assert len(fills) > 2 if spoil else not fills
+    assert made.driver.take() == [*fills, ("abort", 77)] and made._failure == "a peer is gone"
 
 
 def test_streams_follow_one_point_until_the_stream_moves_on(transport):
