@@ -210,8 +210,8 @@ class NcclTransport(RendezvousTransport, CudaTransport):
                 self._lock.release()
 
     def _spoil(self, memory: torch.Tensor) -> None:
-        """Fill this rank's buffers with nan, on the first of several streams that gets through: a device has few queues, so a stream
-        may be held up with one that waits (one of the default priority was)."""
+        """Fill this rank's buffers with nan, on the first of several streams that gets through: a device has few queues, so a
+        stream may be held up with one that waits (one of the default priority was)."""
         for k in range(_SPOILERS):
             self._sides.append(self.driver.stream(-(2 + k % 4)))
             self.driver.fill(self._sides[-1], memory.data_ptr(), 0xFF, memory.numel())
