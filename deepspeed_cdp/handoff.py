@@ -79,6 +79,8 @@ class Handoff(OwnerActions):
         self.schedule = self.plan.schedule
         self._program, self._steady = self._programs[self.schedule]
         self.together = () if self.plan.averaged(self.rank) else self._finishing
+        places = self.plan.o_layout(self.schedule.owned(self.rank))
+        self._sum_places = [(places[i], self.plan.unit(i).g_bytes) for i in self._members]
         self._arrivals: dict[tuple, Ticket] = {}
         self._reading: dict[str, list[tuple[int, int, Ticket]]] = {}  # region -> pushes, and an owner, that still read from it
         self._read_from: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
@@ -321,7 +323,7 @@ class Handoff(OwnerActions):
         view = self.sums[a.unit]
         self._add(a.unit)
         if a.peer == self.rank:  # the last rank owns stage 0
-            region, at = self.plan.o_region, self.plan.o_layout(0)[a.unit]
+            region, at, _ = a.into
             for ticket in self._readers(region, at, a.nbytes):
                 ticket.wait(Place(self, a))
             self.buffers.view(region, at, a.nbytes).copy_(view)

@@ -27,9 +27,7 @@ class Lifetime(NamedTuple):
 
 def overlap_in_time(a: Lifetime, b: Lifetime, period: int) -> bool:
     """Whether the two are ever in use at once, in any of their repetitions."""
-    # b repeated by k periods meets a  <=>  some k has b.start + k*period <= a.end and a.start <= b.end + k*period
-    lowest = -((b.end - a.start) // period)
-    return b.start + lowest * period <= a.end
+    return (b.start - a.start) % period <= a.end - a.start or (a.start - b.start) % period <= b.end - b.start
 
 
 def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...], int]:
@@ -66,10 +64,8 @@ def _in_use(x: Lifetime, time: int, period: int) -> bool:
 
 
 def _at_once(x: Lifetime, lifetimes: Sequence[Lifetime], period: int, itself: int) -> list[int]:
-    """Those of the others that are ever in use when ``x`` is (``overlap_in_time``, inlined: all pairs are asked)."""
-    start, length = x.start, x.end - x.start
-    return [j for j, (begin, end, _) in enumerate(lifetimes)
-            if ((begin - start) % period <= length or (start - begin) % period <= end - begin) and j != itself]
+    """Those of the others that are ever in use when ``x`` is."""
+    return [j for j, y in enumerate(lifetimes) if j != itself and overlap_in_time(x, y, period)]
 
 
 Near = Sequence[Sequence[int]]  # by region, the others that are ever in use when it is

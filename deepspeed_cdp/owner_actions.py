@@ -48,6 +48,7 @@ class OwnerActions:
     _step_end: Any
     _own_read_end: Any
     _reading: dict[str, list[tuple[int, int, Ticket]]]
+    _sum_places: list[tuple[int, int]]  # offset and bytes of the owned units' finished sums
     _readers: Callable[[str, int, int], list[Ticket]]
     _posts: Callable[[Action], None]
 
@@ -171,9 +172,7 @@ class OwnerActions:
         """What lands next where the finished sums lie must wait for what this stream has read of them."""
         mark = self.transport.mark()
         if mark is not None:
-            places = self.plan.o_layout(self.schedule.owned(self.rank))
-            self._reading.setdefault(self.plan.o_region, []).extend(
-                (places[i], self.plan.unit(i).g_bytes, mark) for i in self._members)
+            self._reading.setdefault(self.plan.o_region, []).extend((at, nbytes, mark) for at, nbytes in self._sum_places)
 
     def _update(self, a: Action) -> None:
         self._apply(a)

@@ -234,7 +234,7 @@ class Plan:
     @property
     def sums_between(self) -> bool:
         """Whether finished sums lie between what is in flight, not behind it."""
-        return self.schedule.ranks > 1 and not (self.schedule.stalls or self.sums_apart)
+        return self.schedule.ranks > 1 and not (self.schedule.stalls or self.sums_apart or self.replicated)
 
     @cached_property
     def layouts(self) -> tuple[InFlight, ...]:

@@ -77,7 +77,8 @@ class Builder:
 
     def __init__(self, plan: Plan, rank: int, step: int):
         self.plan, self.schedule, self.rank, self.step = plan, plan.schedule, rank, step
-        self.inbox, self.sums, self.finished = plan.layouts[rank]
+        self.inbox, self.sums, finished = plan.layouts[rank]
+        self.layouts = {"P": self.inbox, "G": self.sums, "O": finished}
 
     def initial_posts(self) -> tuple[Post, ...]:
         """See the function of this name."""
@@ -107,6 +108,7 @@ class Builder:
     # ---- this rank's own passes -----------------------------------------------------------------------------------------
     def _passes(self) -> Iterator[Action]:
         plan, s = self.plan, self.schedule
+        at, over = update_in_round(plan, self.rank) if plan.sums_between else (0, -1)  # (a release that there is not)
         for m in range(s.rounds):
             begin = s.start(self.step, m, self.rank) * plan.scale
             end = begin + 2 * s.ranks * plan.scale
@@ -120,11 +122,8 @@ class Builder:
                 if backward and plan.units[i].g_bytes:
                     yield from self._sum("SUM", start, START, m, i)
                     yield from self._pass("PASS", stop, m, i, tuple(self.in_flight(m, RELEASES * number + 2)))
-            if plan.sums_between:
-                at, over = update_in_round(plan, self.rank)
-                posts = tuple(self.in_flight(m, RELEASES * over))
-                if posts:
-                    yield self._action("LET", begin + at, START, m, posts=posts)
+            if posts := tuple(self.in_flight(m, RELEASES * over)):
+                yield self._action("LET", begin + at, START, m, posts=posts)
             if plan.held:
                 if plan.held.g_bytes:
                     yield from self._sum("SUM_HELD", end, END, m, HELD)
@@ -254,7 +253,7 @@ class Builder:
 
     def posts(self, stream: str, m: int, release: int | None) -> Iterator[Post]:
         """Its messages that may land after this release of round ``m``; with m = -1 and None, once everything is free."""
-        items, offsets, lets, _ = {"P": self.inbox, "G": self.sums, "O": self.finished}[stream]
+        items, offsets, lets, _ = self.layouts[stream]
         allowed = lets.get(release, ()) if release is not None else sorted(x for v in lets.values() for x in v if x >= len(items))
         for x in allowed:
             ahead, round = self._place(m + x // len(items) - (stream == "O"))  # what a round has are sums of the round before

@@ -143,8 +143,6 @@ class ReplicatedPlan(Plan):
         return (InFlight(reads, *laid_out(sums, *placed(sums, 2 * self.round_ticks), RELEASES * len(self.visits)), EMPTY),
                 ) * self.schedule.ranks
 
-    sums_between = False
-
     def o_layout(self, stage: int) -> dict[int, int]:
         return self.x_layout(stage)[0]
 

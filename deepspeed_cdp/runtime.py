@@ -391,4 +391,5 @@ def make_plan(module: torch.nn.Module, trained: frozenset[str], settings: Settin
         layouts[HELD] = lay_out([(n, parameters[n]) for n in found.held], trained, settings.sum_dtype)
         held = plan_unit((), 0, layouts[HELD])
     kind = ReplicatedPlan if settings.replicated else Plan
-    return kind(schedule, tuple(units), held, settings.keep_after_forward, rings, settings.warmup_steps > 0), layouts
+    return kind(schedule, tuple(units), held, settings.keep_after_forward, rings,
+                sums_apart=settings.warmup_steps > 0), layouts

@@ -211,7 +211,7 @@ class DryRun:
     def _norm(self, rank: Rank, a: Action) -> bool:
         step, r, s = rank.step + a.version, rank.number, self.schedule
         one_by_one = self.plan.averaged(r)
-        together = [i for i in self.o_layouts[r] if self.plan.unit(i).g_bytes and i not in one_by_one]
+        together = [i for i in self.o_layouts[r] if i not in one_by_one]
         if self._landed(rank, step, together) is None or not self._scalar(rank, a, "S", step if r else step - 1):
             return False
         self._summed(rank, a, together)
@@ -275,9 +275,8 @@ class DryRun:
             raise self._error(rank, f"updates {rank.version} to {step + 1} with the finished sums of {rank.normed} steps")
         self._overwrite(rank, a, together)
         rank.averaged.clear()
-        for i, offset in self.o_layouts[rank.number].items():
-            if self.plan.unit(i).g_bytes:
-                self._free(rank, self.plan.o_region, offset)
+        for offset in self.o_layouts[rank.number].values():
+            self._free(rank, self.plan.o_region, offset)
         self._publish(rank, step + 1)
         rank.version += 1
         return True

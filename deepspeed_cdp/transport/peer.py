@@ -132,9 +132,8 @@ class PeerTransport(CudaTransport):
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
              from_at: int = -1) -> Ticket:
         number, driver, current = self._next(stream, src, True), self.driver, self.current()
-        lane = self._lanes[stream if stream in PULLED else "credit"]
-        if stream in _DIRECT or current == self._owner.cuda_stream:
-            lane = current
+        direct = stream in _DIRECT or current == self._owner.cuda_stream
+        lane = current if direct else self._lanes[stream if stream in PULLED else "credit"]
         if lane != current:
             self._follow(lane, current)
         for ticket in after:
