@@ -27,7 +27,8 @@ class Job:
     Attributes:
         name: compute, ddp, fsdp2, zero1, zero2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-replicas: every rank keeps all
             parameters (under ZeRO stage 1); cdp-...-keep: with keep_after_forward; cdp-...-minS: with min_unit_mb S;
-            cdp-...-nccl: hand-offs over NCCL even where peer copies would do; zero3...-offload, cdp-...-offload: with the
+            cdp-...-unfused: gradients are added after the products that make them; cdp-...-nccl: hand-offs over NCCL even where
+            peer copies would do; zero3...-offload, cdp-...-offload: with the
             optimizer in host memory, stepped by DeepSpeedCPUAdam.
         dtype: of the passes.
         compiled: torch.compile every decoder layer.
@@ -144,6 +145,7 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     import deepspeed_cdp  # noqa: F401
     name, cuda, offload = job.name.removesuffix("-offload"), job.device.type == "cuda", job.name.endswith("-offload")
     name, over_nccl = name.removesuffix("-nccl"), name.endswith("-nccl")
+    name, unfused = name.removesuffix("-unfused"), name.endswith("-unfused")
     cyclic, replicas = name.startswith("cdp-"), name.endswith("-replicas")
     stage = 1 if replicas else int(name[4]) if name.startswith("zero") else 3
     config: dict[str, Any] = {
@@ -166,7 +168,8 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
         rule = plain.removesuffix("-keep").removesuffix("-replicas")
         config["cyclic"] = {"enabled": True, "rule": rule if rule in ("cdp-v1", "cdp-v2") else int(rule[4:]),
                             "keep_after_forward": plain.endswith("-keep"), "min_unit_mb": float(merged or 0),
-                            "transport": "nccl" if over_nccl else "auto", "timeout_seconds": 60}
+                            "transport": "nccl" if over_nccl else "auto", "timeout_seconds": 60,
+                            "gradient_accumulation_fusion": False if unfused else "auto"}
         config["zero_allow_untested_optimizer"] = True
         given: dict[str, Any] = {"model_parameters": model.parameters()}
         if not offload:

@@ -30,7 +30,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")
     parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES + REPLICAS)
                         + ", cdp-K; cdp-...-replicas: every rank keeps all parameters; cdp-...-keep: with keep_after_forward; "
-                        "cdp-...-minS: with min_unit_mb S; cdp-...-nccl: over NCCL where peer copies would do; "
+                        "cdp-...-minS: with min_unit_mb S; cdp-...-unfused: without "
+                        "gradient_accumulation_fusion; cdp-...-nccl: over NCCL where peer copies would do; "
                         "zero3-offload, cdp-...-offload: optimizer in host memory")
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
     parser.add_argument("--sequence", type=int, default=2048)
@@ -61,9 +62,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     names = args.engines.split(",")
     for name in names:
         if name not in ENGINES + REPLICAS and not re.fullmatch(
-                r"cdp-(v1|v2|\d+)(-keep|-replicas)?(-min\d+)?(-nccl)?(-offload)?|zero3(-leaf)?-offload", name):
+                r"cdp-(v1|v2|\d+)(-keep|-replicas)?(-min\d+)?(-unfused)?(-nccl)?(-offload)?|zero3(-leaf)?-offload", name):
             parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES + REPLICAS)}, cdp-K with an integer K, "
-                         "cdp-...-replicas, cdp-...-keep, cdp-...-minS, cdp-...-nccl, cdp-...-offload and zero3-offload")
+                         "cdp-...-replicas, cdp-...-keep, cdp-...-minS, cdp-...-unfused, cdp-...-nccl, cdp-...-offload and "
+                         "zero3-offload")
     for model in args.models.split(","):
         if model not in SIZES:
             parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")

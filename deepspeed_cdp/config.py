@@ -2,7 +2,7 @@
 
     "cyclic": {"enabled": true, "rule": "cdp-v2", "partition_method": "auto", "units": null, "ring_size": "auto",
                "transport": "auto", "keep_after_forward": false, "min_unit_mb": 0, "warmup_steps": 0, "placement": "auto",
-               "timeout_seconds": 600, "weights": null}
+               "timeout_seconds": 600, "weights": null, "gradient_accumulation_fusion": "auto"}
 
 `parse_cyclic` turns a whole ds_config dict into a `CyclicConfig`. Every error is a ValueError of one sentence that names the
 key, its value, what is allowed and how to fix it.
@@ -37,6 +37,7 @@ KEYS: dict[str, tuple[str, str]] = {
     "timeout_seconds": ("a number of seconds from 0.01 to 1e6", "use 600 unless steps take minutes"),
     "weights": ("null or the path of a folder of safetensors files",
                 "use null unless the model is on the meta device"),
+    "gradient_accumulation_fusion": ('"auto", true and false', 'use "auto" for true on GPUs and false on CPUs'),
 }
 
 
@@ -99,6 +100,10 @@ class CyclicConfig(DeepSpeedConfigModel):
 
     weights: str | None = None
     """A folder of safetensors files that parameters on the meta device are read from, by each stage's owner."""
+
+    gradient_accumulation_fusion: Literal["auto"] | StrictBool = "auto"
+    """Linear layers add their weights' gradients to the running sums inside the matrix product that makes them; "auto" is on GPUs
+    only. Sums are then rounded once where they would be twice."""
 
     def __init__(self, strict: bool = True, **data: Any) -> None:
         # strict=True always: otherwise the base class drops every value "auto".

@@ -97,7 +97,8 @@ class CyclicEngine(DeepSpeedEngine):
         settings = Settings(config.rule, config.partition_method, config.units, self.gradient_accumulation_steps(),
                             float(self.gradient_clipping()), sum_dtype if self._config.grad_accum_dtype else None,
                             config.keep_after_forward, int(config.min_unit_mb * 2 ** 20), self._loss_scale(),
-                            config.warmup_steps, **self._offloading(), replicated=self.zero_optimization_stage() < 3)
+                            config.warmup_steps, **self._offloading(), replicated=self.zero_optimization_stage() < 3,
+                            gradient_accumulation_fusion=config.gradient_accumulation_fusion)
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         try:

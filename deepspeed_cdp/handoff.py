@@ -33,6 +33,7 @@ class Handoff(OwnerActions):
         round: the round of gradient accumulation that is next or under way.
         skipped: updates that were not applied because the step's gradient norm was not finite (dp and v1).
         together: the owned units that NORM averages; others have an AVERAGE each.
+        starting: units whose sums are in use and have nothing in them, since this rank starts them.
         params, sums: the flat parameters and gradient sums of units in use (uint8 views), by unit index.
         on_pass: called with a unit's index, its running sum, and whether nothing has been added to this yet, when the unit's
             backward is over, to add this rank's gradients.
@@ -87,7 +88,7 @@ class Handoff(OwnerActions):
         self._step_end = self._own_read_end = self.transport.mark()
         self._published_at: dict[tuple[int, int], object] = {}  # unit, copy -> the mark at which what it holds is in place
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units averaged so far
-        self._starting: set[int] = set()  # units whose sums are in use and have nothing in them
+        self.starting: set[int] = set()
         self._sum_ends: dict[int, object] = {}  # unit -> the mark at which its sum, finished on this rank, is in place
         self._flushing = False
         for known in (self.params, self.sums, self._lost):
@@ -299,7 +300,7 @@ class Handoff(OwnerActions):
         elif a.round == 0:  # the first micro-batch of the step starts the sum
             for ticket in self._readers(region, a.offset, a.nbytes):
                 ticket.wait(Place(self, a))
-            self._starting.add(a.unit)
+            self.starting.add(a.unit)
         self.sums[a.unit] = view
 
     def _done(self, a: Action) -> None:
@@ -315,8 +316,8 @@ class Handoff(OwnerActions):
         """This rank's gradients of the unit's last backward are complete: add them to the sum."""
         view = self.sums.pop(unit, None)
         if view is not None:
-            self.on_pass(unit, view, unit in self._starting)
-            self._starting.discard(unit)
+            self.on_pass(unit, view, unit in self.starting)
+            self.starting.discard(unit)
             self.transport.moved_on()
 
     def _pass(self, a: Action) -> None:

@@ -15,6 +15,7 @@ from .handoff import Handoff
 from .lookup import holds, links
 from .placeholders import Elsewhere, Saved, is_placeholder, placeholder, refuse_use
 from .plan import HELD
+from .sums import Sums
 from .units import Layout, Slot
 
 IDLE, FORWARD, BACKWARD, FAILED = "idle", "forward", "backward", "failed"
@@ -28,6 +29,7 @@ class Binder:
         mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED for good
             once a forward has raised.
         visited, called: units used in this forward, and their modules.
+        sums: adds gradients to the running sums.
         on_idle_use: called when the module is used outside the engine's own calls.
     """
 
@@ -38,6 +40,7 @@ class Binder:
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
             i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()}
         self.visited: set[int] = set()
+        self.sums = Sums(handoff, self.slots, self.visited)
         self.called: set[str] = set()
         self._inside: int | None = None  # the unit whose modules are being called
         self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
@@ -78,6 +81,7 @@ class Binder:
         """Take the hooks off; parameters that are placeholders now stay so, and using them is refused."""
         for handle in self._handles:
             handle.remove()
+        self.sums.remove()
         if self._handles:
             refuse_use([m for m in self._root.modules() if m is self._root or m._parameters], self._empty)
         self._handles.clear()
@@ -141,35 +145,11 @@ class Binder:
     def forget_views(self) -> None:
         """Drop cached views, which may be of memory that is gone."""
         self._cache.clear()
+        self.sums.forget_views()
         self._rebuilt.clear()
 
-    @torch.no_grad()  # under backward(create_graph=True) gradients have graphs
     def _add(self, i: int, flat: torch.Tensor, first: bool) -> None:
-        """Add the unit's gradients, now complete, to the running sum that goes on to the next rank; all in one launch.
-
-        Args:
-            first: nothing has been added before, and the memory holds anything.
-        """
-        views = self._sum_views(i, flat)
-        pairs = [(view, p.grad) for (p, _), view in zip(self.slots[i], views) if p.grad is not None]  # trained slots come first
-        for p, _ in self.slots[i]:
-            p.grad = None
-        if first and len(pairs) < len(views):
-            flat.zero_()
-            first = False
-        sums, grads = map(list, zip(*pairs)) if pairs else ([], [])
-        if any(g.layout is not torch.strided for g in grads):
-            for view, g in pairs:
-                view.zero_().add_(g) if first else view.add_(g)
-        elif pairs:
-            (torch._foreach_copy_ if first else torch._foreach_add_)(sums, grads)
-
-    def _sum_views(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
-        key = (~i, flat.data_ptr())
-        views = self._cache.get(key)
-        if views is None:
-            views = self._cache[key] = [s.sum(flat) for _, s in self.slots[i] if s.sum_offset >= 0]
-        return views
+        self.sums.add(i, flat, first)
 
     # ---- a micro-batch --------------------------------------------------------------------------------------------------
     @contextmanager

@@ -43,6 +43,7 @@ class Settings:
         warmup_steps: the first steps of training under ``dp``.
         offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
         replicated: every rank keeps all parameters (ZeRO stages 0, 1 and 2), see replicas.py.
+        gradient_accumulation_fusion: of the ``cyclic`` block: linear layers add their weights' gradients to the sums themselves.
     """
 
     rule: str | int = "cdp-v2"
@@ -58,6 +59,7 @@ class Settings:
     offload: bool = False
     pin: bool = True
     replicated: bool = False
+    gradient_accumulation_fusion: bool | str = "auto"
 
 
 class _Seen(NamedTuple):
@@ -75,6 +77,7 @@ class Runtime:
     Attributes:
         plan: the same on all ranks.
         handoff, owner, scale, binder, optimizer: the parts.
+        fused: linear layers that add their weights' gradients themselves.
     """
 
     def __init__(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: Settings, transport: Transport,
@@ -106,6 +109,7 @@ class Runtime:
             self.owner = OffloadedOwner(*given, pin=settings.pin) if settings.offload else StageOwner(*given)
         self.handoff.owner, self.handoff.on_end = self.owner, self.scale.end
         self.binder = make_binder(module, self.handoff, layouts, self.lent)
+        self.fused = self.binder.sums.fuse(module, settings.gradient_accumulation_fusion, device)
         self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
         self.on_whole: Callable[[bool], None] = lambda whole: None  # told when the parameters are gathered or given up

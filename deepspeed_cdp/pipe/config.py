@@ -13,6 +13,7 @@ _RING_ONLY = {
     "ring_size": "the stages of the PipelineModule are the ring; remove it",
     "keep_after_forward": "weights stay where they are; remove it",
     "min_unit_mb": "a stage is handed on as a whole; remove it",
+    "gradient_accumulation_fusion": "gradients are added on the rank that has the stage; remove it",
     "weights": "load weights in the layers of the PipelineModule; remove it",
 }
 

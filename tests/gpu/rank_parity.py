@@ -46,14 +46,17 @@ def adamw(named):
 
 
 def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, synchronize: bool,
-          offload: bool = False, stage: int = 3) -> dict:
+          offload: bool = False, stage: int = 3, fusion: bool | str = "auto", fp32_sums: bool = False) -> dict:
     device = torch.device("cpu") if ARGS.cpu else torch.device("cuda", torch.cuda.current_device())
     dtype = torch.bfloat16 if bf16 else torch.float32
     module = models.build(kind).to(device, dtype)
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": rounds, "gradient_clipping": 0.5,
               "zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True,
               "steps_per_print": 10 ** 9,
-              "cyclic": {"enabled": True, "rule": rule, "transport": ARGS.transport, "timeout_seconds": 30}}
+              "cyclic": {"enabled": True, "rule": rule, "transport": ARGS.transport, "timeout_seconds": 30,
+                         "gradient_accumulation_fusion": fusion}}
+    if fp32_sums:
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
     if offload:
         zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
         config |= {"zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}
@@ -76,19 +79,23 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
     assert engine.cyclic_plan.replicated == (stage < 3)
     assert stage == 3 or all(torch.equal(p, state[n]) for n, p in engine.module.named_parameters()), "all replicas are the newest"
     stages, traffic, transport = engine.cyclic_plan.stages, engine._runtime.traffic(), engine._transport
+    fused = engine._runtime.fused
+    assert bool(fused) == (fusion is True or fusion == "auto" and not ARGS.cpu), fused
     assert ARGS.transport in ("auto", transport.name), transport.name
     engine.destroy()
     template = models.build(kind).to(device, dtype)
     want = reference.train(template, stages, threshold(rule, size),
                            lambda t, m, r: (lambda x: x.to(dtype) if x.is_floating_point() else x)(
                                models.batch(kind, t, m, r).to(device)),
-                           lambda call, x: models.loss(call, kind, x), adamw, STEPS, rounds=rounds, clip=0.5, flush_after={3})
+                           lambda call, x: models.loss(call, kind, x), adamw, STEPS, rounds=rounds, clip=0.5, flush_after={3},
+                           grad_dtype=torch.float32 if fp32_sums else None)
     worst = max(float((state[n].float() - p.to(dtype).float()).abs().max()) for n, p in want.masters.items())
     scale = max(float(p.abs().max()) for p in want.masters.values())
     mine = max(abs(float(v) - want.losses[k]) / abs(want.losses[k]) for k, v in losses.items())
     bytes_right = all(row["counted"] == row["closed form"] for row in traffic.values())
     return {"model": kind, "rule": rule, "rounds": rounds, "bf16": bf16, "ranks": size, "weights": worst / scale, "losses": mine,
-            "bytes": bytes_right, "sync": synchronize, "offload": offload, "stage": stage, "transport": transport.name}
+            "bytes": bytes_right, "sync": synchronize, "offload": offload, "stage": stage, "transport": transport.name,
+            "fused": fused, "fp32 sums": fp32_sums}
 
 
 def main() -> None:
@@ -101,6 +108,9 @@ def main() -> None:
               ("routed", "cdp-v2", 1, False, False)]
     cases += [("llama-tied", "cdp-v2", 2, False, False, True), ("llama", "cdp-v1", 1, False, True, True),
               ("llama-tied", "cdp-v2", 1, True, False, True), ("llama", "dp", 1, True, False, True)]  # optimizer in host memory
+    # gradients added after the products that make them; and inside these to sums of another dtype
+    cases += [("llama", "cdp-v2", 1, False, False, False, 3, False), ("llama-tied", "cdp-v1", 2, True, False, False, 3, False)]
+    cases += [("llama", rule, 2, True, False, False, 3, "auto", True) for rule in ("cdp-v2", "cdp-v1")]
     cases = [] if ARGS.replicas else cases
     # every rank keeps all parameters; under v1 owners publish apart, under v2 and dp in place
     cases += [(k, r, 1, False, False, False, 1) for k, r in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"))]

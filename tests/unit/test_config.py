@@ -6,7 +6,7 @@ from deepspeed_cdp.config import KEYS, CyclicConfig, parse_cyclic
 
 DEFAULTS = {"enabled": False, "rule": "cdp-v2", "partition_method": "auto", "units": None, "ring_size": "auto",
             "transport": "auto", "keep_after_forward": False, "min_unit_mb": 0.0, "warmup_steps": 0, "placement": "auto",
-            "timeout_seconds": 600, "weights": None}
+            "timeout_seconds": 600, "weights": None, "gradient_accumulation_fusion": "auto"}
 
 
 def parse(**block):
@@ -51,7 +51,8 @@ def test_allowed_values_come_through_unchanged(block):
     ("units", []), ("units", "model.layers"), ("units", ["a", "a"]), ("units", [1]), ("ring_size", 0), ("ring_size", True),
     ("ring_size", "all"), ("ring_size", 2.0), ("transport", "mpi"), ("min_unit_mb", -1), ("min_unit_mb", "25"),
     ("min_unit_mb", True),
-    ("keep_after_forward", "auto"), ("keep_after_forward", 1),
+    ("keep_after_forward", "auto"), ("keep_after_forward", 1), ("gradient_accumulation_fusion", "on"),
+    ("gradient_accumulation_fusion", 1),
     ("placement", "ring"), ("timeout_seconds", 0), ("timeout_seconds", -3), ("timeout_seconds", float("inf")),
     ("timeout_seconds", float("nan")), ("timeout_seconds", "600"), ("timeout_seconds", True), ("weights", ""),
     ("weights", 3), ("enabled", "auto"), ("warmup_steps", -1), ("warmup_steps", True), ("warmup_steps", 2.0),

@@ -1,0 +1,286 @@
+"""Linear layers that add their weights' gradients to the running sums themselves (sums.py): to rounding, nothing else changes."""
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import test_breaks
+import test_gradients
+import test_hooks
+import torch
+from local_ring import run_ranks
+from test_breaks import Chain, batch, line, loss
+from torch import nn
+
+from deepspeed_cdp import reference
+from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.sums import Sums
+
+SIZE = 3
+
+
+def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
+
+
+class Twice(nn.Module):
+    """A layer that is used twice, a second one, of the same weight, and one in some micro-batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.again, self.sometimes = line(), nn.Linear(8, 8, bias=False), line()
+        self.again.weight = self.first.weight
+
+    def forward(self, x):
+        h = torch.tanh(self.again(torch.tanh(self.first(torch.tanh(self.first(x))))))
+        return self.sometimes(h) if bool(x.sum() > 0) else h
+
+
+class Shapes(nn.Module):
+    """Inputs of one and of three dimensions, a gradient that is expanded, an input that needs none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flat, self.deep, self.detached = nn.Linear(32, 8), line(), line()
+
+    def forward(self, x):
+        h = torch.tanh(self.deep(x[None, :, None])).squeeze(2)[0] + self.detached(x.detach())
+        return torch.tanh(h) + self.flat(x.reshape(-1)) + x.sum() / 100
+
+
+MODELS = {**{f"hooks: {k}": make for k, make in test_hooks.MODELS.items()},
+          **{f"breaks: {k}": make for k, make in test_breaks.MODELS.items() if k not in ("weight_norm", "in place")},
+          **{f"gradients: {k}": make for k, make in test_gradients.MODELS.items()},
+          "twice": lambda: Chain(*(Twice() for _ in range(6))), "shapes": lambda: Chain(*(Shapes() for _ in range(4)))}
+ORACLE = {f"hooks: {k}": f"hooks: {v}" for k, v in test_hooks.WITHOUT.items()} | {"gradients: sparse": "gradients: dense"}
+
+
+def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(7)
+    return MODELS[kind]().to(dtype)
+
+
+def settings(rule: str = "cdp-v2", fusion: bool | str = True, **options: Any) -> Settings:
+    return Settings(rule, partition_method="uniform", gradient_accumulation_fusion=fusion, **options)
+
+
+def difference(kind: str, chosen: Settings, size: int = SIZE) -> float:
+    """Between a ring of threads and the oracle, which adds gradients: the largest, of losses and weights."""
+    modules = [build(kind) for _ in range(size)]
+    results = run_ranks(size, lambda rank, transport: test_breaks.train(modules[rank], rank, transport, chosen, sgd))
+    assert all(runtime.fused for runtime, *_ in results)
+    want = reference.train(build(ORACLE.get(kind, kind)), results[0][0].plan.stages, threshold(chosen.rule, size), batch, loss,
+                           sgd, 3, rounds=chosen.rounds)
+    losses = {k: v for result in results for k, v in result[1].items()}
+    assert losses.keys() == want.losses.keys()
+    return max(*(abs(losses[k] - v) for k, v in want.losses.items()),
+               *(float((results[0][2][n] - v).abs().max()) for n, v in want.masters.items()))
+
+
+@pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_it_is_the_oracle_to_rounding(kind: str, rule: str) -> None:
+    assert difference(kind, settings(rule, rounds=1 if rule == "cdp-v1" else 2)) < 2e-6
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_on_rings_of_all_sizes_and_with_replicas(size: int, replicated: bool) -> None:
+    assert difference("twice", settings(rounds=2, replicated=replicated), size) < 2e-6
+
+
+@pytest.mark.parametrize("broken", ["lost", "twice", "not started"])
+def test_the_oracle_would_notice(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = Sums._add_product
+
+    def wrong(self: Sums, i: int, *given: Any) -> bool:
+        if broken == "not started":
+            self._handoff.starting.discard(i)
+        return broken == "lost" or (add(self, i, *given) and (broken != "twice" or add(self, i, *given)))
+    monkeypatch.setattr(Sums, "_add_product", wrong)
+    assert not difference("twice", settings()) < 1e-3  # or nan
+
+
+def one_step(module: nn.Module, rank: int, transport: Any, around: Callable[[], Any] = contextlib.nullcontext,
+             backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward, **options: Any) -> dict[str, torch.Tensor]:
+    """The masters after a step."""
+    runtime = Runtime(module, sgd(list(module.named_parameters())), settings(**options), transport, torch.device("cpu"))
+    with runtime.forward(), around():
+        value = loss(module, batch(0, 0, rank))
+    backward(value)
+    runtime.end_backward()
+    runtime.step()
+    state = {k: v.clone() for k, v in runtime.whole_state().items()}
+    runtime.close(True)
+    return state
+
+
+def inside(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[bool], list[dict[str, torch.Tensor]]]:
+    """One step of the plain model: what each layer's backward answered when it was asked to add, and all ranks' masters."""
+    asked: list[bool] = []
+    add = Sums._add_product
+
+    def seen(*given: Any) -> bool:
+        asked.append(add(*given))
+        return asked[-1]
+    monkeypatch.setattr(Sums, "_add_product", seen)
+    modules = [build("hooks: plain") for _ in range(SIZE)]
+    change = options.pop("change", None)
+    if change:
+        for module in modules:
+            change(module)
+    return asked, run_ranks(SIZE, lambda rank, transport: one_step(modules[rank], rank, transport, **options))
+
+
+def assert_equal(got: list[dict[str, torch.Tensor]], want: list[dict[str, torch.Tensor]]) -> None:
+    for a, b in zip(got, want, strict=True):
+        for name in b:
+            torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of weights that have no other use; biases and the rest go the common way, in one launch per unit."""
+    added = []
+    add = torch._foreach_add_
+    monkeypatch.setattr(torch, "_foreach_add_", lambda sums, grads: (added.extend(g.dim() for g in grads), add(sums, grads)))
+    asked, _ = inside(monkeypatch)
+    layers = 16
+    assert asked == [True] * layers * SIZE
+    assert added.count(2) == 8 * SIZE, "of the eight weights that are also read by hand"
+
+
+def _hooked(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", p.grad * 1.0))
+
+
+def _doubled(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.register_hook(lambda g: g * 1.0)
+
+
+@pytest.mark.parametrize("change", [_hooked, _doubled])
+def test_hooks_on_a_weight_get_its_gradient(change: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, got = inside(monkeypatch, change=change)
+    assert asked == [False] * 16 * SIZE
+    assert_equal(got, inside(monkeypatch, fusion=False)[1])
+
+
+def test_autocast_casts_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    around = lambda: torch.autocast("cpu", torch.bfloat16)  # noqa: E731
+    asked, got = inside(monkeypatch, around=around)
+    want = inside(monkeypatch, around=around, fusion=False)[1]
+    assert not asked and all(torch.equal(a[n], b[n]) for a, b in zip(got, want) for n in b)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_create_graph_makes_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, got = inside(monkeypatch, backward=lambda value: value.backward(create_graph=True))
+    assert not asked
+    assert_equal(got, inside(monkeypatch, fusion=False)[1])
+
+
+class Penalized(nn.Module):
+    """Uses gradients in its forward: of a layer's input, and second ones by its weight."""
+
+    def __init__(self, graph: bool) -> None:
+        super().__init__()
+        self.linear, self.graph = line(), graph
+
+    def forward(self, x):
+        inner = x.detach().requires_grad_()
+        y = torch.tanh(self.linear(inner))
+        slope, = torch.autograd.grad(y.sum(), inner, create_graph=self.graph)
+        weight, = torch.autograd.grad(torch.tanh(self.linear(inner)).sum(), self.linear.weight)
+        return torch.tanh(self.linear(x)) + slope.pow(2) / 10 + weight.sum() / 100
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_for_their_own_sake_are_not_added(graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "penalized", lambda: Chain(*(Penalized(graph) for _ in range(6))))
+    assert difference("penalized", settings()) < 2e-6
+
+
+class Transformed(nn.Module):
+    """Transforms inside a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = line()
+
+    def forward(self, x):
+        slope = torch.func.vmap(torch.func.grad(lambda v: torch.tanh(self.linear(v)).sum()))(x)
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(x.detach(), torch.ones_like(x))
+            tangent = torch.autograd.forward_ad.unpack_dual(self.linear(dual)).tangent
+        return torch.tanh(self.linear(x)) + slope + tangent
+
+
+def test_transforms_see_a_plain_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "transformed", lambda: Chain(*(Transformed() for _ in range(6))))
+    # (where parameters are handed off, saved-tensor hooks are on, which torch.func refuses)
+    assert difference("transformed", settings(replicated=True), 1) < 2e-6
+
+
+def test_a_frozen_weight_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the optimizer has it and it is frozen afterwards: its gradient is zero."""
+    def freeze() -> Any:
+        modules[0].blocks[3].first.weight.requires_grad_(False)
+        return contextlib.nullcontext()
+    modules = [build("hooks: plain")]
+    got, = run_ranks(1, lambda rank, transport: one_step(modules[0], rank, transport, around=freeze))
+    want = build("hooks: plain").state_dict()
+    assert torch.equal(got["blocks.3.first.weight"], want["blocks.3.first.weight"])
+    assert not torch.equal(got["blocks.3.second.weight"], want["blocks.3.second.weight"])
+
+
+def test_in_bf16_a_sum_is_rounded_once() -> None:
+    """A sum of three ranks is nearer to the exact one than rounded gradients, rounded again and again, are."""
+    def error(fusion: bool) -> float:
+        modules = [build("hooks: plain", torch.bfloat16) for _ in range(SIZE)]
+
+        def work(rank: int, transport: Any) -> dict[str, torch.Tensor]:
+            runtime, _, _ = test_breaks.train(modules[rank], rank, transport, settings("dp", fusion), sgd, steps=1)
+            return {n: m.detach().clone() for n, m in runtime.owner.masters.items()}
+        masters = {k: v for result in run_ranks(SIZE, work) for k, v in result.items()}
+        template = build("hooks: plain", torch.bfloat16).double()
+        exact = {n: 0 for n in masters}
+        for rank in range(SIZE):
+            template.zero_grad()
+            loss(template, batch(0, 0, rank).to(torch.bfloat16).double()).backward()
+            exact = {n: exact[n] + p.grad / SIZE for n, p in template.named_parameters()}
+        weights = [n for n, p in template.named_parameters() if n.endswith("first.weight")]
+        return sum(float(((template.get_parameter(n) - 0.05 * exact[n]) - masters[n]).abs().mean()) for n in weights)
+    assert error(True) < error(False)
+
+
+def test_what_cannot_be_fused_is_refused_or_left_alone() -> None:
+    module = test_breaks.build("weight_norm")
+    with pytest.raises(ValueError, match='gradient_accumulation_fusion is true, but the model has no torch.nn.Linear .* "auto"'):
+        run_ranks(1, lambda rank, transport: one_step(module, rank, transport))
+    for fusion in ("auto", False):
+        module = build("twice")
+        run_ranks(1, partial(one_step, module, fusion=fusion))  # on a CPU
+        assert not any("forward" in m.__dict__ for m in module.modules())
+
+
+def test_layers_are_their_own_again_after_the_end() -> None:
+    module = build("twice")
+    run_ranks(1, lambda rank, transport: one_step(module, rank, transport))
+    assert not any("forward" in m.__dict__ for m in module.modules())
+
+
+def test_who_wraps_a_layer_later_keeps_the_wrapper() -> None:
+    """As accelerate does, say."""
+    module, calls = build("hooks: plain"), []
+
+    def wrap() -> Any:
+        layer = module.blocks[0].first
+        inner = layer.forward
+        layer.forward = lambda x: (calls.append(x.shape), inner(x))[1]
+        return contextlib.nullcontext()
+    run_ranks(1, lambda rank, transport: one_step(module, rank, transport, around=wrap))
+    assert calls and "forward" in module.blocks[0].first.__dict__
