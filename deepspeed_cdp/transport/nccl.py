@@ -29,6 +29,7 @@ from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
 
 _CTAS = 4  # multiprocessors that one message may use at most
 _SPOILERS = 12
+CLOSED, OPEN = 0, 1
 
 
 class NcclTransport(RendezvousTransport, CudaTransport):
@@ -63,6 +64,9 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._begun: deque[Message] = deque(maxlen=512)  # the latest, for the watch
         self._memory: torch.Tensor | None = None
         self._sides: list[int] = []  # the watch's streams, see _spoil
+        # page-locked, so that a thread can write to the device without a stream: a gate, and which of the ``_sides`` are done
+        self._words = torch.zeros(1 + _SPOILERS, dtype=torch.int32, pin_memory=True)
+        self._words[0] = OPEN
         self._watch = Watch(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -156,6 +160,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             raise HandoffError(self._failure)
         message.where = where
         self.hold(message.handle, (message.line.stream, message.line.peer), message.line.incoming)
+        self.driver.wait(self.current(), self._words.data_ptr(), OPEN)
 
     def _reached(self, message: Message) -> bool:
         return message.handle is not None and message.handle.done()
@@ -193,15 +198,19 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         """
         if self._failure:
             return
+        self._failure = reason
         if spoil and self._memory is not None:
             with suppress(RuntimeError):  # what matters most comes below
                 self._spoil(self._memory)
-        self._failure = reason
         held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
         try:  # all at once: an abort waits for the device, which another communicator's message may hold
             ends = [threading.Thread(target=self._end, args=(comm,), daemon=True) for comm, _ in self._ends.values()]
             for end in ends:
                 end.start()
+            deadline = time.monotonic() + 1.0
+            while not self._words[1:].any() and self._sides and time.monotonic() < deadline:
+                time.sleep(0.001)  # and no call of the driver, which the aborts may block
+            self._words[0] = OPEN
             deadline = time.monotonic() + self.timeout_seconds
             for end in ends:
                 end.join(max(deadline - time.monotonic(), 0.0))
@@ -210,14 +219,14 @@ class NcclTransport(RendezvousTransport, CudaTransport):
                 self._lock.release()
 
     def _spoil(self, memory: torch.Tensor) -> None:
-        """Fill this rank's buffers with nan, on the first of several streams that gets through: a device has few queues, so a
-        stream may be held up with one that waits (one of the default priority was)."""
+        """Keep whoever waits for a message from going on, and begin to fill this rank's buffers with nan, on several streams: a
+        device has few queues, so some may be held up until the messages have ended."""
+        self._words[0] = CLOSED
         for k in range(_SPOILERS):
-            self._sides.append(self.driver.stream(-(2 + k % 4)))
-            self.driver.fill(self._sides[-1], memory.data_ptr(), 0xFF, memory.numel())
-        deadline = time.monotonic() + 1.0
-        while not any(map(self.driver.idle, self._sides)) and time.monotonic() < deadline:
-            time.sleep(0.001)
+            side = self.driver.stream(-(2 + k % 4))
+            self._sides.append(side)
+            self.driver.fill(side, memory.data_ptr(), 0xFF, memory.numel())
+            self.driver.write(side, self._words.data_ptr() + 4 * (1 + k), OPEN)
 
     def _end(self, comm: int) -> None:
         torch.cuda.set_device(self.device)  # in this thread

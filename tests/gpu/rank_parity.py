@@ -45,6 +45,10 @@ def adamw(named):
     return torch.optim.AdamW([p for _, p in named], lr=1e-2, foreach=True)
 
 
+def sgd(named):
+    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9, foreach=True)
+
+
 def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, synchronize: bool,
           offload: bool = False, stage: int = 3, fusion: bool | str = "auto", fp32_sums: bool = False) -> dict:
     device = torch.device("cpu") if ARGS.cpu else torch.device("cuda", torch.cuda.current_device())
@@ -60,7 +64,8 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
     if offload:
         zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}}
         config |= {"zero_force_ds_cpu_optimizer": False, "zero_optimization": zero}
-    engine, *_ = deepspeed.initialize(model=module, optimizer=adamw(list(module.named_parameters())), config=config)
+    make = sgd if fp32_sums else adamw  # Adam makes a step of a gradient that is nothing but how the sum was rounded
+    engine, *_ = deepspeed.initialize(model=module, optimizer=make(list(module.named_parameters())), config=config)
     losses = {}
     for step in range(STEPS):
         for m in range(rounds):
@@ -87,7 +92,7 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
     want = reference.train(template, stages, threshold(rule, size),
                            lambda t, m, r: (lambda x: x.to(dtype) if x.is_floating_point() else x)(
                                models.batch(kind, t, m, r).to(device)),
-                           lambda call, x: models.loss(call, kind, x), adamw, STEPS, rounds=rounds, clip=0.5, flush_after={3},
+                           lambda call, x: models.loss(call, kind, x), make, STEPS, rounds=rounds, clip=0.5, flush_after={3},
                            grad_dtype=torch.float32 if fp32_sums else None)
     worst = max(float((state[n].float() - p.to(dtype).float()).abs().max()) for n, p in want.masters.items())
     scale = max(float(p.abs().max()) for p in want.masters.values())

@@ -1,6 +1,7 @@
 """What the peer transport asks of the driver, call by call, with a driver that only takes notes (the rest needs GPUs)."""
 
 import threading
+import time
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -92,6 +93,7 @@ def over_nccl(transport):
     made.__dict__.update({name: value for name, value in transport.__dict__.items() if name != "_point"})
     made._order, made._lines, made._prepared, made._deferred = 99, {}, {("G", 0, RANK)}, False
     made._ends, made._begun, made._lock = {("G", 0, RANK): (77, NCCL_LANE)}, deque(), nullcontext()
+    made._words = torch.tensor([1] + [0] * 12, dtype=torch.int32)
     made._nccl = SimpleNamespace(receive=lambda *a: made.driver.calls.append(("receive", *a)))
     return made
 
@@ -114,19 +116,41 @@ def test_over_nccl_the_watch_looks_behind_every_wait(transport):
     assert looked == [made.current()]
 
 
+def test_over_nccl_who_has_waited_passes_a_gate(transport):
+    made = over_nccl(transport)
+    made.post("G", 0, torch.zeros(8, dtype=torch.uint8)).wait("here")
+    calls = made.driver.take()
+    gate = ("wait", made.current(), made._words.data_ptr(), 1)
+    assert [call for call in calls if call[:2] == ("follow", made.current())] and calls.index(gate) == len(calls) - 1, calls
+
+
 @pytest.mark.parametrize("spoil", [True, False])
 def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, spoil, monkeypatch):
     """Aborting lets the device go on with what did not come; a loss of that must not look right."""
     made, memory = over_nccl(transport), torch.zeros(32, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    made._memory, made._sides, streams = memory, [], iter(range(31, 99))
-    made.driver.stream, made.driver.idle = lambda priority: next(streams), lambda stream: stream == 33  # others are held up
+    made._memory, made._sides, streams, gate = memory, [], iter(range(31, 99)), []
+    made.driver.stream = lambda priority: next(streams)
     made._lock = threading.Lock()
-    made._nccl = SimpleNamespace(abort=lambda comm: made.driver.calls.append(("abort", comm)))
+
+    def abort(comm):
+        made.driver.calls.append(("abort", comm))
+        gate.append(int(made._words[0]))
+        time.sleep(0.05)
+        gate.append(int(made._words[0]))  # nothing has been filled yet
+        made._words[3] = 1  # one stream gets through
+        while made._words[0] == 0:  # an abort may wait for the device, and so for the gate
+            time.sleep(0.001)
+    made._nccl = SimpleNamespace(abort=abort)
+    begun = time.monotonic()
     made.give_up("a peer is gone", spoil)
-    fills = [("fill", stream, memory.data_ptr(), 0xFF, 32) for stream in made._sides]
-    assert len(fills) > 2 if spoil else not fills
+    words = made._words.data_ptr()
+    fills = [call for k, stream in enumerate(made._sides)
+             for call in (("fill", stream, memory.data_ptr(), 0xFF, 32), ("write", stream, words + 4 * (1 + k), 1))]
+    assert len(made._sides) > 2 if spoil else not fills
+    assert gate == ([0, 0] if spoil else [1, 1])
     assert made.driver.take() == [*fills, ("abort", 77)] and made._failure == "a peer is gone"
+    assert made._words[0] == 1 and time.monotonic() - begun < 0.9
 
 
 def test_streams_follow_one_point_until_the_stream_moves_on(transport):
