@@ -4,7 +4,7 @@ Or earlier, for the weights of linear layers: the matrix product that makes such
 and read by itself (Megatron-LM's ``gradient_accumulation_fusion``). The sum is rounded once where it would be twice.
 """
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -81,25 +81,18 @@ class Sums:
     def fuse(self, module: torch.nn.Module, setting: bool | str, device: torch.device) -> int:
         """Let linear layers add their weights' gradients themselves, if ``setting`` is True or "auto" on a GPU; how many do.
 
-        Those of class ``torch.nn.Linear`` whose weight is trained, not held, and has a sum of its own dtype or, from torch 2.8
-        and on CUDA, fp32. Each call decides anew: under autocast, torch.compile or a transform of torch.func, and where somebody
-        has a hook on the weight, gradients go the common way.
+        Each call of a layer decides anew: under autocast, torch.compile or a transform of torch.func, and where somebody has a
+        hook on the weight, gradients go the common way.
 
         Raises:
             ValueError: ``setting`` is True and there is no such layer.
         """
-        if setting is False or setting == "auto" and device.type != "cuda":
+        cuda = device.type == "cuda"
+        if setting is False or setting == "auto" and not cuda:
             return 0
-        places = {p: (i, k, s) for i, pairs in self._slots.items() if i != HELD
-                  for k, (p, s) in enumerate(pairs) if s.sum_offset >= 0}
-        for m in module.modules():
-            place = places.get(m._parameters.get("weight")) if type(m) is torch.nn.Linear else None
-            if place is None or "forward" in m.__dict__:
-                continue
-            i, k, s = place
-            if s.sum_dtype == s.dtype or (_mixed and s.sum_dtype == torch.float32 and m.weight.device.type == "cuda"):
-                forward = m.forward = _forward(m, partial(self._add_product, i, k, m.weight))
-                self._fused.append((m, forward))
+        for m, i, k in fusible(module, self._slots, cuda):
+            forward = m.forward = _forward(m, partial(self._add_product, i, k, m.weight))
+            self._fused.append((m, forward))
         if setting is True and not self._fused:
             raise ValueError("cyclic.gradient_accumulation_fusion is true, but the model has no torch.nn.Linear whose weight is "
                              "trained, used by one unit alone and summed in its own dtype (on GPUs also fp32); use \"auto\"")
@@ -125,6 +118,21 @@ class Sums:
             torch.addmm(view, grad.t(), x, out=view, **mixed)
         summed.add(k)
         return True
+
+
+def fusible(module: torch.nn.Module, slots: Slots, cuda: bool) -> Iterator[tuple[torch.nn.Linear, int, int]]:
+    """Linear layers that can add their weights' gradients themselves; the weight's unit, and its number among the unit's slots.
+
+    Those of class ``torch.nn.Linear`` whose weight is trained, not held, and has a sum of its own dtype or, from torch 2.8 and on
+    CUDA, fp32.
+    """
+    places = {p: (i, k, s) for i, pairs in slots.items() if i != HELD for k, (p, s) in enumerate(pairs) if s.sum_offset >= 0}
+    for m in module.modules():
+        weight = m._parameters.get("weight") if type(m) is torch.nn.Linear and "forward" not in m.__dict__ else None
+        if weight in places:
+            i, k, s = places[weight]
+            if s.sum_dtype == s.dtype or _mixed and cuda and s.sum_dtype == torch.float32:
+                yield m, i, k
 
 
 def _forward(m: torch.nn.Linear, add: Callable[[torch.Tensor, torch.Tensor], bool]) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -3,14 +3,19 @@
 import argparse
 import contextlib
 import io
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+import torch
 
 from deepspeed_cdp import discover
 from deepspeed_cdp.plan import HELD, Plan
 from deepspeed_cdp.runtime import make_plan
 from deepspeed_cdp.simulation import waves
 from deepspeed_cdp.simulation.times import Hardware, Times, Work, changed, times
+from deepspeed_cdp.sums import fusible
+from deepspeed_cdp.units import Layout
 
 from . import models, settings
 from .output import UserError, positive, rule, size, whole
@@ -105,11 +110,12 @@ def predict(args: argparse.Namespace) -> Prediction:
         raise UserError("the model's forward could not be followed with this batch, so its operations are not known; give a "
                         "measured time with --step-ms, or a batch that works")
     hardware = hardware_of(args, settings.UPDATE_BYTES[config.states])
+    fused = fused_bytes(loaded.module, layouts) if config.cyclic.gradient_accumulation_fusion else Counter[int]()
     work = []
     for i, unit in enumerate(plan.units):
         elements = sum(s.shape.numel() for s in layouts[i].trained)
         every = sum(s.shape.numel() for s in layouts[i].slots)
-        work.append(Work(sum(flops.get(p, 0) for p in unit.modules) if traced else 2.0 * every, elements))
+        work.append(Work(sum(flops.get(p, 0) for p in unit.modules) if traced else 2.0 * every, elements, fused[i]))
     held = sum(s.shape.numel() for s in layouts[HELD].trained) if plan.held else 0
     compute = None if args.step_ms is None else args.step_ms / 1e3
     given = times(plan, work, hardware, held, compute)
@@ -117,6 +123,15 @@ def predict(args: argparse.Namespace) -> Prediction:
     what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"
     return Prediction(loaded, config, plan, work, held, given, hardware, what, read_outside(plan, trace),
                       args.ring_bandwidth * 1e9)
+
+
+def fused_bytes(module: torch.nn.Module, layouts: Mapping[int, Layout]) -> Counter[int]:
+    """By unit, bytes of its gradient sums that matrix products add to on a GPU."""
+    parameters, found = dict(module.named_parameters()), Counter[int]()
+    slots = {i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()}
+    for layer, i, k in fusible(module, slots, cuda=True):
+        found[i] += layer.weight.numel() * slots[i][k][1].sum_dtype.itemsize
+    return found
 
 
 def by_path(trace: discover.Trace, paths: Iterable[str]) -> dict[str, int]:

@@ -5,7 +5,7 @@ The model, per rank and step:
 - a forward takes its operations over ``flops``, a backward twice that; or both are scaled so that a step's passes take a time
   that was measured (compute only, without hand-offs or optimizer);
 - a backward also adds its gradients to the running sum: sum and gradient read, sum written, three times the sum's bytes over
-  ``memory``;
+  ``memory``; once the bytes where the product that makes a gradient adds it, since then no gradient is written;
 - hand-offs and the owner's update run beside the passes, on copy engines and a stream of their own, but they use the same device
   memory: every byte that they read or write is taken from the passes, evenly (``contention`` 1; 0: passes never notice);
 - a message takes ``latency`` and its bytes over ``bandwidth``; a rank's outgoing link carries one at a time.
@@ -48,10 +48,12 @@ class Work(NamedTuple):
 
     Attributes:
         forward: operations of its forward; parameters: trained ones, which the owner updates.
+        fused: bytes of its gradient sums that matrix products add to (``cyclic.gradient_accumulation_fusion``).
     """
 
     forward: float
     parameters: int
+    fused: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ def times(plan: Plan, work: Sequence[Work], hardware: Hardware, held: int = 0, c
     scale = 1.0 if compute is None else compute / rounds / sum(ideal.values())
     passes = {visit: seconds * scale for visit, seconds in ideal.items()}
     alone = sum(passes.values()) * rounds
-    adds = {i: 3 * u.g_bytes / hardware.memory for i, u in enumerate(plan.units)}
+    adds = {i: (3 * u.g_bytes - 2 * w.fused) / hardware.memory for i, (u, w) in enumerate(zip(plan.units, work))}
     updates = {i: w.parameters * hardware.update_bytes / hardware.memory for i, w in enumerate(work)}
     if plan.held:
         updates[-1] = held * hardware.update_bytes / hardware.memory

@@ -175,6 +175,7 @@ def run_jobs(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
         state = whole(engine)
         results.append({"state": pack(state), "losses": losses, "class": type(engine).__name__,
                         "stages": engine.cyclic_plan.stages if job.rule is not None else None,
+                        "fused": engine._runtime.fused if job.rule is not None else None,
                         "visited": sorted(engine._runtime.binder.visited) if job.rule is not None else None,
                         "norm": engine.get_global_grad_norm()})
         engine.destroy()

@@ -53,6 +53,29 @@ def test_every_weight_and_loss_equals_the_oracle(pool, world):
             assert len({tuple(r["visited"]) for r in ranks}) > 1, "the test needs ranks that use different experts"
 
 
+FUSED = {"gradient_accumulation_fusion": True}
+FUSING = [Job("llama", "cdp-v2", 2, clip=0.3, optimizer="sgd", cyclic=FUSED),
+          Job("rooted", "cdp-v1", 1, optimizer="sgd", flush_after=(2,), style="accelerate", cyclic=FUSED),
+          Job("llama-tied", "cdp-v2", 2, optimizer="sgd", bf16=True, cyclic=FUSED)]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_sums_inside_products_are_the_oracles_to_rounding(pool, world):
+    """And the first step's losses to the bit: it starts from the same weights."""
+    results = pool.run(world, run_jobs, FUSING, timeout=400)
+    for at, job in enumerate(FUSING):
+        ranks = [result[at] for result in results]
+        want = oracle(job, ranks[0]["stages"], world)
+        losses = {place: value for r in ranks for place, value in r["losses"].items()}
+        assert losses == pytest.approx(want.losses, rel=2e-3 if job.bf16 else 1e-5), job
+        assert all(value == want.losses[place] for place, value in losses.items() if place[0] == 0)
+        states = [unpack(result["state"]) for result in ranks]
+        same(states[0], want.masters, *((2e-2, 2e-3) if job.bf16 else (1e-5, 1e-6)))
+        for state in states[1:]:
+            same(state, states[0])
+        assert {result["fused"] for result in ranks} == {{"llama": 29, "rooted": 4, "llama-tied": 28}[job.kind]}
+
+
 STOCK = [("mlp", 1, False), ("mlp", 2, False), ("llama-tied", 1, False), ("llama-tied", 2, False), ("llama-tied", 1, True)]
 
 

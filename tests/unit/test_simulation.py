@@ -155,6 +155,8 @@ def test_times_add_up():
     assert sum(given.passes.values()) == pytest.approx(given.compute + given.adds + given.contention)
     assert given.adds == pytest.approx(3 * 8 * (1 << 20) / 3e12)
     assert traffic(plan) == 2 * sum(sum(plan.received_bytes(r).values()) for r in range(4)) / 4
+    fused = times(plan, [Work(1e9, 1 << 19, (1 << 20) - 512)] * 8, Hardware(), compute=0.1)  # one of the sums stays apart
+    assert fused.adds == pytest.approx((8 * (1 << 20) + 2 * 8 * 512) / 3e12)
     quiet = times(plan, [Work(1e9, 1 << 19)] * 8, Hardware(contention=0.0), compute=0.1)
     assert quiet.contention == 0
 
