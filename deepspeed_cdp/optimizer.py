@@ -80,12 +80,6 @@ class StageOwner:
         """Whether each unit is updated as soon as its own sum is finished, as far as the schedule goes that is followed now."""
         return self.by_unit and not self.clip and not self.handoff.schedule.exact_norm
 
-    @property
-    def urgent(self) -> bool:
-        """Whether this rank's passes are about to read what is updated, so that updates take the whole GPU."""
-        schedule = self.handoff.schedule
-        return bool(self.handoff.together) if self.at_once else schedule.threshold < 2 * schedule.ranks - 1
-
     def _view(self, region: str, i: int, slot: Slot, copy: int | None = None) -> torch.Tensor:
         plan, stage = self.handoff.plan, self.handoff.plan.schedule.owned(self.handoff.rank)
         view = self.handoff.buffers.view
@@ -158,7 +152,7 @@ class StageOwner:
     def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
         """Average, update and publish (if ``slot`` is given) a unit whose sums are finished; squares, as ``average`` has them."""
         if self._fused:
-            return self._fused.update(unit, self._recorded[step], 1 / self._divisor(step), None, slot, self.urgent)
+            return self._fused.update(unit, self._recorded[step], 1 / self._divisor(step), None, slot)
         squares = self.average(step, unit)
         self.update(step, None, unit, slot)
         return squares
@@ -204,7 +198,7 @@ class StageOwner:
         if self._fused:
             for i in units:
                 del self._grads[i]
-                self._fused.update(i, self._recorded[step], 1 / self._divisor(step), factor, slot, self.urgent)
+                self._fused.update(i, self._recorded[step], 1 / self._divisor(step), factor, slot)
             if units:
                 return
         grads = {n: g for i in units for n, g in zip(self._sums[i], self._grads.pop(i))}

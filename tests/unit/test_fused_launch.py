@@ -1,6 +1,7 @@
 """fused.py: what Triton compiled at a batch's first launch is launched itself from then on, if it takes the same arguments."""
 
 import pytest
+import torch
 
 from deepspeed_cdp import fused
 
@@ -25,11 +26,16 @@ def test_the_second_launch(monkeypatch, takes, interpreted, second):
     calls: list[tuple] = []
     kernel = Kernel("jit", calls, None if interpreted else Kernel("compiled", calls, None))
     batch = object.__new__(fused.Batch)
-    batch._grids, batch._compiled = {False: (2, 1, 1), True: (9, 1, 1)}, {}
-    batch._launch(kernel, False, (1, 2), (True,))
-    batch._launch(kernel, True, (3, 4), (True,))
-    batch._launch(kernel, True, (5, 6), (False,))  # compiled anew for another constant
-    options = {"num_warps": 16}
-    assert calls == [("jit", (2, 1, 1), (1, 2, True), options),
-                     (second, (9, 1, 1), (3, 4, True), options if second == "jit" else {}),
-                     ("jit", (9, 1, 1), (5, 6, False), options)]
+    full, tails = (torch.zeros(9, 2), torch.zeros(9), False), (torch.zeros(2, 2), torch.zeros(2), True)
+    batch._parts, batch._compiled = [full, tails], {}
+    batch._launch(kernel, "table", (1, 2), (7,))
+    batch._launch(kernel, "table", (3, 4), (7,))
+    batch._parts = [tails]
+    batch._launch(kernel, "table", (5, 6), (8,))  # compiled anew for another constant
+    options = {"num_warps": 4}
+    first = [("jit", (9, 1, 1), ("table", *full[:2], 1, 2, 7, False), options),
+             ("jit", (2, 1, 1), ("table", *tails[:2], 1, 2, 7, True), options)]
+    then = {} if second == "compiled" else options
+    assert calls == [*first, (second, (9, 1, 1), ("table", *full[:2], 3, 4, 7, False), then),
+                     (second, (2, 1, 1), ("table", *tails[:2], 3, 4, 7, True), then),
+                     ("jit", (2, 1, 1), ("table", *tails[:2], 5, 6, 8, True), options)]
