@@ -56,7 +56,7 @@ if triton is not None:
     def _chunk(table, chunks, SIZE: tl.constexpr):
         """This program's tensor, its elements there, and which of them there are."""
         tensor = tl.load(chunks + 2 * tl.program_id(0))
-        at = tl.multiple_of(tl.load(chunks + 2 * tl.program_id(0) + 1), 16) + tl.arange(0, SIZE)
+        at = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
         return tensor, at, at < tl.load(table + 6 * tensor + 5)
 
     @triton.jit
@@ -112,13 +112,13 @@ class Batch:
         sizes = [x.numel() for x in masters]
         self._tables = [torch.tensor([[*(column[i].data_ptr() for column in columns), copy[i].data_ptr(), sizes[i]]
                                       for i in range(len(sizes))], dtype=torch.int64, device=device) for copy in published]
-        chunks = [(i, start) for i, size in enumerate(sizes) for start in range(0, size, BLOCK)]
-        full = [(i, start) for i, start in chunks if start + BLOCK <= sizes[i]]
-        tails = [(i, start) for i, start in chunks if start + BLOCK > sizes[i]]
-        self._squares = torch.empty(len(chunks), dtype=torch.float32, device=device)
-        # (chunks, where their squares go, whether some elements of them are none)
-        self._parts = [(torch.tensor(part, dtype=torch.int64, device=device), squares, masked) for part, squares, masked in (
-            (full, self._squares[:len(full)], False), (tails, self._squares[len(full):], True)) if part]
+        full = torch.cat([torch.stack([torch.full((size // BLOCK,), i), torch.arange(size // BLOCK)], 1)
+                          for i, size in enumerate(sizes)])
+        tails = torch.tensor([(i, size // BLOCK) for i, size in enumerate(sizes) if size % BLOCK], dtype=torch.int64).view(-1, 2)
+        self._squares = torch.empty(len(full) + len(tails), dtype=torch.float32, device=device)
+        # (tensors and blocks in them, where their squares go, whether some elements of the blocks are none)
+        self._parts = [(chunks.to(device, torch.int32), squares, masked) for chunks, squares, masked in (
+            (full, self._squares[:len(full)], False), (tails, self._squares[len(full):], True)) if len(chunks)]
         self._compiled: dict[tuple, Any] = {}
 
     def _launch(self, kernel: Any, table: torch.Tensor, arguments: tuple, constants: tuple) -> None:
