@@ -40,7 +40,7 @@ class Binder:
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
             i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()}
         self.visited: set[int] = set()
-        self.sums = Sums(handoff, self.slots, self.visited)
+        self.sums = Sums(self)
         self.called: set[str] = set()
         self._inside: int | None = None  # the unit whose modules are being called
         self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
@@ -259,6 +259,16 @@ class Binder:
         self.bind(i, self.handoff.params[i])
         self._latest = i
 
+    def read_again(self, i: int) -> None:
+        """A backward reads the unit's parameters.
+
+        Raises:
+            ValueError: it is the second over a graph that was retained.
+        """
+        self._enter_backward(i)
+        if i not in self._bound:
+            raise self._no_forward()
+
     def _gradient_came(self, i: int) -> None:
         if self.mode == IDLE:  # a second backward over a graph that was retained
             raise self._no_forward()
@@ -355,9 +365,7 @@ class Binder:
             return x.unpack(x.packed)
         if type(x) is not Saved:
             return x
-        self._enter_backward(x.unit)
-        if x.unit not in self._bound:  # a second backward over a graph that was retained
-            raise self._no_forward()
+        self.read_again(x.unit)
         flat = self._bound[x.unit]
         key = (x, flat.data_ptr())
         view = self._rebuilt.get(key)

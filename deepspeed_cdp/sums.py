@@ -4,16 +4,17 @@ Or earlier, for the weights of linear layers: the matrix product that makes such
 and read by itself (Megatron-LM's ``gradient_accumulation_fusion``). The sum is rounded once where it would be twice.
 """
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
 
-from .handoff import Handoff
 from .plan import HELD
 from .units import Slot
+
+if TYPE_CHECKING:
+    from .hooks import Binder
 
 Slots = Mapping[int, Sequence[tuple[torch.nn.Parameter, Slot]]]
 _linear = torch._C._nn.linear  # torch.nn.functional.linear is DeepSpeed's after zero.Init
@@ -21,18 +22,13 @@ _mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add
 
 
 class Sums:
-    """Adds gradients to the sums that ``handoff`` has in use.
+    """Adds gradients to the sums that a binder's hand-off has in use."""
 
-    Args:
-        slots: by unit, parameters and where they lie; trained ones first.
-        visited: the units used in this micro-batch's forward; gradients of others are left to the caller.
-    """
-
-    def __init__(self, handoff: Handoff, slots: Slots, visited: Container[int]):
-        self._handoff, self._slots, self._visited = handoff, slots, visited
+    def __init__(self, binder: "Binder"):
+        self.binder, self._slots, self._in_use = binder, binder.slots, binder.handoff.sums
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._summed: dict[int, set[int]] = {}  # unit -> slots whose gradients products have added in this backward
-        self._fused: list[tuple[torch.nn.Module, Callable]] = []
+        self._layers: list[_Layer] = []
 
     def views(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
         """The sums of the unit's trained parameters in its flat sum."""
@@ -90,29 +86,28 @@ class Sums:
         cuda = device.type == "cuda"
         if setting is False or setting == "auto" and not cuda:
             return 0
-        for m, i, k in fusible(module, self._slots, cuda):
-            forward = m.forward = _forward(m, partial(self._add_product, i, k, m.weight))
-            self._fused.append((m, forward))
-        if setting is True and not self._fused:
+        self._layers = [_Layer(self, m, i, k) for m, i, k in fusible(module, self._slots, cuda)]
+        if setting is True and not self._layers:
             raise ValueError("cyclic.gradient_accumulation_fusion is true, but the model has no torch.nn.Linear whose weight is "
                              "trained, used by one unit alone and summed in its own dtype (on GPUs also fp32); use \"auto\"")
-        return len(self._fused)
+        return len(self._layers)
 
     def remove(self) -> None:
         """Layers compute as before."""
-        for m, forward in self._fused:
-            if m.__dict__.get("forward") is forward:
-                del m.forward
-        self._fused.clear()
+        for layer in self._layers:
+            layer.remove()
+        self._layers.clear()
 
-    def _add_product(self, i: int, k: int, p: torch.nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> bool:
-        """Add grad^T x to the sum of the unit's slot ``k``; False if the gradient must go the common way."""
-        flat = self._handoff.sums.get(i)
-        if flat is None or i not in self._visited or p._backward_hooks or p._post_accumulate_grad_hooks or not self._fused:
+    def add_product(self, i: int, k: int, grad: torch.Tensor, x: torch.Tensor) -> bool:
+        """Add grad^T x to the sum of the unit's slot ``k``; False if no such sum is in use."""
+        flat = self._in_use.get(i)
+        if flat is None:
             return False
-        view, summed = self.views(i, flat)[k], self._summed.setdefault(i, set())
+        view, summed = self.views(i, flat)[k], self._summed.get(i)
+        if summed is None:
+            summed = self._summed[i] = set()
         mixed = {} if view.dtype == x.dtype else {"out_dtype": view.dtype}
-        if i in self._handoff.starting and k not in summed:
+        if i in self.binder.handoff.starting and k not in summed:
             torch.mm(grad.t(), x, out=view, **mixed)
         else:
             torch.addmm(view, grad.t(), x, out=view, **mixed)
@@ -121,7 +116,7 @@ class Sums:
 
 
 def fusible(module: torch.nn.Module, slots: Slots, cuda: bool) -> Iterator[tuple[torch.nn.Linear, int, int]]:
-    """Linear layers that can add their weights' gradients themselves; the weight's unit, and its number among the unit's slots.
+    """Linear layers that can add their weights' gradients themselves; the weight's unit, its number among the unit's slots.
 
     Those of class ``torch.nn.Linear`` whose weight is trained, not held, and has a sum of its own dtype or, from torch 2.8 and on
     CUDA, fp32.
@@ -135,50 +130,63 @@ def fusible(module: torch.nn.Module, slots: Slots, cuda: bool) -> Iterator[tuple
                 yield m, i, k
 
 
-def _forward(m: torch.nn.Linear, add: Callable[[torch.Tensor, torch.Tensor], bool]) -> Callable[[torch.Tensor], torch.Tensor]:
-    plain = m.forward
+class _Layer:
+    """A linear layer that adds its weight's gradient itself. The weight is not saved for the backward, where it is bound anew."""
 
-    def forward(input: torch.Tensor) -> torch.Tensor:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return plain(input)
-        weight = m.weight
-        if (type(input) is not torch.Tensor or not weight.requires_grad or input.dtype != weight.dtype
-                or torch.is_autocast_enabled(weight.device.type) or torch._C._are_functorch_transforms_active()
+    def __init__(self, sums: Sums, module: torch.nn.Linear, unit: int, slot: int):
+        self.sums, self.binder, self.module, self.unit, self.slot = sums, sums.binder, module, unit, slot
+        self.weight, self.parameters, self.plain = module.weight, module._parameters, module.forward
+        self.device, self.fused = module.weight.device.type, True
+        self.used, self.visited = self.binder.handoff.params, self.binder.visited
+        module.forward = self.forward
+
+    def remove(self) -> None:
+        self.fused = False  # somebody may have wrapped it
+        if self.module.__dict__.get("forward") == self.forward:
+            del self.module.forward
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The module's."""
+        weight = self.parameters["weight"]
+        if (torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(input) is not torch.Tensor
+                or not weight.requires_grad or input.dtype != weight.dtype or not self.fused
+                or self.unit not in self.used or self.unit not in self.visited  # not in a pass of its own unit
+                or torch.is_autocast_enabled(self.device) or torch._C._are_functorch_transforms_active()
                 or forward_ad._current_level >= 0):
-            return plain(input)
-        return _Linear.apply(input, weight, m.bias, add)
-    return forward
+            return self.plain(input)
+        return _Linear.apply(input, weight, self.parameters["bias"], self)
+
+    def add(self, node: Any, grad: torch.Tensor, x: torch.Tensor) -> bool:
+        """Whether grad^T x has been added to the sum: not if the gradient must go the common way, to hooks or to the user."""
+        p = self.weight
+        if torch.is_grad_enabled() or p._backward_hooks or p._post_accumulate_grad_hooks:  # the first: under create_graph
+            return False
+        try:
+            accumulates = torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # torch.autograd.grad wants the weight's gradient for itself
+            return False
+        return accumulates and self.sums.add_product(self.unit, self.slot, grad, x)
 
 
 class _Linear(torch.autograd.Function):
-    """``torch.nn.functional.linear``, whose backward offers the weight's gradient to ``add`` before it makes it."""
+    """``torch.nn.functional.linear``, whose backward offers the weight's gradient to its layer before it makes it."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, add: Callable) -> torch.Tensor:
-        ctx.add = add
-        ctx.save_for_backward(x, weight if ctx.needs_input_grad[0] else None)
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
         return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        (x,), layer, (for_x, for_weight, for_bias, _) = ctx.saved_tensors, ctx.layer, ctx.needs_input_grad
+        layer.binder.read_again(layer.unit)
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        result: list[torch.Tensor | None] = [None] * 4
+        gradient = weights = biases = None
         if for_x:
-            result[0] = rows.mm(weight).view(x.shape)
-        if for_weight and not (_accumulates(ctx) and ctx.add(rows, inputs)):
-            result[1] = rows.t().mm(inputs)
+            gradient = rows.mm(layer.weight).view(x.shape)
+        if for_weight and not layer.add(ctx.next_functions[1][0], rows, inputs):
+            weights = rows.t().mm(inputs)
         if for_bias:
-            result[2] = rows.sum(0)
-        return tuple(result)
-
-
-def _accumulates(ctx: Any) -> bool:
-    """Whether this backward adds to the weight's gradient: not under ``create_graph``, and not for ``torch.autograd.grad``."""
-    if torch.is_grad_enabled():
-        return False
-    try:
-        return torch._C._will_engine_execute_node(ctx.next_functions[1][0])
-    except RuntimeError:  # torch.autograd.grad wants the weight's gradient for itself
-        return False
+            biases = rows.sum(0)
+        return gradient, weights, biases, None

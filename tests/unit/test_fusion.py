@@ -94,13 +94,13 @@ def test_on_rings_of_all_sizes_and_with_replicas(size: int, replicated: bool) ->
 
 @pytest.mark.parametrize("broken", ["lost", "twice", "not started"])
 def test_the_oracle_would_notice(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Sums._add_product
+    add = Sums.add_product
 
     def wrong(self: Sums, i: int, *given: Any) -> bool:
         if broken == "not started":
-            self._handoff.starting.discard(i)
+            self.binder.handoff.starting.discard(i)
         return broken == "lost" or (add(self, i, *given) and (broken != "twice" or add(self, i, *given)))
-    monkeypatch.setattr(Sums, "_add_product", wrong)
+    monkeypatch.setattr(Sums, "add_product", wrong)
     assert not difference("twice", settings()) < 1e-3  # or nan
 
 
@@ -121,12 +121,12 @@ def one_step(module: nn.Module, rank: int, transport: Any, around: Callable[[], 
 def inside(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[bool], list[dict[str, torch.Tensor]]]:
     """One step of the plain model: what each layer's backward answered when it was asked to add, and all ranks' masters."""
     asked: list[bool] = []
-    add = Sums._add_product
+    add = Sums.add_product
 
     def seen(*given: Any) -> bool:
         asked.append(add(*given))
         return asked[-1]
-    monkeypatch.setattr(Sums, "_add_product", seen)
+    monkeypatch.setattr(Sums, "add_product", seen)
     modules = [build("hooks: plain") for _ in range(SIZE)]
     change = options.pop("change", None)
     if change:
@@ -165,7 +165,7 @@ def _doubled(module: nn.Module) -> None:
 @pytest.mark.parametrize("change", [_hooked, _doubled])
 def test_hooks_on_a_weight_get_its_gradient(change: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     asked, got = inside(monkeypatch, change=change)
-    assert asked == [False] * 16 * SIZE
+    assert not asked
     assert_equal(got, inside(monkeypatch, fusion=False)[1])
 
 
