@@ -149,7 +149,7 @@ class _Layer:
         """The module's."""
         weight = self.parameters["weight"]
         if (torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(input) is not torch.Tensor
-                or not weight.requires_grad or input.dtype != weight.dtype or not self.fused
+                or weight is not self.weight or not weight.requires_grad or input.dtype != weight.dtype or not self.fused
                 or self.unit not in self.used or self.unit not in self.visited  # not in a pass of its own unit
                 or torch.is_autocast_enabled(self.device) or torch._C._are_functorch_transforms_active()
                 or forward_ad._current_level >= 0):

@@ -225,6 +225,27 @@ def test_transforms_see_a_plain_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert difference("transformed", settings(replicated=True), 1) < 2e-6
 
 
+def test_weights_that_change_places_go_the_common_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def swap(block: nn.Module) -> None:
+        block.first.weight, block.second.weight = block.second.weight, block.first.weight
+
+    def swapped() -> Any:
+        for module in modules:
+            swap(module.blocks[3])
+        return contextlib.nullcontext()
+    modules, asked = [build("hooks: plain")], []
+    add = Sums.add_product
+    monkeypatch.setattr(Sums, "add_product", lambda *given: asked.append(1) or add(*given))
+    got, = run_ranks(1, lambda rank, transport: one_step(modules[0], rank, transport, around=swapped))
+    assert len(asked) == 14
+    want = build("hooks: plain")
+    optimizer = sgd(list(want.named_parameters()))
+    swap(want.blocks[3])
+    loss(want, batch(0, 0, 0)).backward()
+    optimizer.step()
+    assert_equal([got], [want.state_dict()])
+
+
 def test_a_frozen_weight_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the optimizer has it and it is frozen afterwards: its gradient is zero."""
     def freeze() -> Any:
