@@ -320,16 +320,25 @@ class Handoff(OwnerActions):
             self.starting.discard(unit)
             self.transport.moved_on()
 
+    def _keep_sum(self, a: Action, view: torch.Tensor) -> None:
+        """Copy a finished sum to where the owner, who is this rank, reads it; beside the passes, which need not wait for that."""
+        region, at, _ = a.into
+        summed = self.transport.mark()
+        with self.transport.owner_stream():
+            self.transport.after(summed)
+            for ticket in self._readers(region, at, a.nbytes):
+                ticket.wait(Place(self, a))
+            self.buffers.view(region, at, a.nbytes).copy_(view)
+            self._sum_ends[a.unit] = copied = self.transport.mark()
+        self.transport.moved_on()
+        if copied is not None:
+            self._reading.setdefault(self._kept_under(a.region, a.offset), []).append((a.offset, a.nbytes, copied))
+
     def _pass(self, a: Action) -> None:
         view = self.sums[a.unit]
         self._add(a.unit)
         if a.peer == self.rank:  # the last rank owns stage 0
-            region, at, _ = a.into
-            for ticket in self._readers(region, at, a.nbytes):
-                ticket.wait(Place(self, a))
-            self.buffers.view(region, at, a.nbytes).copy_(view)
-            self._sum_ends[a.unit] = self.transport.mark()
-            self.transport.moved_on()
+            self._keep_sum(a, view)
         else:
             self._push(a)
         self._posts(a)

@@ -207,11 +207,12 @@ def walked(plan: Plan, rank: int, ring: int, like: str, clipped: bool, by_unit: 
         started.extend([unit] if first else [])
         transport.writes(flat, f"gradients of unit {unit} are added in step {walk.step}")
 
-    def passed(a: Any) -> None:
-        walk._pass(a)
-        if a.peer == rank:  # the mark behind it is made in there
-            view = walk.buffers.view(plan.o_region, plan.o_layout(0)[a.unit], a.nbytes)
-            walk._sum_ends[a.unit].over.add(transport.writes(view, f"unit {a.unit} comes to where its owner uses it"))
+    def kept(a: Any, view: torch.Tensor) -> None:
+        Handoff._keep_sum(walk, a, view)
+        there = walk.buffers.view(plan.o_region, plan.o_layout(0)[a.unit], a.nbytes)
+        with transport.owner_stream():  # the mark behind it is made in there
+            walk._sum_ends[a.unit].over |= {transport.reads(view, f"unit {a.unit} is copied to its owner's sums"),
+                                            transport.writes(there, f"unit {a.unit} comes to where its owner uses it")}
 
     def applied(a: Any) -> None:
         walk._apply_version(a)
@@ -227,7 +228,8 @@ def walked(plan: Plan, rank: int, ring: int, like: str, clipped: bool, by_unit: 
             transport.reads(walk.params[a.unit], f"the {'backward' if a.backward else 'forward'} uses unit {a.unit}")
         walk._done(a)
     walk.on_pass = on_pass
-    walk._do |= {"PASS": passed, "PASS_HELD": passed, "DONE": done, "DONE_HELD": done}
+    walk._keep_sum = kept
+    walk._do |= {"DONE": done, "DONE_HELD": done}
     if plan.replicated:
         walk._do["APPLY"] = applied
     walk.begin()
@@ -274,6 +276,18 @@ def test_nothing_is_written_while_it_is_read(seed: int, like: str) -> None:
                 assert not transport.wrong, (plan, how, rank, transport.wrong[:3])
                 # what is remembered is bounded by what is in flight: it does not grow between two flushes
                 assert max(remembered[7:10]) <= max(remembered[4:7]), (plan, how, rank, remembered)
+
+
+def test_a_sum_that_is_overwritten_while_it_is_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = Handoff._keep_sum
+
+    def forgetful(self: Handoff, a: Any, view: torch.Tensor) -> None:
+        keep(self, a, view)
+        self._reading[self._kept_under(a.region, a.offset)].pop()
+    plan = Plan(Schedule(3, 2, 2), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(6)))
+    assert not walked(plan, 2, 0, "peer", False, True, 0)[0].wrong
+    monkeypatch.setattr(Handoff, "_keep_sum", forgetful)
+    assert any("while unit" in w and "is copied" in w for w in walked(plan, 2, 0, "peer", False, True, 0)[0].wrong)
 
 
 def test_an_owner_alone_does_not_sum_where_it_still_reads() -> None:
