@@ -2,8 +2,9 @@
 
 Tests in dist start ranks as processes. They are one group, which one worker runs from its beginning to its end: they share a pool
 of ranks, and their clocks have one other busy process beside them until ``clients`` begin. They take longest and start at once,
-those with the tightest clocks first. The other worker takes the files of unit one by one, then the launches of clients, whose
-limits are wide. (``--dist loadgroup`` would do, but xdist 3.8 does not find its groups under pytest 9.2.)
+those with the tightest clocks first. The other worker takes the files of unit one by one, then the launches of clients and a few
+of dist that make processes of their own; limits are wide there. (``--dist loadgroup`` would do, but xdist 3.8 does not find its
+groups under pytest 9.2.)
 """
 
 from typing import Any
@@ -12,13 +13,14 @@ from xdist.scheduler import LoadScopeScheduling
 
 ORDER = ("dist", "unit", "clients")
 CLOCKS = ("test_faults.py", "test_transport_gloo.py", "test_engine_failures.py")
+LAUNCHES = ("test_elastic.py", "test_two_hosts.py", "test_install.py")  # of dist, without the pool
 TRACES = ("test_docs_cli.py", "test_simulation_measured.py")  # trace the same large models, once
 
 
 def _split(nodeid: str) -> tuple[str, str]:
-    """Folder and file."""
+    """What it counts as, and its file."""
     *_, folder, file = nodeid.split("::")[0].split("/")
-    return folder, file
+    return "clients" if file in LAUNCHES else folder, file
 
 
 def place(nodeid: str) -> tuple[int, bool, bool]:
