@@ -259,6 +259,10 @@ class Binder:
         self.bind(i, self.handoff.params[i])
         self._latest = i
 
+    def passes(self, i: int) -> bool:
+        """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
+        return i == (self._inside if self.mode == FORWARD else self._latest if self.mode == BACKWARD else None)
+
     def read_again(self, i: int) -> None:
         """A backward reads the unit's parameters.
 

@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from .plan import HELD
 from .units import Slot
@@ -17,7 +20,9 @@ if TYPE_CHECKING:
     from .hooks import Binder
 
 Slots = Mapping[int, Sequence[tuple[torch.nn.Parameter, Slot]]]
-_linear = torch._C._nn.linear  # torch.nn.functional.linear is DeepSpeed's after zero.Init
+_linear = torch._C._nn.linear
+_ZERO = "deepspeed.runtime.zero.linear"  # where torch.nn.functional.linear is from after zero.Init
+_no_view = torch.ops.aten._unsafe_view.default  # the same memory, not known as a view
 _mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add to fp32, on CUDA; from torch 2.8
 
 
@@ -86,7 +91,8 @@ class Sums:
         cuda = device.type == "cuda"
         if setting is False or setting == "auto" and not cuda:
             return 0
-        self._layers = [_Layer(self, m, i, k) for m, i, k in fusible(module, self._slots, cuda)]
+        if _as_ever():
+            self._layers = [_Layer(self, m, i, k, device.type) for m, i, k in fusible(module, self._slots, cuda)]
         if setting is True and not self._layers:
             raise ValueError("cyclic.gradient_accumulation_fusion is true, but the model has no torch.nn.Linear whose weight is "
                              "trained, used by one unit alone and summed in its own dtype (on GPUs also fp32); use \"auto\"")
@@ -124,42 +130,52 @@ def fusible(module: torch.nn.Module, slots: Slots, cuda: bool) -> Iterator[tuple
     places = {p: (i, k, s) for i, pairs in slots.items() if i != HELD for k, (p, s) in enumerate(pairs) if s.sum_offset >= 0}
     for m in module.modules():
         weight = m._parameters.get("weight") if type(m) is torch.nn.Linear and "forward" not in m.__dict__ else None
-        if weight in places:
+        if weight in places and weight.numel():
             i, k, s = places[weight]
             if s.sum_dtype == s.dtype or _mixed and cuda and s.sum_dtype == torch.float32:
                 yield m, i, k
 
 
+def _as_ever() -> bool:
+    """Whether a linear layer computes what torch's own does, as far as the process goes."""
+    layer, function = torch.nn.Linear.forward, functional.linear
+    if layer.__module__ != torch.nn.Linear.__module__ or not (function is _linear or function.__module__ == _ZERO):
+        return False
+    return not torch._C._len_torch_function_stack() or all(  # torch.set_default_device has one
+        type(mode) is DeviceContext for mode in _get_current_function_mode_stack())
+
+
 class _Layer:
     """A linear layer that adds its weight's gradient itself. The weight is not saved for the backward, where it is bound anew."""
 
-    def __init__(self, sums: Sums, module: torch.nn.Linear, unit: int, slot: int):
+    def __init__(self, sums: Sums, module: torch.nn.Linear, unit: int, slot: int, device: str):
         self.sums, self.binder, self.module, self.unit, self.slot = sums, sums.binder, module, unit, slot
-        self.weight, self.parameters, self.plain = module.weight, module._parameters, module.forward
-        self.device, self.fused = module.weight.device.type, True
-        self.used, self.visited = self.binder.handoff.params, self.binder.visited
+        self.weight, self.parameters = module.weight, module._parameters
+        self.device, self.fused = device, True
         module.forward = self.forward
 
     def remove(self) -> None:
-        self.fused = False  # somebody may have wrapped it
+        """The module computes as before, also where somebody has wrapped its forward; nothing of the engine is kept alive."""
         if self.module.__dict__.get("forward") == self.forward:
             del self.module.forward
+        self.fused = False
+        del self.sums, self.binder, self.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The module's."""
-        weight = self.parameters["weight"]
-        if (torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(input) is not torch.Tensor
-                or weight is not self.weight or not weight.requires_grad or input.dtype != weight.dtype or not self.fused
-                or self.unit not in self.used or self.unit not in self.visited  # not in a pass of its own unit
-                or torch.is_autocast_enabled(self.device) or torch._C._are_functorch_transforms_active()
-                or forward_ad._current_level >= 0):
-            return self.plain(input)
-        return _Linear.apply(input, weight, self.parameters["bias"], self)
+        if (torch.compiler.is_compiling() or not self.fused or not torch.is_grad_enabled() or not self.binder.passes(self.unit)
+                or self.parameters.get("weight") is not self.weight or "bias" not in self.parameters
+                or type(input) is not torch.Tensor or input.dtype != self.weight.dtype or not self.weight.requires_grad
+                or type(self.module) is not torch.nn.Linear or not _as_ever() or torch.is_autocast_enabled(self.device)
+                or torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0):
+            return type(self.module).forward(self.module, input)
+        return _Linear.apply(input, self.weight, self.parameters["bias"], self)
 
     def add(self, node: Any, grad: torch.Tensor, x: torch.Tensor) -> bool:
         """Whether grad^T x has been added to the sum: not if the gradient must go the common way, to hooks or to the user."""
         p = self.weight
-        if torch.is_grad_enabled() or p._backward_hooks or p._post_accumulate_grad_hooks:  # the first: under create_graph
+        if (torch.is_grad_enabled()  # under create_graph
+                or not p.requires_grad or p._backward_hooks or p._post_accumulate_grad_hooks):
             return False
         try:
             accumulates = torch._C._will_engine_execute_node(node)
@@ -173,14 +189,18 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torch.Tensor:
-        ctx.layer = layer
+        ctx.layer, ctx.version = layer, weight._version
         ctx.save_for_backward(x)
-        return _linear(x, weight, bias)
+        y = _linear(x, weight, bias)
+        return _no_view(y, y.shape) if y._is_view() else y  # of a view that is made in here autograd lets nobody change a value
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), layer, (for_x, for_weight, for_bias, _) = ctx.saved_tensors, ctx.layer, ctx.needs_input_grad
         layer.binder.read_again(layer.unit)
+        if layer.weight._version != ctx.version:  # as autograd says it of tensors that it has saved
+            raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation: "
+                               "the weight of a linear layer")
         rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         gradient = weights = biases = None
         if for_x:

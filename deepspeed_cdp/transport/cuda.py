@@ -198,10 +198,19 @@ class Watch:
         torch.cuda.set_device(transport.device)
         torch.cuda.current_stream().query()  # makes the context current here too, which calls of the driver need
         while not self._over.wait(min(1.0, patience / 4)):
-            if transport._failure or self._late(patience):
-                transport.give_up(transport._failure or transport.diagnose())
+            try:
+                reason = transport._failure or (transport.diagnose() if self._late(patience) else None)
+            except RuntimeError as error:  # of the driver: the device itself has failed
+                reason = f"rank {transport.rank}: the GPU does not answer: {error}"
+            if reason:
+                transport.give_up(reason)
 
     def stop(self) -> None:
         self._over.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
+
+    @property
+    def over(self) -> bool:
+        """Whether it does nothing any more."""
+        return not self._thread.is_alive()

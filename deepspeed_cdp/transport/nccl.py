@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._memory: torch.Tensor | None = None
         self._sides: list[int] = []  # the watch's streams, see _spoil
         # page-locked, so that a thread can write to the device without a stream: a gate, and which of the ``_sides`` are done
-        self._words = torch.zeros(1 + _SPOILERS, dtype=torch.int32, pin_memory=True)
+        self._words = torch.zeros(1 + _SPOILERS, dtype=torch.int32, device="cpu", pin_memory=True)
         self._words[0] = OPEN
         self._watch = Watch(self)
 
@@ -199,29 +200,37 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if self._failure:
             return
         self._failure = reason
-        if spoil and self._memory is not None:
-            with suppress(RuntimeError):  # what matters most comes below
-                self._spoil(self._memory)
-        held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
-        try:  # all at once: an abort waits for the device, which another communicator's message may hold
-            ends = [threading.Thread(target=self._end, args=(comm,), daemon=True) for comm, _ in self._ends.values()]
-            for end in ends:
-                end.start()
+        try:
+            if spoil and self._memory is not None:
+                self._words[0] = CLOSED
+                self._aside(self._spoil, self._memory).join(1.0)
+            held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
+            # all at once: an abort waits for the device, which another communicator's message may hold
+            ends = [self._aside(self._end, comm) for comm, _ in self._ends.values()]
             deadline = time.monotonic() + 1.0
-            while not self._words[1:].any() and self._sides and time.monotonic() < deadline:
+            while self._sides and not self._words[1:].any() and time.monotonic() < deadline:
                 time.sleep(0.001)  # and no call of the driver, which the aborts may block
-            self._words[0] = OPEN
-            deadline = time.monotonic() + self.timeout_seconds
-            for end in ends:
-                end.join(max(deadline - time.monotonic(), 0.0))
         finally:
-            if held:
-                self._lock.release()
+            self._words[0] = OPEN
+        deadline = time.monotonic() + self.timeout_seconds
+        for end in ends:
+            end.join(max(deadline - time.monotonic(), 0.0))
+        if held:
+            self._lock.release()
+
+    def _aside(self, call: Callable[..., None], *given: Any) -> threading.Thread:
+        """Call it in a thread of its own, which nobody need wait for: a driver that is busy may keep it for ever."""
+        def run() -> None:
+            torch.cuda.set_device(self.device)
+            with suppress(Exception):  # what has gone wrong is told by who gave up
+                call(*given)
+        thread = threading.Thread(target=run, daemon=True, name="deepspeed_cdp giving up")
+        thread.start()
+        return thread
 
     def _spoil(self, memory: torch.Tensor) -> None:
-        """Keep whoever waits for a message from going on, and begin to fill this rank's buffers with nan, on several streams: a
-        device has few queues, so some may be held up until the messages have ended."""
-        self._words[0] = CLOSED
+        """Begin to fill this rank's buffers with nan, on several streams: a device has few queues, so some may be held up until
+        the messages have ended. Nobody who waits for a message goes on until one of them is done."""
         for k in range(_SPOILERS):
             side = self.driver.stream(-(2 + k % 4))
             self._sides.append(side)
@@ -229,7 +238,6 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             self.driver.write(side, self._words.data_ptr() + 4 * (1 + k), OPEN)
 
     def _end(self, comm: int) -> None:
-        torch.cuda.set_device(self.device)  # in this thread
         self._nccl.abort(comm)
 
     # ---- the end --------------------------------------------------------------------------------------------------------
@@ -250,7 +258,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if not self._failure:
             self.give_up(f"{where}: the transport is closed", False)
         torch.cuda.synchronize(self.device)
-        for lane in (*self._sides, *(lane for _, lane in self._ends.values())):
+        for lane in (*(self._sides if self._watch.over else ()), *(lane for _, lane in self._ends.values())):
             self.driver.destroy(lane)
         self._ends.clear()
         self._memory = None

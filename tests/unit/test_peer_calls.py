@@ -153,6 +153,24 @@ def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, spoil, monk
     assert made._words[0] == 1 and time.monotonic() - begun < 0.9
 
 
+@pytest.mark.parametrize("wrong", ["blocks", "raises"])
+def test_over_nccl_messages_end_even_if_nothing_can_be_filled(transport, wrong, monkeypatch):
+    made, aborted, over = over_nccl(transport), [], threading.Event()
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    made._memory, made._sides, made._lock = torch.zeros(32, dtype=torch.uint8), [], threading.Lock()
+
+    def stream(priority):
+        if wrong == "raises":
+            raise OSError("no stream")
+        over.wait(20)  # as a driver does whose lock another thread has
+        return 31
+    made.driver.stream, made._nccl = stream, SimpleNamespace(abort=aborted.append)
+    begun = time.monotonic()
+    made.give_up("a peer is gone")
+    over.set()
+    assert aborted == [77] and made._words[0] == 1 and not made._lock.locked() and time.monotonic() - begun < 5
+
+
 def test_streams_follow_one_point_until_the_stream_moves_on(transport):
     """The default stream's handle is 0, so no number can stand for "none": each new point must be recorded."""
     source = torch.zeros(8, dtype=torch.uint8)

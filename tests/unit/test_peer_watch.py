@@ -109,3 +109,14 @@ def test_nothing_is_late_while_events_come(watched):
         time.sleep(0.02)
     time.sleep(3 * PATIENCE)  # nor after the last one has come, however long the pause
     assert not transport.reasons
+
+
+def test_a_device_that_fails_is_told(watched):
+    transport, watch = watched
+
+    def reached(event: int) -> bool:
+        raise RuntimeError("cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS")
+    transport.rank, transport.driver.reached = 3, reached
+    watch.look_behind(0)
+    assert until(lambda: transport.reasons, 10)
+    assert transport.reasons[0] == "rank 3: the GPU does not answer: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS"
