@@ -197,6 +197,9 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), layer, (for_x, for_weight, for_bias, _) = ctx.saved_tensors, ctx.layer, ctx.needs_input_grad
+        if not layer.fused:
+            raise ValueError("a backward came after engine.destroy(), with which the parameters are gone; call "
+                             "engine.backward(loss) before")
         layer.binder.read_again(layer.unit)
         if layer.weight._version != ctx.version:  # as autograd says it of tensors that it has saved
             raise RuntimeError("one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -10,11 +10,12 @@ import pytest
 import torch
 from local_ring import run_ranks
 from test_breaks import Chain, batch, line, loss
-from test_fusion import MODELS, SIZE, assert_equal, build, inside, one_step, sgd
+from test_fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, sgd
 from torch import nn
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
+from deepspeed_cdp.runtime import Runtime
 from deepspeed_cdp.sums import Sums
 
 
@@ -139,6 +140,19 @@ def test_layers_without_elements_and_weights_frozen_after_the_forward() -> None:
     want = build("hooks: plain").state_dict()
     assert torch.equal(got["blocks.3.first.weight"], want["blocks.3.first.weight"])
     assert not torch.equal(got["blocks.5.first.weight"], want["blocks.5.first.weight"])
+
+
+def test_a_backward_after_the_end_is_refused() -> None:
+    module = build("hooks: plain")
+
+    def work(rank: int, transport: Any) -> None:
+        runtime = Runtime(module, sgd(list(module.named_parameters())), settings(), transport, torch.device("cpu"))
+        with runtime.forward():
+            value = loss(module, batch(0, 0, rank))
+        runtime.close(False)
+        with pytest.raises(ValueError, match=r"a backward came after engine.destroy\(\)"):
+            value.backward()
+    run_ranks(1, work)
 
 
 def test_layers_are_their_own_again_after_the_end() -> None:
