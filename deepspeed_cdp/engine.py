@@ -115,6 +115,9 @@ class CyclicEngine(DeepSpeedEngine):
         if self._config.cyclic_ignored:
             log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0],
                      level=logging.WARNING)
+        if why := self._runtime.binder.sums.why_none:
+            log_dist(f"gradients are added after the products that make them, which is slower: {why}", ranks=[0],
+                     level=logging.WARNING)
         if warning := self.cyclic_plan.schedule.warning:
             log_dist(warning, ranks=[0], level=logging.WARNING)
         _close_at_exit(self)

@@ -27,7 +27,13 @@ _mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add
 
 
 class Sums:
-    """Adds gradients to the sums that a binder's hand-off has in use."""
+    """Adds gradients to the sums that a binder's hand-off has in use.
+
+    Attributes:
+        why_none: for people, why no linear layer is fused though it was asked for; else empty.
+    """
+
+    why_none = ""
 
     def __init__(self, binder: "Binder"):
         self.binder, self._slots, self._in_use = binder, binder.slots, binder.handoff.sums
@@ -93,9 +99,12 @@ class Sums:
             return 0
         if _as_ever():
             self._layers = [_Layer(self, m, i, k, device.type) for m, i, k in fusible(module, self._slots, cuda)]
-        if setting is True and not self._layers:
-            raise ValueError("cyclic.gradient_accumulation_fusion is true, but the model has no torch.nn.Linear whose weight is "
-                             "trained, used by one unit alone and summed in its own dtype (on GPUs also fp32); use \"auto\"")
+            self.why_none = "" if self._layers else ("the model has no torch.nn.Linear whose weight is trained, used by one unit "
+                                                     "alone and summed in its own dtype (on GPUs also fp32)")
+        else:
+            self.why_none = "torch.nn.Linear.forward or torch.nn.functional.linear has been replaced in this process"
+        if setting is True and self.why_none:
+            raise ValueError(f"cyclic.gradient_accumulation_fusion is true, but {self.why_none}; use \"auto\"")
         return len(self._layers)
 
     def remove(self) -> None:

@@ -30,7 +30,7 @@ from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
 
 _CTAS = 4  # multiprocessors that one message may use at most
 _SPOILERS = 12
-CLOSED, OPEN = 0, 1
+_CLOSED, _OPEN = 0, 1
 
 
 class NcclTransport(RendezvousTransport, CudaTransport):
@@ -67,7 +67,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._sides: list[int] = []  # the watch's streams, see _spoil
         # page-locked, so that a thread can write to the device without a stream: a gate, and which of the ``_sides`` are done
         self._words = torch.zeros(1 + _SPOILERS, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._words[0] = OPEN
+        self._words[0] = _OPEN
         self._watch = Watch(self)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             raise HandoffError(self._failure)
         message.where = where
         self.hold(message.handle, (message.line.stream, message.line.peer), message.line.incoming)
-        self.driver.wait(self.current(), self._words.data_ptr(), OPEN)
+        self.driver.wait(self.current(), self._words.data_ptr(), _OPEN)
 
     def _reached(self, message: Message) -> bool:
         return message.handle is not None and message.handle.done()
@@ -202,7 +202,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._failure = reason
         try:
             if spoil and self._memory is not None:
-                self._words[0] = CLOSED
+                self._words[0] = _CLOSED
                 self._aside(self._spoil, self._memory).join(1.0)
             held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
             # all at once: an abort waits for the device, which another communicator's message may hold
@@ -211,7 +211,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             while self._sides and not self._words[1:].any() and time.monotonic() < deadline:
                 time.sleep(0.001)  # and no call of the driver, which the aborts may block
         finally:
-            self._words[0] = OPEN
+            self._words[0] = _OPEN
         deadline = time.monotonic() + self.timeout_seconds
         for end in ends:
             end.join(max(deadline - time.monotonic(), 0.0))
@@ -235,7 +235,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             side = self.driver.stream(-(2 + k % 4))
             self._sides.append(side)
             self.driver.fill(side, memory.data_ptr(), 0xFF, memory.numel())
-            self.driver.write(side, self._words.data_ptr() + 4 * (1 + k), OPEN)
+            self.driver.write(side, self._words.data_ptr() + 4 * (1 + k), _OPEN)
 
     def _end(self, comm: int) -> None:
         self._nccl.abort(comm)

@@ -85,6 +85,12 @@ def test_who_replaces_what_a_layer_does_is_heard(around: Callable[[nn.Module], A
     assert_equal(*results)
 
 
+def test_what_has_been_replaced_before_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.functional, "linear", lambda x, w, b=None: 2 * torch._C._nn.linear(x, w, b))
+    with pytest.raises(ValueError, match="torch.nn.functional.linear has been replaced in this process; use \"auto\""):
+        run_ranks(1, lambda rank, transport: one_step(build("hooks: plain"), rank, transport))
+
+
 def test_a_default_device_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, _ = inside(monkeypatch, around=lambda: torch.device("cpu"))
     assert asked == [True] * 16 * SIZE
