@@ -9,6 +9,10 @@ both ranks at it. NCCL's memory for each (estimated at 10 to 30 MiB; not measure
 A send kernel and its receive kernel hold their multiprocessors until the other has come, so both begin at one place of the order
 that all ranks share (rendezvous.py): the side that is early waits with at most ``_CTAS`` multiprocessors per edge, and nobody
 waits for what lies ahead. The host only enqueues.
+
+A receive that is given up must not look like one that came. Small messages travel in NCCL's protocol LL, which, given up, stores
+what an older message left in its buffer; the other protocol stores nothing. So small messages go by way of longer memory of the
+edge's own, too long for LL, and every place is marked with nan before its message is received.
 """
 
 import threading
@@ -29,6 +33,7 @@ from deepspeed_cdp.transport.nccl_library import Nccl
 from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
 
 _CTAS = 4  # multiprocessors that one message may use at most
+_LONG = 1 << 17  # bytes; protocol LL is for at most 16 KiB per multiprocessor (NCCL_P2P_LL_THRESHOLD)
 _SPOILERS = 12
 _CLOSED, _OPEN = 0, 1
 
@@ -60,6 +65,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._nccl = Nccl()
         self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
         self._ends: dict[Edge, tuple[int, int]] = {}  # edge -> its communicator and its CUDA stream
+        self._longer: dict[Edge, torch.Tensor] = {}  # edge -> memory by way of which its small messages go
         self._lock = threading.Lock()  # one thread at a time in NCCL
         self._order = self.driver.event()  # for one stream to follow another
         self._begun: deque[Message] = deque(maxlen=512)  # the latest, for the watch
@@ -89,19 +95,16 @@ class NcclTransport(RendezvousTransport, CudaTransport):
                 comm = self._in_time(lambda i=i, dst=dst: self._nccl.connect(bytes.fromhex(ids[i]), int(self.rank == dst), _CTAS),
                                      doing)
                 lane = self.driver.stream()
-                self._ends[edge] = comm, lane
+                self._ends[edge], self._longer[edge] = (comm, lane), self._scratch(_LONG)
                 self._in_time(lambda edge=edge: self._try(edge), doing)
         self._meeting.exchange(None, where)
 
     def _try(self, edge: Edge) -> None:
         """NCCL connects at the first message, which blocks the host: let that be here."""
-        comm, lane = self._ends[edge]
-        incoming = edge[2] == self.rank
-        word = torch.full((256,), 1 if incoming else 2, dtype=torch.uint8, device=self.device)
+        word = torch.full((256,), 1 if edge[2] == self.rank else 2, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream(self.device).synchronize()
-        call = self._nccl.receive if incoming else self._nccl.send
-        call(comm, int(not incoming), word.data_ptr(), word.numel(), lane)
-        while not self.driver.idle(lane):
+        self._carry(edge, word)
+        while not self.driver.idle(self._ends[edge][1]):
             time.sleep(0.0005)
         if not bool((word == 2).all()):
             raise RuntimeError("the first message did not arrive whole")
@@ -135,7 +138,8 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if self._failure:
             raise HandoffError(self._failure)
         line, driver = message.line, self.driver
-        comm, lane = self._ends[line.edge(self.rank)]
+        edge = line.edge(self.rank)
+        lane = self._ends[edge][1]
         if message.point is not None:
             message.point.enqueue(lane)
         for ticket in message.after:
@@ -147,14 +151,30 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         if not line.initiates:  # begin no sooner on the device either: until the peer comes, it holds multiprocessors
             driver.record(self._order, self.current())
             driver.follow(lane, self._order)
-        call = self._nccl.receive if line.incoming else self._nccl.send
         with self._lock:
             if self._failure:
                 raise HandoffError(self._failure)
-            call(comm, int(not line.incoming), message.tensor.data_ptr(), message.tensor.numel(), lane)
+            self._carry(edge, message.tensor)
         message.point, message.after = None, ()
         self._begun.append(message)
         return Event(self, (line.stream, line.peer), lane, -1)
+
+    def _carry(self, edge: Edge, tensor: torch.Tensor) -> None:
+        """Enqueue one side of a message; see the module's text."""
+        (comm, lane), driver, nbytes = self._ends[edge], self.driver, tensor.numel()
+        at = place = tensor.data_ptr()
+        length, small = nbytes, nbytes < _LONG
+        if small:
+            place, length = self._longer[edge].data_ptr(), _LONG
+        if edge[2] == self.rank:
+            driver.fill(lane, place, 0xFF, min(nbytes, _LONG))
+            self._nccl.receive(comm, 0, place, length, lane)
+            if small:
+                driver.copy(lane, at, place, nbytes)
+        else:
+            if small:
+                driver.copy(lane, place, at, nbytes)
+            self._nccl.send(comm, 1, place, length, lane)
 
     def _await(self, message: Message, where: Where) -> None:
         if self._failure:
@@ -210,6 +230,8 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             deadline = time.monotonic() + 1.0
             while self._sides and not self._words[1:].any() and time.monotonic() < deadline:
                 time.sleep(0.001)  # and no call of the driver, which the aborts may block
+            if spoil and self._memory is not None and not self._words[1:].any():
+                self._failure += " (and the GPU did not mark what has not come: numbers read after that may be wrong)"
         finally:
             self._words[0] = _OPEN
         deadline = time.monotonic() + self.timeout_seconds
@@ -261,4 +283,5 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         for lane in (*(self._sides if self._watch.over else ()), *(lane for _, lane in self._ends.values())):
             self.driver.destroy(lane)
         self._ends.clear()
+        self._longer.clear()
         self._memory = None

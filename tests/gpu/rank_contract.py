@@ -29,7 +29,7 @@ import torch.distributed as dist  # noqa: E402
 import transport_contract as contract  # noqa: E402
 import transport_endings as endings  # noqa: E402
 from places import take_gpu  # noqa: E402
-from transport_helpers import W, agree, empty, full, is_full  # noqa: E402
+from transport_helpers import W, agree, empty, full, is_full, untouched  # noqa: E402
 
 from deepspeed_cdp.errors import HandoffError  # noqa: E402
 from deepspeed_cdp.transport.nccl import NcclTransport  # noqa: E402
@@ -161,6 +161,30 @@ def device_waits_in_vain(make):
     t.close(linger=False)
 
 
+def what_did_not_come_is_nan(make):
+    """Whoever was let go after the timeout finds 0xFF, of which nan is made, and nothing of older messages."""
+    t, sizes = make(timeout_seconds=5), (8, 4000, 60000, 140000, SLOT_BYTES)
+    memory = t.allocate(sum(sizes)).split(sizes)
+    if t.rank == 0:
+        for _ in range(20):
+            for place in memory:
+                t.post("P", 1, place).wait(W)
+        torch.cuda.synchronize()
+        assert all(is_full(place, 3) for place in memory)
+        found = []
+        for place in memory:
+            t.post("P", 1, place).wait("rank 0, step 7")
+            found.append(place.clone())
+        torch.cuda.synchronize()
+        assert all(untouched(copy) for copy in found), [copy.unique().tolist() for copy in found]
+    else:
+        for _ in range(20):
+            for size in sizes:
+                t.push("P", 0, full(3, size))
+        time.sleep(9)
+    t.close(linger=False)
+
+
 # scenario, ranks, streams, over peer too, broadcasts
 SCENARIOS = [
     (contract.order_on_an_edge, 2, "P", True, False), (contract.edges_are_independent, 2, "free blocked stuck", True, False),
@@ -175,7 +199,7 @@ SCENARIOS = [
     (contract.bad_peers, 2, "P", False, False),
     (relay_and_offers, 2, "P P0", True, False), (relay_and_offers, 4, "P P0", True, False),
     (streams_keep_the_order, 2, "G", True, False), (streams_keep_the_order, 4, "G", True, False),
-    (device_waits_in_vain, 2, "P", True, False),
+    (device_waits_in_vain, 2, "P", True, False), (what_did_not_come_is_nan, 2, "P", False, False),
 ]
 
 
@@ -197,7 +221,8 @@ def main() -> None:
     store = dist.distributed_c10d._get_default_store()
     torch.set_default_device(device)
     # kernels are loaded at their first use, which may wait for the device, and scenarios hold some of its streams (design §6)
-    is_full(full(1), 1), is_full(empty(200000), 1), empty().sum(dtype=torch.int64).item(), empty().copy_(full(2))
+    untouched(empty(200000)), is_full(full(1), 1), is_full(empty(200000), 1), empty().sum(dtype=torch.int64).item()
+    empty().copy_(full(2))
     free = torch.cuda.mem_get_info()[0]
     number = 0
     for kind in sys.argv[1:] or ["nccl", "peer"]:
