@@ -12,7 +12,7 @@ waits for what lies ahead. The host only enqueues.
 
 A receive that is given up must not look like one that came. Small messages travel in NCCL's protocol LL, which, given up, stores
 what an older message left in its buffer; the other protocol stores nothing. So small messages go by way of longer memory of the
-edge's own, too long for LL, and every place is marked with nan before its message is received.
+edge's own, too long for LL, and the beginning of every place is marked with nan before its message is received.
 """
 
 import threading
