@@ -170,17 +170,7 @@ class Access:
                 self.runtime.lent.get(param, param.data).copy_(value)
             self.runtime.publish()
             return
-        held = self._state(name, optim_state_key) if self._owner[name] == self.runtime.handoff.rank else None
-        shape, _ = self._agree_on(name, optim_state_key, held)
-        if tuple(value.shape) != tuple(shape):
-            raise ValueError(f"{what} of {name!r} got a value of shape {tuple(value.shape)}, the state {optim_state_key!r} has "
-                             f"{tuple(shape)}; give a value of that shape")
-        if held is not None:
-            state = self.runtime.owner.optimizer.state[self.runtime.owner.masters[name]]
-            if isinstance(state[optim_state_key], torch.Tensor):
-                held.copy_(value)
-            else:
-                state[optim_state_key] = value.item()
+        self._put_state(what, name, optim_state_key, value, True)
 
     def get_local_fp32_param(self, param: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
         """This rank's part: on the owner all of it, elsewhere an empty tensor. Collective too: it flushes."""
@@ -204,19 +194,14 @@ class Access:
                              f"{self.runtime.transport.label}, whose part has {wanted} (rank {self._owner[name]} owns the "
                              f"parameter); give what {what.replace('set', 'get')} returns")
         self._settle(what)
-        if wanted != (0,):
-            self._local_write(name, value, optim_state_key)
-        if optim_state_key is None:
-            self.runtime.publish()
-        if self.runtime.is_whole and optim_state_key is None:  # keep evaluation's copies right without another collective
-            self.runtime.scatter()
-
-    @torch.no_grad()
-    def _local_write(self, name: str, value: torch.Tensor, key: str | None) -> None:
-        if key is None:
+        if optim_state_key is not None:
+            self._put_state(what, name, optim_state_key, value, False)
+            return
+        with torch.no_grad():
             self._write(name, value)
-        else:
-            self._state(name, key, required=True).copy_(value)
+        self.runtime.publish()
+        if self.runtime.is_whole:  # keep evaluation's copies right without another collective
+            self.runtime.scatter()
 
     def _no_gradient(self, what: str, param: torch.nn.Parameter | None) -> ValueError:
         name = "a gradient" if param is None else f"the gradient of {self._name(param)!r}"
@@ -259,13 +244,31 @@ class Access:
         if self._owner[name] == self.runtime.handoff.rank:
             self._value(name).copy_(value)
 
-    def _state(self, name: str, key: str, required: bool = False) -> torch.Tensor | None:
-        """An entry of the state that this rank keeps for the parameter, None if there is none."""
+    def _state(self, name: str, key: str) -> torch.Tensor | None:
+        """An entry of the state that this rank keeps for the parameter, None if there is none. A copy, if it is a number."""
         owner = self.runtime.owner
         value = owner.optimizer.state.get(owner.masters[name], {}).get(key) if name in owner.masters else None
-        if value is None and required:
-            raise self._no_state(name, key, [])
         return value if value is None or isinstance(value, torch.Tensor) else torch.tensor(value)
+
+    @torch.no_grad()
+    def _put_state(self, what: str, name: str, key: str, value: torch.Tensor, everywhere: bool) -> None:
+        """Collective: write an entry of the state on the owner.
+
+        Args:
+            everywhere: every rank has been given the value; else the owner alone.
+        """
+        mine = self._owner[name] == self.runtime.handoff.rank
+        held = self._state(name, key) if mine else None
+        shape, _ = self._agree_on(name, key, held)
+        if (mine or everywhere) and tuple(value.shape) != shape:
+            raise ValueError(f"{what} of {name!r} got a value of shape {tuple(value.shape)}, the state {key!r} has {shape}; "
+                             "give a value of that shape")
+        if held is not None:
+            state = self.runtime.owner.optimizer.state[self.runtime.owner.masters[name]]
+            if isinstance(state[key], torch.Tensor):
+                held.copy_(value)
+            else:
+                state[key] = type(state[key])(value.item())
 
     def _no_state(self, name: str, key: str, there: list[str]) -> ValueError:
         keys = ", ".join(map(repr, sorted(there))) or "none: it is frozen, or no step has updated it yet"

@@ -23,7 +23,6 @@ from .checkpoint_parts import (
     fit_states,
     fits,
     found_together,
-    moved,
     options_like,
     pack_stage,
     place_of,
@@ -191,12 +190,10 @@ def _apply(engine: "CyclicEngine", runtime: "Runtime", found: dict[str, Any], op
             for key, value in saved.items():
                 if key != "params":
                     group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-        steps_on_device = {p for g in owner.optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]}
         for name, master in owner.masters.items():
             owner.optimizer.state.pop(master, None)
             if state := found["state"].get(name):
-                owner.optimizer.state[master] = {k: moved(v, master.device, master in steps_on_device)
-                                                 for k, v in state.items()}
+                owner.put_state(name, state)
         vector = runtime.handoff.scalars.kept
         vector.zero_() if found["scalars"] is None else vector.copy_(found["scalars"])
     if scheduler_states and found["lr_scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):

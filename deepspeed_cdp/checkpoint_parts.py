@@ -170,11 +170,11 @@ def fit_states(folder: str, optimizer: torch.optim.Optimizer, masters: Mapping[s
 
 
 def fit_counts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """torch's Adam counts in a tensor, DeepSpeed's FusedAdam and CPUAdam in an int: a checkpoint of one is taken by the other."""
-    step = state.get("step")
-    if type(optimizer).__module__.startswith("torch.optim") and "exp_avg" in state and isinstance(step, int):
+    """torch's optimizers count in a tensor, in place, DeepSpeed's in an int: the state of one is taken by the other."""
+    make, step = type(optimizer).__module__, state.get("step")
+    if make.startswith("torch.optim") and isinstance(step, int):
         state["step"] = torch.tensor(float(step), device="cpu")
-    elif type(optimizer).__name__ in ("FusedAdam", "DeepSpeedCPUAdam") and isinstance(step, torch.Tensor):
+    elif make.startswith("deepspeed.") and isinstance(step, torch.Tensor):
         state["step"] = int(step)
 
 
@@ -213,7 +213,7 @@ def try_scheduler(scheduler: Any, state: Any, folder: str) -> None:
 def moved(value: Any, device: torch.device, scalars_too: bool) -> Any:
     """Tensors on the device; those of one number stay on the CPU, as torch's optimizers keep their counts."""
     if isinstance(value, torch.Tensor):
-        return value.to(device) if value.dim() or scalars_too else value
+        return value.to(device).contiguous() if value.dim() or scalars_too else value
     if isinstance(value, dict):
         return {k: moved(v, device, scalars_too) for k, v in value.items()}
     if isinstance(value, (list, tuple)):

@@ -7,7 +7,6 @@ is is found from its files. Exit code 0: done; 1: the checkpoint cannot be read 
 import argparse
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -16,11 +15,11 @@ from typing import Any
 
 import torch
 
+from . import export
+from .cli.output import size, whole
 from .files import CheckpointError, check_tag, read_latest, there, write_text
 from .foreign import open_stored
 from .stored import Stored
-
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str, tag: str | None = None,
@@ -30,9 +29,8 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: str, tag: str | Non
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
     """
-    from .export import weights
     with _open(checkpoint_dir, tag) as stored:
-        return {name: read() for name, (_, read) in weights(stored, exclude_frozen_parameters).items()}
+        return {name: read() for name, (_, read) in export.weights(stored, exclude_frozen_parameters).items()}
 
 
 def _open(checkpoint_dir: str, tag: str | None) -> Stored:
@@ -48,17 +46,11 @@ def _open(checkpoint_dir: str, tag: str | None) -> Stored:
     return stored
 
 
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+)\s*([KMG]?B)?", text.strip(), re.IGNORECASE)
-    if not match or not int(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write a number of bytes, or one with KB, MB or GB, such as 5GB")
-    return int(match[1]) * UNITS[(match[2] or "").upper().removeprefix("B") or ""]
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return int(text)
+def _shard(text: str) -> int:
+    nbytes = size(text)
+    if not nbytes:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size for a file; write one above 0, such as 5GB")
+    return nbytes
 
 
 def _parser(name: str) -> argparse.ArgumentParser:
@@ -79,23 +71,22 @@ def _parser(name: str) -> argparse.ArgumentParser:
         return one
 
     fp32 = command("to-fp32", "the weights in fp32, as safetensors, whole or in several files with an index")
-    fp32.add_argument("--max-shard-size", "--max_shard_size", type=_size, default=_size("5GB"), help="default: 5GB")
+    fp32.add_argument("--max-shard-size", "--max_shard_size", type=_shard, default=export.SHARD, help="default: 5GB")
     fp32.add_argument("--exclude-frozen-parameters", "--exclude_frozen_parameters", action="store_true",
                       help="leave out parameters that were not trained")
     fp32.add_argument("--safe-serialization", "--safe_serialization", action="store_true", help="always so")
     zero3 = command("to-zero3", "a checkpoint that stock ZeRO-3 loads, for a number of ranks: OUT/TAG and OUT/latest")
-    zero3.add_argument("--ranks", type=_positive, required=True, help="how many ranks will load it")
-    zero3.add_argument("--sub-group-size", type=_positive, default=10**9,
+    zero3.add_argument("--ranks", type=whole, required=True, help="how many ranks will load it")
+    zero3.add_argument("--sub-group-size", type=whole, default=10**9,
                        help="zero_optimization.sub_group_size of that run; default: DeepSpeed's, 1e9")
     command("to-universal", "a universal checkpoint, for ZeRO-3 with any number of ranks: OUT/TAG and OUT/latest_universal")
     cyclic = command("to-cyclic", "a checkpoint of the cyclic engine: OUT/TAG and OUT/latest", aliases=["from-zero3"])
-    cyclic.add_argument("--max-shard-size", type=_size, default=_size("5GB"), help="default: 5GB")
+    cyclic.add_argument("--max-shard-size", type=_shard, default=export.SHARD, help="default: 5GB")
     command("check", "read every file and say what is in it", writes=False)
     return parser
 
 
 def _convert(stored: Stored, args: argparse.Namespace, tick: Callable[[str], None]) -> dict[str, Any]:
-    from . import export
     out, tag = getattr(args, "out", ""), stored.tag
     if args.command == "to-fp32":
         return export.write_fp32(stored, out, args.max_shard_size, args.exclude_frozen_parameters, args.overwrite, tick)

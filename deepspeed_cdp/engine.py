@@ -3,11 +3,8 @@
 Only what differs from ``DeepSpeedEngine`` is here; the work is done by ``Runtime``.
 """
 
-import atexit
 import hashlib
 import logging
-import sys
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,20 +16,19 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 
-from . import __version__, checkpoint, trace
+from . import checkpoint, trace
 from .access import Access, offload_stub
 from .errors import HandoffError
-from .files import CheckpointError
 from .initial import Initial
+from .peers import Peer, close_at_exit
 from .plan import Plan
 from .rings import rings_of
 from .runtime import Runtime, Settings
 from .throughput import on_stream
 from .transport import connect
-from .transport.base import Transport
 
 
-class CyclicEngine(DeepSpeedEngine):
+class CyclicEngine(Peer, DeepSpeedEngine):
     """What ``deepspeed.initialize`` returns when ``"cyclic": {"enabled": true}``.
 
     Attributes:
@@ -40,11 +36,9 @@ class CyclicEngine(DeepSpeedEngine):
         optimizer_group_names: names of the trained parameters of each of the optimizer's groups, in its order, on every rank.
     """
 
-    _transport: Transport | None = None
     _runtime: Runtime | None = None
     _access: Access | None = None
     _initial: Initial | None = None
-    _failed = False
     _evaluating = False  # between eval() and train()
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
@@ -68,22 +62,15 @@ class CyclicEngine(DeepSpeedEngine):
         """Collective: all ranks have the same settings and the same model, or all end with a sentence about what differs."""
         shapes = [(n, str(p.dtype), *getattr(p, "ds_shape", p.shape)) for n, p in model.named_parameters()]
         config = self._config.cyclic_config.model_dump()
-        mine = {
-            "deepspeed_cdp version": __version__, "torch version": torch.__version__,
-            **{f"cyclic.{key}": value for key, value in config.items()},
+        self._compare({
+            "torch version": torch.__version__, **{f"cyclic.{key}": value for key, value in config.items()},
             "gradient_accumulation_steps": self.gradient_accumulation_steps(), "gradient_clipping": self.gradient_clipping(),
             "zero_optimization.stage": int(self.zero_optimization_stage()),
             "dtypes": list(map(str, self.get_data_types())), "loss scale (fp16)": self._loss_scale(),
             "torch_autocast.dtype": str(self.torch_autocast_dtype()) if self.torch_autocast_enabled() else None,
             "number of parameters": len(shapes),
             "parameter names, shapes and dtypes (digest)": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
-        }
-        everyone = self._transport.gather(mine, f"rank {self._transport.rank}, comparing settings between ranks")
-        for key, value in mine.items():
-            for rank, other in enumerate(everyone):
-                if other.get(key) != value:
-                    raise ValueError(f"{key} is {value!r} on rank {self._transport.rank} but {other.get(key)!r} on rank {rank}; "
-                                     "start every rank with the same config, model and package versions")
+        })
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works, tested with ZeRO or not
@@ -120,7 +107,7 @@ class CyclicEngine(DeepSpeedEngine):
                      level=logging.WARNING)
         if warning := self.cyclic_plan.schedule.warning:
             log_dist(warning, ranks=[0], level=logging.WARNING)
-        _close_at_exit(self)
+        close_at_exit(self)
         return self._runtime.optimizer
 
     def _loss_scale(self) -> float | dict[str, Any] | None:
@@ -171,8 +158,16 @@ class CyclicEngine(DeepSpeedEngine):
                 return super().forward(*inputs, **kwargs)
 
     def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As DeepSpeed's."""
+        """As DeepSpeed's.
+
+        Raises:
+            ValueError: the loss is not one number.
+        """
         with self._noting_failure():
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+                raise ValueError(f"the loss of step {self._runtime.handoff.global_step} is {what}; give engine.backward() a "
+                                 "tensor of one number, such as loss.mean()")
             self._runtime.check_first_loss(loss)
             self._runtime.handoff.add_loss(loss)
             return super().backward(loss, *args, **kwargs)
@@ -269,16 +264,6 @@ class CyclicEngine(DeepSpeedEngine):
         finally:
             trace.write(trace.file_of(path, recorder.rank), recorder.stop())
 
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:  # on all ranks, and nothing was changed: training may go on
-            raise
-        except BaseException:
-            self._failed = True  # peers must learn of it from a closed connection, not from their timeout
-            raise
-
     # ---- whole parameters -----------------------------------------------------------------------------------------------
     def flush(self) -> None:
         """Collective: finish all steps and apply the last update; the next step reads it everywhere (the delay starts anew)."""
@@ -341,7 +326,7 @@ class CyclicEngine(DeepSpeedEngine):
     def destroy(self) -> None:
         """As DeepSpeed's; waits until neighbours have taken the last hand-offs, unless this rank has failed."""
         runtime, transport = self.__dict__.get("_runtime"), self.__dict__.get("_transport")
-        whole = not self._failed and not isinstance(sys.exc_info()[1], Exception)
+        whole = self._is_well
         if self.__dict__.get("_access") is not None:
             self._access.detach()
         if runtime is not None:
@@ -349,19 +334,6 @@ class CyclicEngine(DeepSpeedEngine):
         elif transport is not None:
             transport.close(False)
         super().destroy()
-
-
-def _close_at_exit(engine: CyclicEngine) -> None:
-    """A script may simply end: its neighbours still need its last hand-offs (unless it ends by an error)."""
-    reference = weakref.ref(engine)
-
-    def close() -> None:
-        live = reference()
-        if live is not None:
-            live._failed = live._failed or getattr(sys, "last_value", None) is not None
-            live.destroy()
-
-    atexit.register(close)
 
 
 __all__ = ["CyclicEngine", "HandoffError"]

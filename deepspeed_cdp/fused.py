@@ -199,12 +199,14 @@ class Adam:
         return self._all(squares)
 
     def settle(self) -> None:
-        """Write the numbers of steps into the optimizer's state, where they are not kept up to date while training."""
+        """Write the numbers of steps into the optimizer's state, where they are not kept up to date while training; the next
+        update reads them there anew, for whoever looks may change them."""
         for _, batches in self._batches.values():
             for batch, names in batches:
                 for name in names:
                     state = self.optimizer.state[self.masters[name]]
                     state["step"] = state["step"].fill_(batch.count) if isinstance(state["step"], torch.Tensor) else batch.count
+        self._batches.clear()
 
     def _all(self, squares: list[torch.Tensor]) -> torch.Tensor:
         return squares[0] if len(squares) == 1 else torch.cat(squares) if squares else self._zero

@@ -105,7 +105,7 @@ class Handoff(OwnerActions):
         Raises:
             ValueError: in the middle of a step.
         """
-        where = f"rank {self.rank}, step {self.global_step}, flush"
+        where = f"rank {self.transport.label}, step {self.global_step}, flush"
         if self._cursor or self.round:
             raise ValueError(f"engine.flush() came in the middle of step {self.global_step}: {self.round} of "
                              f"{self.schedule.rounds} micro-batches are done; call engine.step() first")
@@ -198,7 +198,7 @@ class Handoff(OwnerActions):
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Enter a micro-batch's loss, for the step's mean."""
-        self.losses += loss.detach().to(torch.float64)
+        self.losses += loss.detach().to(torch.float64).reshape(())
         self.loss_count += 1
 
     def _walk(self, index: int) -> None:

@@ -36,7 +36,7 @@ class OffloadedOwner(StageOwner):
         self._value_buffers: dict[str, torch.Tensor] = {}
         self._arrived: dict[int, torch.cuda.Event] = {}  # by unit: its gradients are in host memory
         self._taken: torch.cuda.Event | None = None  # all that is in the value buffers has been read
-        self._norm2: tuple[int, torch.Tensor] | None = None  # step and the norm to clip it by, on the host
+        self._norm2: torch.Tensor | None = None  # to clip this step's update by, on the host
         super().__init__(*args)
         self.by_unit = self.by_unit or type(self.optimizer).__module__ in BY_UNIT
 
@@ -96,9 +96,9 @@ class OffloadedOwner(StageOwner):
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:
         """As ``StageOwner``'s, on the host, once the gradients are there."""
         if norm2 is not None and self.clip > 0:
-            if self._norm2 is None or self._norm2[0] != step:
-                self._norm2 = step, norm2.to(self.home)
-            norm2 = self._norm2[1]
+            if self._norm2 is None:
+                self._norm2 = norm2.to(self.home)
+            norm2 = self._norm2
         for i in [unit] if unit is not None else list(self._grads):
             self._wait(self._arrived.pop(i, None))
         super().update(step, norm2, unit, slot)

@@ -13,6 +13,7 @@ from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.utils import maybe_loss_for_backward
 
 from . import fused
+from .checkpoint_parts import fit_counts, moved
 from .handoff import Handoff
 from .loss_scale import LossScale
 from .units import Layout, Slot
@@ -104,16 +105,11 @@ class StageOwner:
 
     def put_state(self, name: str, state: dict[str, Any]) -> None:
         """Give the optimizer a saved state of a parameter, perhaps saved by an optimizer of another device or make."""
-        master = self.masters[name]
-        home = master.device
-        state = {k: v.to(home).contiguous() if isinstance(v, torch.Tensor) and (v.dim() or home.type == "cpu") else v
-                 for k, v in state.items()}
-        make, step = type(self.optimizer).__module__, state.get("step")
-        if make.startswith("deepspeed.") and isinstance(step, torch.Tensor):  # which counts in a number
-            state["step"] = int(step)
-        elif make.startswith("torch.optim") and isinstance(step, int):  # which counts in a tensor, in place
-            state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
-        self.optimizer.state[master] = state
+        master, state = self.masters[name], dict(state)
+        on_device = any(p is master for g in self.optimizer.param_groups if g.get("fused") or g.get("capturable")
+                        for p in g["params"])
+        fit_counts(self.optimizer, state)
+        self.optimizer.state[master] = {k: moved(v, master.device, on_device) for k, v in state.items()}
 
     # ---- publishing -----------------------------------------------------------------------------------------------------
     @torch.no_grad()

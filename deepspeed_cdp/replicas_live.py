@@ -33,7 +33,8 @@ class ReplicaHandoff(Handoff):
 
     def spread(self) -> None:
         """Collective, between steps: every rank's replica gets what the owners have published."""
-        where, (_, starts, _) = f"rank {self.rank}, step {self.global_step}, bringing replicas up to date", self.plan.replica
+        where = f"rank {self.transport.label}, step {self.global_step}, bringing replicas up to date"
+        _, starts, _ = self.plan.replica
         for stage, start in enumerate(starts):
             owner = self.schedule.owner(stage)
             nbytes = self.plan.v_layout(stage)[1]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from local_ring import run_ranks
+from optimizers import two_groups
 from torch import nn
 
 from deepspeed_cdp import reference
@@ -91,9 +92,10 @@ def loss(out: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return ((out - labels) ** 2).mean()
 
 
-def adamw(named) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([{"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
-                              {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0}], lr=1e-2)
+def farthest(got: dict, want: dict) -> float:
+    """The largest difference between weights of the same names."""
+    assert got.keys() == want.keys()
+    return max((got[n] - want[n]).abs().max().item() for n in want)
 
 
 @dataclass
@@ -148,7 +150,7 @@ def train(case: Case) -> tuple[dict[str, torch.Tensor], list[list[float]], list[
         parts = {s: model.part(s, schedule) for s in schedule.stages_of(rank)}
         named = [(n, p) for part in parts.values() for u in sorted(part.units) for n, p in part.units[u]]
         named = list({id(p): (n, p) for n, p in named}.values())
-        runtime = PipeRuntime(schedule, rank, parts, loss, adamw(named), {p: n for n, p in named},
+        runtime = PipeRuntime(schedule, rank, parts, loss, two_groups(named), {p: n for n, p in named},
                               transport if schedule.ranks > 1 else None, torch.device("cpu"), case.clip, case.sum_dtype)
         if case.change:
             case.change(runtime)
@@ -197,7 +199,7 @@ def oracle(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
     stages = [[f"layers.{n}" for n in stage] for stage in names]
     trained = reference.train(
         whole, stages, case.threshold, lambda t, m, r: batch(t, m * case.stages + r, dtype=case.dtype),
-        lambda call, b: loss(call(b[0]), b[1]), adamw, case.steps, rounds=case.rounds, clip=case.clip,
+        lambda call, b: loss(call(b[0]), b[1]), two_groups, case.steps, rounds=case.rounds, clip=case.clip,
         flush_after=case.flush_after, grad_dtype=case.sum_dtype, on_step=decay)
     means = [sum(trained.losses[t, m, r] for m in range(case.rounds) for r in range(case.stages)) / (case.rounds * case.stages)
              for t in range(case.steps)]

@@ -114,7 +114,8 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
     settings = Settings(cyclic.rule, cyclic.partition_method, cyclic.units,
                         int(_number(config, "gradient_accumulation_steps", 1) or 1),
                         float(_number(config, "gradient_clipping", 1.0) or 0.0),  # 1.0 is DeepSpeed's own default
-                        DTYPES.get(sums), cyclic.keep_after_forward, int(cyclic.min_unit_mb * 2 ** 20))
+                        DTYPES.get(sums), cyclic.keep_after_forward, int(cyclic.min_unit_mb * 2 ** 20),
+                        warmup_steps=cyclic.warmup_steps)
     micro = _number(config, "train_micro_batch_size_per_gpu", None)
     if micro is None and (batch := _number(config, "train_batch_size", None)):
         micro = batch // (ranks * settings.rounds) or None

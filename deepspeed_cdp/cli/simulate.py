@@ -88,7 +88,7 @@ def _exact(method: str, visits: int, rings: int, schedule: Schedule) -> bool:
 
 
 def _equal_plan(args: argparse.Namespace, schedule: Schedule, hardware: Hardware) -> tuple[Plan, Times]:
-    count, units = schedule.ranks * args.units, []
+    count = schedule.ranks * args.units
     each = args.parameters / count
     nbytes = max(int(each * args.bytes_per_parameter) // 256, 1) * 256
     units = tuple(Unit(f"unit {i}", i // args.units, (f"w{i}",), (), nbytes, nbytes) for i in range(count))
@@ -108,9 +108,8 @@ def figures(args: argparse.Namespace, go: Callable[..., Any], schedule: Schedule
             ring: int) -> dict[str, Any]:
     """Everything that is printed, as plain data; seconds."""
     calm = go()
-    period, busy = calm.period(), sum(stages.forward) + sum(stages.backward)
-    busy *= schedule.rounds
-    pass_time = busy / schedule.rounds / (2 * ring)
+    period, once = calm.period(), sum(stages.forward) + sum(stages.backward)
+    busy, pass_time = once * schedule.rounds, once / (2 * ring)
     jitters = [j / 1e3 for j in args.jitter_ms] if args.jitter_ms is not None else [f * period for f in (0.05, 0.1, 0.2)]
     disturbed = []
     for jitter in jitters if ring <= 1024 else ():

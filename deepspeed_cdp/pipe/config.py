@@ -19,13 +19,7 @@ _RING_ONLY = {
 
 
 class PipelineConfig(deepspeed.DeepSpeedConfig):
-    """What ``deepspeed.initialize`` parses the config with when it gets a PipelineModule and a cyclic block.
-
-    Attributes:
-        cyclic_pipeline: tells ``support.check_supported`` that it is about a pipeline.
-    """
-
-    cyclic_pipeline = True
+    """What ``deepspeed.initialize`` parses the config with when it gets a PipelineModule and a cyclic block."""
 
     def _initialize_params(self, param_dict: dict[str, Any]) -> None:
         super()._initialize_params(param_dict)

@@ -3,10 +3,8 @@
 import hashlib
 import logging
 import math
-import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,11 +16,8 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 
-from deepspeed_cdp import __version__
-from deepspeed_cdp.engine import _close_at_exit
-from deepspeed_cdp.files import CheckpointError
+from deepspeed_cdp.peers import Peer, close_at_exit
 from deepspeed_cdp.schedule import threshold
-from deepspeed_cdp.transport.base import Transport
 
 from . import checkpoint
 from .evaluate import evaluate
@@ -60,7 +55,7 @@ class PipeOptimizer(DeepSpeedOptimizer):
         """Nothing: sums begin anew with each step."""
 
 
-class CyclicPipelineEngine(PipelineEngine):
+class CyclicPipelineEngine(Peer, PipelineEngine):
     """What ``deepspeed.initialize`` returns for a PipelineModule when ``"cyclic": {"enabled": true}``.
 
     Attributes:
@@ -70,8 +65,7 @@ class CyclicPipelineEngine(PipelineEngine):
     """
 
     _runtime: PipeRuntime | None = None
-    _transport: Transport | None = None
-    _failed = _placed = False
+    _placed = False
 
     # ---- setting up ---------------------------------------------------------------------------------------------------------
     def __init__(self, *args: Any, **kwargs: Any):
@@ -112,20 +106,14 @@ class CyclicPipelineEngine(PipelineEngine):
             return
         layers = repr([(type(s).__name__, repr(s)) for s in model._layer_specs]) if all(
             not isinstance(s, torch.nn.Module) and not callable(getattr(s, "__code__", None)) for s in model._layer_specs) else ""
-        mine = {
-            "deepspeed_cdp version": __version__, "torch version": torch.__version__,
+        self._compare({
+            "torch version": torch.__version__,
             **{f"cyclic.{key}": value for key, value in self._config.cyclic_config.model_dump().items()},
             "gradient_accumulation_steps": self.gradient_accumulation_steps(), "gradient_clipping": self.gradient_clipping(),
             "dtypes": list(map(str, self.get_data_types())), "bounds of the stages": bounds_of(model),
             "tied stages": [list(t) for t in self._ties.values()],
             "layers (digest)": hashlib.sha256(layers.encode()).hexdigest()[:16],
-        }
-        rank = self._transport.rank
-        for other, theirs in enumerate(self._transport.gather(mine, f"rank {rank}, comparing settings between ranks")):
-            for key, value in mine.items():
-                if theirs.get(key) != value:
-                    raise ValueError(f"{key} is {value!r} on rank {rank} but {theirs.get(key)!r} on rank {other}; start every "
-                                     "rank with the same config, model and package versions")
+        })
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works
@@ -152,7 +140,7 @@ class CyclicPipelineEngine(PipelineEngine):
             log_dist(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}", ranks=[0],
                      level=logging.WARNING)
         log_dist(f"cyclic pipeline: {schedule.stages} stages, placement {self.placement}, K = {schedule.threshold}", ranks=[0])
-        _close_at_exit(self)
+        close_at_exit(self)
         return PipeOptimizer(optimizer, self._runtime)
 
     def _part(self, stage: int) -> Part:
@@ -315,16 +303,6 @@ class CyclicPipelineEngine(PipelineEngine):
         norm = self.cyclic_metrics["grad_norm"]
         return norm if norm is not None or self.global_steps == 0 else math.nan
 
-    @contextmanager
-    def _noting_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except CheckpointError:  # on all ranks, and nothing was changed
-            raise
-        except BaseException:
-            self._failed = True  # peers must learn of it from a closed connection, not from their timeout
-            raise
-
     # ---- checkpoints --------------------------------------------------------------------------------------------------------
     def save_checkpoint(self, save_dir: str, tag: str | None = None, client_state: dict | None = None, save_latest: bool = True,
                         exclude_frozen_parameters: bool = False) -> bool:
@@ -360,9 +338,8 @@ class CyclicPipelineEngine(PipelineEngine):
     def destroy(self) -> None:
         """As DeepSpeed's; waits until neighbours have taken the last messages, unless this rank has failed."""
         transport = self.__dict__.get("_transport")
-        whole = not self._failed and not isinstance(sys.exc_info()[1], Exception)
         if transport is not None:
-            transport.close(whole)
+            transport.close(self._is_well)
         super().destroy()
 
 

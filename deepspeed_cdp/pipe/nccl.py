@@ -27,12 +27,12 @@ from deepspeed_cdp.transport.meeting import Meeting
 class _Ticket:
     """One side of one message; keeps its memory until it was waited for."""
 
-    __slots__ = ("transport", "stream", "peer", "receiving", "tensor", "work", "began")
+    __slots__ = ("transport", "stream", "peer", "receiving", "tensor", "work")
 
     def __init__(self, transport: "GroupTransport", stream: str, peer: int, receiving: bool, tensor: torch.Tensor,
                  work: dist.Work | None):
         self.transport, self.stream, self.peer, self.receiving = transport, stream, peer, receiving
-        self.tensor, self.work, self.began = tensor, work, time.monotonic()
+        self.tensor, self.work = tensor, work
 
     def done(self) -> bool:
         return self.work is None or self.work.is_completed()
@@ -63,7 +63,8 @@ class GroupTransport(Transport):
         self._meeting = Meeting(rank, size, timeout_seconds, None, "deepspeed_cdp_pipe", where)
         self._groups = {(src, dst): dist.new_group([src, dst], timeout=patience, backend=backend)  # connected when first used
                         for src in range(size) for dst in range(size) if src != dst}
-        self._watched: deque[tuple[dist.Work, torch.Tensor, str, str, float]] = deque()
+        self._closed = False
+        self._watched: deque[tuple[dist.Work, torch.Tensor, str, float]] = deque()
 
     def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
              from_at: int = -1) -> _Ticket:
@@ -88,10 +89,10 @@ class GroupTransport(Transport):
         what = "no message" if ticket.receiving else "nobody took the message"
         whose = f"{'from' if ticket.receiving else 'for'} rank {ticket.peer}"
         text = f"{where}: {what} on stream {ticket.stream} {whose} within {self.timeout_seconds} s"
-        self._watched.append((ticket.work, ticket.tensor, text, ticket.stream, time.monotonic()))
+        self._watched.append((ticket.work, ticket.tensor, text, time.monotonic()))
         while self._watched and self._watched[0][0].is_completed():
             self._watched.popleft()
-        if self._watched and time.monotonic() - self._watched[0][4] > self.timeout_seconds:
+        if self._watched and time.monotonic() - self._watched[0][3] > self.timeout_seconds:
             raise HandoffError(self._watched[0][2])
 
     def gather(self, value: Any, where: Where) -> list[Any]:
@@ -105,6 +106,10 @@ class GroupTransport(Transport):
         raise NotImplementedError("a pipeline's flush leaves no message under way")
 
     def close(self, linger: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
         if linger and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+        self._meeting.close(None)
         self._watched.clear()

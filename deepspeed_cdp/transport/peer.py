@@ -114,11 +114,6 @@ class PeerTransport(CudaTransport):
         """Remember what a stream is about to wait for, for the watch."""
         self._waits.append((word, where))
 
-    def check(self) -> None:
-        """Raise what the watch has found."""
-        if self._failure:
-            raise HandoffError(self._failure)
-
     # ---- messages -------------------------------------------------------------------------------------------------------
     def _follow(self, lane: int, current: int) -> None:
         if self._point_on != current:

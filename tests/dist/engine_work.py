@@ -7,6 +7,7 @@ from typing import Any
 
 import models
 import torch
+from optimizers import adamw, muon, sgd, two_groups
 from torch import nn
 
 from deepspeed_cdp import reference
@@ -51,27 +52,8 @@ CONFIGURED = {
 }
 
 
-def two_groups(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Matrices decay, the rest does not."""
-    return torch.optim.AdamW([{"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
-                              {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0}], lr=1e-2)
-
-
-def muon(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    """Matrices only; what is not in the optimizer stays as it is. From torch 2.9 on."""
-    return torch.optim.Muon([p for _, p in named if p.dim() == 2], lr=1e-2)
-
-
-def plain_adamw(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1)
-
-
-def plain_sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
-
-
-CLIENTS = {"groups": two_groups, "muon": muon if hasattr(torch.optim, "Muon") else two_groups, "callable": plain_adamw}
-ORACLES = {**CLIENTS, "adamw": plain_adamw, "sgd": plain_sgd}
+CLIENTS = {"groups": two_groups, "muon": muon if hasattr(torch.optim, "Muon") else two_groups, "callable": adamw}
+ORACLES = {**CLIENTS, "adamw": adamw, "sgd": sgd}
 WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4,
                                          "warmup_type": "linear"}}
 
@@ -237,6 +219,15 @@ def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: floa
     assert want
     for name, value in want.items():
         torch.testing.assert_close(got[name], value.to(got[name].dtype), rtol=rtol, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def told(call: Callable[[], Any]) -> str:
+    """The one-line error of a call."""
+    try:
+        call()
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
 
 
 def farthest(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -103,7 +103,8 @@ def build(job: Job) -> Any:
     from deepspeed_cdp.pipe.module import pyramid_topology
     deepspeed.init_distributed(dist_backend="gloo" if DEVICE.type == "cpu" else "nccl")
     place = {"topology": pyramid_topology(job.stages)} if job.pyramid else {"num_stages": job.stages}
-    return PipelineModule(specs(job), loss_fn=loss, partition_method=job.partition, seed_layers=job.partition == "uniform", base_seed=7,
+    return PipelineModule(specs(job), loss_fn=loss, partition_method=job.partition, seed_layers=job.partition == "uniform",
+                          base_seed=7,
                           activation_checkpoint_interval=job.checkpointing, **place)
 
 
@@ -233,7 +234,8 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         module, stages, threshold(job.rule, job.stages), lambda t, m, r: batch(t, m * job.stages + r),
         lambda call, b: loss(call(b[0]), b[1]),
         lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1), job.steps, rounds=job.rounds,
-        clip=job.clip, warmup_steps=job.cyclic.get("warmup_steps", 0), flush_after=job.eval_after, grad_dtype=torch.float32 if job.sum_fp32 else None, on_step=on_step)
+        clip=job.clip, warmup_steps=job.cyclic.get("warmup_steps", 0), flush_after=job.eval_after,
+        grad_dtype=torch.float32 if job.sum_fp32 else None, on_step=on_step)
     count = job.rounds * job.stages
     means = [math.fsum(result.losses[t, m, r] for m in range(job.rounds) for r in range(job.stages)) / count
              for t in range(job.steps)]

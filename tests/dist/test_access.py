@@ -1,23 +1,13 @@
 """Parameters read and written between steps by DeepSpeed's own functions: right values, on every rank, never in silence wrong."""
 
 import copy
-from collections.abc import Callable
-from typing import Any
 
 import models
 import torch
 from deepspeed import utils
-from engine_work import Job, evaluate, same, start, train, whole
+from engine_work import Job, evaluate, same, start, told, train, whole
 
 JOBS = [Job("rooted", "cdp-v2"), Job("llama-tied", "cdp-v1", bf16=True), Job("mlp", "dp", 2)]
-
-
-def told(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 def nothing_is_there(module: torch.nn.Module) -> bool:
@@ -50,7 +40,7 @@ def reads(rank: int, world: int, jobs: list[Job]) -> None:
             if n in owner.masters:
                 assert torch.equal(full, owner.masters[n])  # exact, not through the parameters' dtype
             if p.requires_grad:
-                moment, part = (f(p, "exp_avg") 
+                moment, part = (f(p, "exp_avg")
                                 for f in (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state))
                 assert moment.shape == p.shape and moment.abs().sum() > 0
                 if n in owner.masters:
@@ -114,6 +104,10 @@ def writes(rank: int, world: int, job: Job, after_export: bool) -> dict[str, tor
     assert bool((utils.safe_get_full_fp32_param(parameters[names[-1]]) == 2.5).all())
     utils.safe_set_local_optimizer_state(parameters[names[-1]], part * 0 + 3, "exp_avg")
     assert bool((utils.safe_get_full_optimizer_state(parameters[names[-1]], "exp_avg") == 3).all())
+    wrong = told(lambda: utils.safe_set_local_optimizer_state(parameters[names[-1]], torch.tensor(7.0), "exp_avg"))
+    assert ("the state 'exp_avg' has" in wrong) == (names[-1] in engine._runtime.owner.masters)
+    assert "there is 'exp_avg', 'exp_avg_sq', 'step'" in told(
+        lambda: utils.safe_set_local_optimizer_state(parameters[names[-1]], part, "momentum"))
     state = whole(engine)
     assert torch.equal(state[names[0]], value.to(state[names[0]].dtype)) and bool((state[names[-1]] == 2.5).all())
     evaluated = evaluate(engine, job, rank, 1)

@@ -19,7 +19,8 @@ REPOSITORY = Path(__file__).parents[2]
 
 def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``python -m benchmarks.run`` with the smallest model, two ranks, short sequences."""
-    command = [sys.executable, "-m", "benchmarks.run", "--cpu", "--models", "llama-tiny", "--micro-batch", "1", "--sequence", "16",
+    command = [sys.executable, "-m", "benchmarks.run", "--cpu", "--models", "llama-tiny", "--micro-batch", "1", "--sequence",
+               "16",
                "--steps", "2", "--windows", "2", "--warmup", "1", "--out", str(out), *arguments]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True, timeout=170)
@@ -41,7 +42,8 @@ def test_rows_table_and_plots(done):
     assert (out / "results.csv").read_text().splitlines()[0] == ",".join(rows.FIELDS)
     assert len((out / "results.jsonl").read_text().splitlines()) == 12
     for r in read:
-        assert (r["model"], r["ranks"], r["micro_batch"], r["sequence"], r["host_sync"]) == ("llama-tiny", "2", "1", "16", "False")
+        settings = [r[key] for key in ("model", "ranks", "micro_batch", "sequence", "host_sync")]
+        assert settings == ["llama-tiny", "2", "1", "16", "False"]
         assert float(r["step_ms"]) > 0 and float(r["tokens_per_s_per_gpu"]) > 0
         assert 0 < float(r["p20_ms"]) <= float(r["p80_ms"]) <= float(r["p99_ms"])
         assert all(r[k] for k in ("python", "torch", "deepspeed", "transformers", "commit", "device", "time"))

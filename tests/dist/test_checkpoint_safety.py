@@ -12,16 +12,13 @@ import numpy
 import pytest
 import torch
 from engine_work import Job, pack, same, start, train, unpack, whole
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import equal, snapshot
 
 from deepspeed_cdp import checkpoint_parts
-from deepspeed_cdp.files import CheckpointError, entry, save_plain, save_tensors, there
-from deepspeed_cdp.foreign import open_stored
-from deepspeed_cdp.stored import MANIFEST, Cyclic, manifest_text, pack_state, unpack_state
+from deepspeed_cdp.files import CheckpointError, entry, there
+from deepspeed_cdp.stored import MANIFEST, manifest_text
 
 MLP = Job("mlp", "cdp-v2", 1, clip=0.3, timeout=8.0)
 
@@ -252,7 +249,8 @@ def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
     engine = start(bigger, world)
     texts["model"] = refused(lambda: engine.load_checkpoint(folder))
     state = whole(engine)
-    assert engine.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False, load_lr_scheduler_states=False)[0]
+    assert engine.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False,
+                                  load_lr_scheduler_states=False)[0]
     same(whole(engine), state)  # nothing of the other model has one of its names
     engine.destroy()
     return texts
@@ -265,7 +263,8 @@ def test_what_does_not_fit_is_told_and_changes_nothing(pool, tmp_path):
               "counter": "counters.global_steps is 'many', which is not a whole number", "options": "'lr' is 'fast' in",
               "betas": "'betas' is 0.9 in", "scale": "loss_scale is {", "code": "dtype is 'load', which is not a dtype",
               "moments": "the optimizer's 'exp_avg' of parameter", "header": "buffer 'ghost' is only in",
-              "format": "has format 7 and this version reads", "scheduler": "does not fit a WarmupLR", "differ": "['None', 'good']",
+              "format": "has format 7 and this version reads", "scheduler": "does not fit a WarmupLR",
+              "differ": "['None', 'good']",
               "model": "has no parameter 'blocks.0.0.bias'"}
     for texts in pool.run(2, unfit, str(tmp_path), timeout=120):
         assert texts.keys() == pieces.keys()
@@ -281,7 +280,8 @@ class Nested(torch.optim.SGD):
         for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
             state = self.state[p]
             if not state:
-                state.update(factors=[torch.eye(n) for n in p.shape], pair=(torch.zeros(()), "word"), by_name={"n": 0, "sum": p * 0})
+                state.update(factors=[torch.eye(n) for n in p.shape], pair=(torch.zeros(()), "word"),
+                             by_name={"n": 0, "sum": p * 0})
             state["factors"][0].add_(p.grad.mean())
             state["by_name"]["sum"] += p.grad
             state["by_name"]["n"] += 1

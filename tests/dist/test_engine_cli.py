@@ -80,10 +80,12 @@ def test_registration_switched_off_is_explained(monkeypatch):
 
 
 def test_the_console_script_is_declared():
-    import tomllib
     from pathlib import Path
+
+    import tomllib
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["deepspeed-cdp"].partition(":")
-    done = subprocess.run([sys.executable, "-c", f"import sys; from {module} import {function}; sys.exit({function}(['--version']))"],
+    done = subprocess.run([sys.executable, "-c",
+                           f"import sys; from {module} import {function}; sys.exit({function}(['--version']))"],
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith("deepspeed-cdp ")

@@ -7,7 +7,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_work import Job, oracle, pack, same, start, train, unpack, whole
+from engine_work import Job, oracle, pack, same, start, told, train, unpack, whole
 from torch import nn
 
 
@@ -52,15 +52,6 @@ class Borrows(models.MLP):
 def built(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(7)
     return kind()
-
-
-def told(call: Callable[[], Any]) -> str:
-    """The one-line error of a call."""
-    try:
-        call()
-    except (ValueError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
 # what is added to a good config -> words that the one sentence must hold
@@ -130,6 +121,9 @@ def wrong_order(rank: int, world: int) -> dict[str, str]:
         e.backward(loss)
     note("retained", one, retained)
 
+    note("many numbers", one, lambda e, forward: e.backward(forward().expand(2)))
+    note("one number in a row", one, lambda e, forward: (e.backward(forward().reshape(1)), e.step()))
+
     def too_many(e: Any, forward: Callable[[], torch.Tensor]) -> None:
         for _ in range(3):
             e.backward(forward())
@@ -153,6 +147,8 @@ def test_calls_in_the_wrong_order(pool):
     wanted = {
         "two forwards": ("engine.forward() of step 1", "before the backward", "call engine.backward(loss) first"),
         "retained": ("step 1", "each forward has one backward"),
+        "many numbers": ("the loss of step 1 is a tensor of shape (2,)", "of one number, such as loss.mean()"),
+        "one number in a row": ("no error",),  # as stock ZeRO-3 takes it
         "too many": ("gradient_accumulation_steps is 2", "micro-batch 3", "call engine.step()"),
         "step first": ("engine.step() of step 1", "call engine.backward(loss) first"),
         "flush inside": ("engine.flush()", "step 1", "call engine.backward(loss) first"),

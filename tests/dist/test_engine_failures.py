@@ -10,7 +10,6 @@ from typing import Any
 
 import models
 import pytest
-import torch
 from engine_work import Job, evaluate, start, train
 from workers import Failure
 

@@ -74,6 +74,9 @@ def writes(rank: int, world: int, job: Job) -> None:
     utils.safe_set_full_optimizer_state(p, torch.zeros(p.ds_shape), "exp_avg")
     assert torch.equal(utils.safe_get_full_optimizer_state(p, "exp_avg"), torch.zeros(p.ds_shape))
     assert torch.equal(whole(engine)[name], torch.full(p.ds_shape, 0.25, dtype=p.dtype))
+    count = utils.safe_get_local_optimizer_state(p, "step")  # DeepSpeed's own optimizers keep a number
+    utils.safe_set_local_optimizer_state(p, torch.full_like(count, 40), "step")
+    assert utils.safe_get_full_optimizer_state(p, "step") == 40
     with GatheredParameters([p], modifier_rank=0):
         if rank == 0:
             p.data.fill_(0.125)
@@ -83,6 +86,7 @@ def writes(rank: int, world: int, job: Job) -> None:
     train(engine, job, rank, 2, 4)
     after = utils.safe_get_full_fp32_param(p)
     assert not torch.equal(after, torch.full(p.ds_shape, 0.125)) and (after - 0.125).abs().max() < 0.1
+    assert utils.safe_get_full_optimizer_state(p, "step") == 42
     engine.destroy()
 
 
@@ -129,7 +133,8 @@ def refused(rank: int, world: int, job: Job) -> str:
      "ValueError: zero_optimization.offload_optimizer is nvme: not supported in this version; set its device to cpu."),
     ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
      "ValueError: zero_optimization.offload_optimizer.ratio is 0.5: an owner updates its stage in one place; set it to 1.0."),
-    ({"offload_optimizer": {"device": "cpu", "super_offload": True}}, "ValueError: zero_optimization.offload_optimizer.super_offload is"),
+    ({"offload_optimizer": {"device": "cpu", "super_offload": True}},
+     "ValueError: zero_optimization.offload_optimizer.super_offload is"),
     ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
      "ValueError: zero_optimization.offload_param is cpu: each rank passes every parameter on in every step, so all of them "
      "would cross the bus to host memory; remove it.")])

@@ -16,7 +16,8 @@ from deepspeed_cdp.schedule import threshold
 
 
 def fp16(power: int = 18, window: int = 2, **more: Any) -> dict[str, Any]:
-    return {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": power, "loss_scale_window": window, "hysteresis": 1,
+    return {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": power, "loss_scale_window": window,
+                     "hysteresis": 1,
                      **more}}
 
 
@@ -39,7 +40,8 @@ AUTOCAST = {
     2: [Job("llama-tied", "cdp-v2", 2, clip=0.3, config=autocast()), Job("mlp", "cdp-v1", 1, config=autocast(), eval_after=(2,)),
         Job("conv", "dp", 1, optimizer="sgd", config=autocast()),
         Job("mlp", "cdp-v2", 2, style="outer", config=autocast()),
-        Job("mlp", "cdp-v1", 1, steps=9, clip=0.3, config=autocast("float16", fp16={"initial_scale_power": 20, "hysteresis": 1}))],
+        Job("mlp", "cdp-v1", 1, steps=9, clip=0.3, config=autocast("float16",
+                                                                   fp16={"initial_scale_power": 20, "hysteresis": 1}))],
     3: [Job("llama", "cdp-v2", 1, clip=0.3, style="accelerate", config=autocast()),
         Job("routed", "cdp-v2", 2, optimizer="sgd", config=autocast(), cyclic={"keep_after_forward": True})],
 }
@@ -197,7 +199,7 @@ STOCK = [Job("mlp-nan", None, 1, steps=6, optimizer="sgd", clip=0.3, schedule="l
 
 
 def test_dp_equals_stock_zero3(pool):
-    """Within the rounding of sums in 16 bits, in which ZeRO-3 divides first; the same scales, skipped steps and learning rates."""
+    """Within the rounding of sums in 16 bits, in which ZeRO-3 divides first; same scales, skipped steps and learning rates."""
     jobs = [Job(**{**vars(job), "rule": rule}) for job in STOCK for rule in ("dp", None)]
     result = pool.run(2, run_jobs, jobs, timeout=240)[0]
     for job, ours, stock in zip(STOCK, result[::2], result[1::2]):

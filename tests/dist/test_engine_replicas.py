@@ -15,7 +15,8 @@ def at(stage: int | None, kind: str = "mlp", rule="cdp-v2", rounds: int = 1, **m
 
 
 COVER: dict[int, list[Job]] = {
-    1: [at(2, "mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda"), at(0, "llama-tied", "cdp-v1", clip=0.5, bf16=True)],
+    1: [at(2, "mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda"),
+        at(0, "llama-tied", "cdp-v1", clip=0.5, bf16=True)],
     2: [at(2, clip=0.3, optimizer="sgd", schedule="lambda", flush_after=(2,)),
         at(1, "mlp", "cdp-v1", 2, optimizer="muon", style="accelerate"),
         at(0, "rooted", 2, 2, clip=0.2, schedule="warmup", style="accelerate", eval_after=(1, 3)),
@@ -54,7 +55,8 @@ def test_every_weight_and_loss_equals_the_oracle(pool, world):
             assert len({tuple(r["visited"]) for r in ranks}) > 1, "the test needs ranks that use different experts"
 
 
-STOCK = [("mlp", 1, 1, False), ("mlp", 2, 2, False), ("mlp", 0, 1, False), ("llama-tied", 2, 1, False), ("llama-tied", 1, 2, True)]
+STOCK = [("mlp", 1, 1, False), ("mlp", 2, 2, False), ("mlp", 0, 1, False), ("llama-tied", 2, 1, False),
+         ("llama-tied", 1, 2, True)]
 
 
 @pytest.mark.parametrize("world", [2, 3])

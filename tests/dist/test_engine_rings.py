@@ -1,4 +1,4 @@
-"""Rings of rings in real processes over gloo: 2 x 2 and 3 x 2 ranks against the oracle, checkpoints across layouts, evaluation."""
+"""Rings of rings, real processes over gloo: 2 x 2 and 3 x 2 ranks against the oracle, checkpoints across layouts, evaluation."""
 
 import os
 

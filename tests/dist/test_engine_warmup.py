@@ -1,4 +1,4 @@
-"""``cyclic.warmup_steps`` on real engines: parity with the oracle, resuming before, at and after the switch; the stall's warning."""
+"""``cyclic.warmup_steps`` on real engines: parity with the oracle, resuming before, at and after the switch; the warning."""
 
 import logging
 

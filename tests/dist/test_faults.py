@@ -69,7 +69,8 @@ def meets(rank: int, world: int, fault: str, who: int, rule: str, folder: str) -
 
 
 # ---- what must be ---------------------------------------------------------------------------------------------------------
-WHERE = re.compile(r"HandoffError: rank (\d+), step \d+, (stage \d+, (forward|backward|average|norm|update|total)|flush|saving|gather)"
+WHERE = re.compile(r"HandoffError: rank (\d+), step \d+, "
+                   r"(stage \d+, (forward|backward|average|norm|update|total)|flush|saving|gather)"
                    r".*(stream \w+|rank\(s\) \[\d+\] missing|closed)")
 PEER = re.compile(r"stream \w+: rank \d|on stream \w+ (from|for) rank \d|stream \w+: the connection to rank \d|rank\(s\) \[\d\]")
 
@@ -308,7 +309,8 @@ def test_gradients_that_are_not_finite(pool, record, value, rule):
     finite = [all(bool(torch.isfinite(t).all()) for t in unpack(state).values()) for _, _, state in results]
     assert all(told for _, told, _ in results)
     assert [skipped for skipped, _, _ in results] == [int(rule != "cdp-v2")] * 2 and finite == [rule != "cdp-v2"] * 2
-    record(f"{value}_{rule}", ranks=2, rule=rule, then="the step is skipped on all ranks, weights stay finite; `grad_norm` shows it"
+    record(f"{value}_{rule}", ranks=2, rule=rule,
+           then="the step is skipped on all ranks, weights stay finite; `grad_norm` shows it"
            if rule != "cdp-v2" else "it goes into the weights ([limits](limits.md#clipping-loss-and-norm)); `grad_norm` shows it")
 
 
@@ -335,7 +337,8 @@ def begins(rank: int, world: int, fault: str) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(("fault", "words"), [("late_long", "HandoffError: rank 0, connecting the 2 ranks.*rank.s. .1. missing"),
-                                              ("old_version", "ValueError: deepspeed_cdp version is '0.1.0' on rank 0 but '0.0.9' "
+                                              ("old_version",
+                                               "ValueError: deepspeed_cdp version is '0.1.0' on rank 0 but '0.0.9' "
                                                               "on rank 1; start every rank with the same")])
 def test_ranks_that_do_not_fit_are_told_at_the_start(pool, record, fault, words):
     (seconds, text), (other_seconds, other) = pool.run(2, begins, fault, timeout=60)
@@ -364,7 +367,8 @@ def test_torchrun_restarts_a_killed_run_and_leaves_no_process(comm_op, tmp_path,
         except OSError:
             pass
     assert not left, "processes are left"
-    record("torchrun", ranks=2, rule="cdp-v2", then="torchrun starts all ranks anew, they load the last checkpoint and end bit by bit "
+    record("torchrun", ranks=2, rule="cdp-v2",
+           then="torchrun starts all ranks anew, they load the last checkpoint and end bit by bit "
            "as if nothing had happened; no process is left")
 
 

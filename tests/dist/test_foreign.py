@@ -142,7 +142,8 @@ def test_universal_both_ways(pool, ours, stock, tmp_path):
         folder = stock[0] / name
         done = subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder /
                               f"global_step{FIRST}"), "--output_folder", str(tmp_path / "in" / name / "universal"),
-                               "--num_extract_workers", "1", "--num_merge_workers", "1"], capture_output=True, text=True, timeout=120)
+                               "--num_extract_workers", "1", "--num_merge_workers", "1"], capture_output=True, text=True,
+                               timeout=120)
         assert done.returncode == 0, done.stderr
     got = pool.run(3, resume, {n: job(n, None, config=UNIVERSAL) for n in names}, str(tmp_path / "out"), timeout=200)
     back = pool.run(3, resume, {n: job(n, "dp", config=UNIVERSAL) for n in names}, str(tmp_path / "out"), timeout=200)

@@ -1,4 +1,4 @@
-"""Models that no rank holds whole: zero.Init, Hugging Face's from_pretrained under it, the meta device with a folder of weights."""
+"""Models that no rank holds whole: zero.Init, Hugging Face's from_pretrained under it, the meta device with a weights folder."""
 
 import ctypes
 import gc
@@ -134,7 +134,8 @@ def test_what_is_missing_is_named(pool, tmp_path):
     wanted = {"no folder given": ("'blocks.0.0.weight' is on the meta device", "set cyclic.weights"),
               "nothing on meta": ("no parameter of the model is on the meta device", "set it to null"),
               "empty": ("there is no *.safetensors file",), "missing": ("have no 'blocks.0.0.weight'", "saved from this model"),
-              "damaged": ("'a.safetensors' cannot be read",), "shape": ("'blocks.0.0.weight' is (16, 16)", "the model's is (8, 8)"),
+              "damaged": ("'a.safetensors' cannot be read",),
+              "shape": ("'blocks.0.0.weight' is (16, 16)", "the model's is (8, 8)"),
               "buffer": ("buffer 'table' is on the meta device",), "attribute": ("the tensor 'secret'",)}
     for texts in pool.run(2, mistakes, str(tmp_path), timeout=120):
         assert texts.keys() == wanted.keys()

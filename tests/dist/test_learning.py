@@ -19,19 +19,21 @@ def launched(rank: int, world: int, config: str) -> list[tuple[float, float]]:
 
     import deepspeed_cdp
     deepspeed_cdp.register()  # which its .pth file does where the package is installed
-    return cifar10.main(["--dataset", "digits", "--epochs", "2", "--test-every", "1", "--deepspeed", "--deepspeed_config", config])
+    return cifar10.main(["--dataset", "digits", "--epochs", "2", "--test-every", "1", "--deepspeed", "--deepspeed_config",
+                         config])
 
 
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_simulating_a_script_is_launching_it(pool, tmp_path, rule) -> None:
-    """Two ranks of DeepSpeed with the cyclic engine, stages by FLOPs and flushes for tests included, against --simulate-ranks 2."""
+    """Two ranks of DeepSpeed with the cyclic engine, stages by FLOPs, flushes for tests included, against --simulate-ranks 2."""
     import cifar10
     config = json.loads((REPOSITORY / "examples" / "images_ds_config.json").read_text())
     config["train_micro_batch_size_per_gpu"] = 96
     config["cyclic"]["rule"] = rule
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = pool.run(2, launched, str(tmp_path / "config.json"))[0]
-    simulated = cifar10.main(["--dataset", "digits", "--epochs", "2", "--test-every", "1", "--simulate-ranks", "2", "--micro-batch",
+    simulated = cifar10.main(["--dataset", "digits", "--epochs", "2", "--test-every", "1", "--simulate-ranks", "2",
+                              "--micro-batch",
                               "96", "--rule", rule, "--device", "cpu"])
     assert len(engine) == 2
     for (loss, accuracy), (expected, right) in zip(engine, simulated):

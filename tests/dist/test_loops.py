@@ -1,4 +1,4 @@
-"""Shapes of training loops: what DeepSpeed's users write, each equal to the plain loop, or refused in one sentence; no deadlock."""
+"""Shapes of training loops: what DeepSpeed's users write, each equal to the plain loop or refused in one sentence."""
 
 import contextlib
 import os
@@ -217,7 +217,7 @@ def with_default_device(rank: int, world: int, device: str | None, job: Job) -> 
 
 @pytest.mark.parametrize("rule", ["cdp-v2", "dp"])
 def test_default_device_of_the_script_is_none_of_ours(pool, rule):
-    """Scripts call torch.set_default_device("cuda"); here the default is "meta", where whatever is made by mistake has no values."""
+    """Scripts call torch.set_default_device("cuda"); here the default is "meta", where what is made by mistake has no values."""
     job = Job("llama-tied", rule, clip=0.5)
     want, got = pool.run(2, with_default_device, None, job), pool.run(2, with_default_device, "meta", job)
     for (state, loss), (expected, their_loss) in zip(got, want):
@@ -227,7 +227,7 @@ def test_default_device_of_the_script_is_none_of_ours(pool, rule):
 
 # ---- the end ------------------------------------------------------------------------------------------------------------------
 def ends_without_a_flush(rank: int, world: int, rule: str) -> int:
-    """Rank 0 is done with its last step, and closes, while the last rank is in its backward; sums are larger than a socket holds."""
+    """Rank 0 is done with its last step, and closes, while the last rank is in its backward; sums exceed what a socket holds."""
     job = Job("mlp", rule, optimizer="sgd", timeout=10.0)
     torch.manual_seed(0)
     engine = start(job, world, models.MLP(width=512, blocks=4))

@@ -145,7 +145,8 @@ TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 
 def instruments(folder: str) -> dict[str, Any]:
     """All of them at once. DeepSpeed's own linear function is left out: the flops profiler counts it and the matmul in it."""
-    return {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False}, "wall_clock_breakdown": True, "steps_per_print": 2, "memory_breakdown": False,
+    return {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False},
+            "wall_clock_breakdown": True, "steps_per_print": 2, "memory_breakdown": False,
             "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"},
             "tensorboard": {"enabled": TENSORBOARD, "output_path": folder, "job_name": "tb"},
             "flops_profiler": {"enabled": True, "profile_step": 3, "detailed": True, "output_file": f"{folder}/flops.txt"},
@@ -198,7 +199,8 @@ def watched(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
             logger.removeHandler(handler)
             logger.setLevel(level)
         profiler = engine.__dict__.get("flops_profiler")
-        results.append({"state": pack(whole(engine)), "plain": plain, "printed": out.getvalue(), "logged": handler.lines, "in_steps": in_steps,
+        results.append({"state": pack(whole(engine)), "plain": plain, "printed": out.getvalue(), "logged": handler.lines,
+                        "in_steps": in_steps,
                         "summary": summary, "timers": dict(engine.get_wall_clock_timers()),
                         "flops": profiler and {k: getattr(profiler, k, None) for k in ("flops", "macs", "params")},
                         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())})

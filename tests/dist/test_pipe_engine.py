@@ -1,26 +1,33 @@
 """CyclicPipelineEngine in real processes, 1 to 6 ranks: the oracle, stock PipelineEngine, evaluation, checkpoints, errors."""
 
+import time
 from dataclasses import replace
 
 import pipe_work as work
 import pytest
 import torch
+from optimizers import two_groups
+from pipe_threads import farthest
 from pipe_work import Job
 
 from deepspeed_cdp.schedule import threshold
 
 FREE = {"pipeline": {"use_reentrant": False}}  # reentrant checkpoints want floating-point inputs, in stock DeepSpeed too
 COVER: dict[int, list[Job]] = {
-    1: [Job(2, tied=True, clip=0.5, warmup=True), Job(3, "cdp-v1", clip=0.5), Job(4, 1, checkpointing=1, config=FREE), Job(1, "cdp-v2", rounds=2),
+    1: [Job(2, tied=True, clip=0.5, warmup=True), Job(3, "cdp-v1", clip=0.5), Job(4, 1, checkpointing=1, config=FREE),
+        Job(1, "cdp-v2", rounds=2),
         Job(3, "cdp-v2", bf16=True, eval_after=(1,)), Job(3, "cdp-v1", clip=0.5, tied=True, cyclic={"warmup_steps": 2})],
     2: [Job(2, "cdp-v2", clip=0.5, warmup=True, eval_after=(-1, 1, 3)), Job(2, "cdp-v1", tied=True, clip=0.5),
-        Job(2, "dp", 2, tied=True, clip=0.5, eval_after=(2,)), Job(2, "cdp-v2", checkpointing=1, config=FREE, cyclic={"placement": "pipeline"}),
-        Job(2, 2, 2, bf16=True, clip=0.5), Job(2, "cdp-v1", bf16=True, sum_fp32=True, config={"zero_optimization": {"stage": 1}})],
+        Job(2, "dp", 2, tied=True, clip=0.5, eval_after=(2,)),
+        Job(2, "cdp-v2", checkpointing=1, config=FREE, cyclic={"placement": "pipeline"}),
+        Job(2, 2, 2, bf16=True, clip=0.5), Job(2, "cdp-v1", bf16=True, sum_fp32=True,
+                                               config={"zero_optimization": {"stage": 1}})],
     3: [Job(3, "cdp-v2", tied=True, clip=0.5, warmup=True), Job(3, "cdp-v1", clip=0.5, eval_after=(2,)),
         Job(2, "cdp-v2", tied=True, clip=0.5, warmup=True, eval_after=(1,)), Job(2, "cdp-v1", 2, clip=0.5),
         Job(2, "dp", cyclic={"placement": "pyramid"}), Job(2, "cdp-v2", clip=0.5, cyclic={"warmup_steps": 2})],
     4: [Job(4, "cdp-v2", clip=0.5), Job(4, 4, tied=True)],
-    6: [Job(3, "cdp-v2", tied=True, clip=0.5, pyramid=True, eval_after=(-1, 0, 1, 2, 3)), Job(3, "cdp-v1", clip=0.5, pyramid=True)],
+    6: [Job(3, "cdp-v2", tied=True, clip=0.5, pyramid=True, eval_after=(-1, 0, 1, 2, 3)),
+        Job(3, "cdp-v1", clip=0.5, pyramid=True)],
 }
 
 
@@ -30,11 +37,6 @@ def run_all(rank: int, world: int, jobs: list[Job]) -> list[dict]:
 
 def merged(ranks: list[dict]) -> dict[str, torch.Tensor]:
     return {n: w for r in ranks for n, w in r["weights"].items()}
-
-
-def farthest(got: dict, want: dict) -> float:
-    assert got.keys() == want.keys()
-    return max((got[n] - want[n]).abs().max().item() for n in want)
 
 
 @pytest.mark.parametrize("world", COVER)
@@ -67,7 +69,8 @@ def test_dp_equals_stock_deepspeed(pool, job):
         assert a["lr"] == b["lr"] and a["steps"] == b["steps"]
 
 
-@pytest.mark.parametrize(("world", "job"), [(2, Job(2, clip=0.5, warmup=True, tied=True, steps=6)), (3, Job(2, "cdp-v1", steps=6)),
+@pytest.mark.parametrize(("world", "job"), [(2, Job(2, clip=0.5, warmup=True, tied=True, steps=6)),
+                                            (3, Job(2, "cdp-v1", steps=6)),
                                             (1, Job(3, clip=0.5, bf16=True, steps=6))], ids=["pipeline", "pyramid", "single"])
 def test_resuming_is_bitwise_continuing(pool, tmp_path, world, job):
     on = pool.run(world, work.resume, job, job, str(tmp_path / "a"), 3, False)
@@ -91,7 +94,8 @@ def load_elsewhere(rank: int, world: int, job: Job, folder: str) -> dict:
 def test_other_placements_and_stages_read_a_checkpoint(pool, tmp_path):
     job = Job(2, clip=0.5, tied=True, steps=3)
     saved = pool.run(2, work.resume, job, job, str(tmp_path), 3, False)
-    for world, other in ((1, replace(job, stages=3)), (3, job), (4, replace(job, stages=4)), (1, replace(job, stages=1, rule="dp"))):
+    for world, other in ((1, replace(job, stages=3)), (3, job), (4, replace(job, stages=4)),
+                         (1, replace(job, stages=1, rule="dp"))):
         there = pool.run(world, load_elsewhere, other, str(tmp_path))
         assert farthest(merged(there), merged(saved)) == 0.0
         assert all(r["state"] for r in there if r["weights"])
@@ -192,7 +196,7 @@ def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dic
     model, schedule = threads.build(stages, True), case.schedule
     parts = {s: model.part(s, schedule) for s in schedule.stages_of(rank)}
     named = [(n, p) for part in parts.values() for u in sorted(part.units) for n, p in part.units[u]]
-    runtime = PipeRuntime(schedule, rank, parts, threads.loss, threads.adamw(named), {p: n for n, p in named},
+    runtime = PipeRuntime(schedule, rank, parts, threads.loss, two_groups(named), {p: n for n, p in named},
                           GroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"), torch.device("cpu"), case.clip)
     told = []
     for step in range(case.steps):
@@ -211,6 +215,25 @@ def test_the_transport_of_gpus_carries_the_same(pool, world, stages, placement):
     want, means = threads.oracle(threads.Case(stages, stages - 1, placement, tied=True, clip=0.05))
     assert farthest({n: m for r in results for n, m in r[0].items()}, want) < 1e-6
     assert all(r[1] == pytest.approx(threads.told(means, stages - 1), rel=1e-6) for r in results)
+
+
+def one_leaves(rank: int, world: int) -> tuple[str, float]:
+    from deepspeed_cdp.errors import HandoffError
+    from deepspeed_cdp.pipe.nccl import GroupTransport
+    transport, begun = GroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"), time.monotonic()
+    text = "left"
+    try:
+        if rank:
+            transport.gather(None, f"rank {rank}, saving")
+    except HandoffError as error:
+        text = str(error)
+    transport.close(False)
+    return text, time.monotonic() - begun
+
+
+def test_the_transport_of_gpus_tells_others_that_a_rank_has_left(pool):
+    (_, _), (text, seconds) = pool.run(2, one_leaves)
+    assert "rank 1, saving" in text and "rank 0 has closed" in text and seconds < 15
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])

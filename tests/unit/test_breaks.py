@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from local_ring import run_ranks
+from optimizers import adamw
 from torch import nn
 
 from deepspeed_cdp import reference
@@ -97,10 +98,6 @@ def batch(step: int, round: int, rank: int) -> torch.Tensor:
 
 def loss(call, x):
     return (call(x) - x.roll(1, 1)).pow(2).mean()
-
-
-def adamw(named):
-    return torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1)
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:

@@ -176,6 +176,16 @@ def test_wrong_input_costs_a_sentence(command, fragment, bad, capsys):
     assert found["ok"] is False and fragment in found["error"] and "Traceback" not in err
 
 
+def test_a_plan_is_the_engines_with_the_configs_own_settings(tmp_path, capsys):
+    """A warm-up's plan keeps sums apart from parameters, throughout."""
+    (tmp_path / "warm.json").write_text('{"zero_optimization": {"stage": 3}, "cyclic": {"enabled": true, "warmup_steps": 9}}')
+    memory = []
+    for config in ("", f"--config {tmp_path}/warm.json"):
+        assert main(shlex.split(f"plan --model python:cli_models:mlp --ranks 4 {config} --json")) == 0
+        memory.append(sum(sum(m.values()) for m in json.loads(capsys.readouterr().out)["memory"]))
+    assert memory[1] > memory[0]
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help(name, capsys):
     with pytest.raises(SystemExit) as end:

@@ -78,6 +78,11 @@ def test_a_loaded_state_is_taken_up():
     adam.update(0, options, 1.0, None, None)
     adam.settle()
     assert all(float(optimizer.state[p]["step"]) == 42 for p in ours.values())
+    for p in ours.values():
+        optimizer.state[p]["step"].fill_(7)  # by safe_set_full_optimizer_state, say
+    adam.update(0, options, 1.0, None, None)
+    adam.settle()
+    assert all(float(optimizer.state[p]["step"]) == 8 for p in ours.values())
 
 
 def test_what_it_does_not_know_is_left_to_the_optimizer():

@@ -11,6 +11,7 @@ import test_gradients
 import test_hooks
 import torch
 from local_ring import run_ranks
+from optimizers import sgd
 from test_breaks import Chain, batch, line, loss
 from torch import nn
 
@@ -20,10 +21,6 @@ from deepspeed_cdp.schedule import threshold
 from deepspeed_cdp.sums import Sums
 
 SIZE = 3
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
 class Twice(nn.Module):

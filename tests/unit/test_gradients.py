@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from local_ring import run_ranks
+from optimizers import sgd
 from test_breaks import Chain, batch, line, loss, train
 from torch import nn
 
@@ -15,10 +16,6 @@ from deepspeed_cdp.runtime import Runtime, Settings
 from deepspeed_cdp.schedule import threshold
 
 SIZE = 3
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
 class Sometimes(nn.Module):

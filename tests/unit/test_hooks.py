@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from local_ring import run_ranks
+from optimizers import sgd
 from test_breaks import Box, Boxed, Chain, InPlaceBias, batch, line, loss, train
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -24,10 +25,6 @@ from deepspeed_cdp.schedule import threshold
 SIZE = 4
 innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 needs_innermost = pytest.mark.skipif(innermost is None, reason="this torch does not tell which saved-tensor hooks are innermost")
-
-
-def sgd(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
 class Deep(nn.Module):

@@ -7,6 +7,7 @@ import models
 import pytest
 import torch
 from local_ring import train
+from optimizers import adamw
 
 from deepspeed_cdp import reference
 from deepspeed_cdp.loss_scale import LossScale
@@ -23,10 +24,6 @@ def no_group(monkeypatch):
 def dynamic(power: int, window: int = 1000, hysteresis: int = 1, consecutive: bool = False, least: float = 1.0) -> dict:
     return {"init_scale": 2.0 ** power, "scale_window": window, "delayed_shift": hysteresis,
             "consecutive_hysteresis": consecutive, "min_scale": least}
-
-
-def adamw(named):
-    return torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1)
 
 
 def check(size, rule, loss_scale, monkeypatch, steps=9, **options):

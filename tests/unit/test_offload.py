@@ -6,7 +6,8 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
 from local_ring import train
-from test_runtime import adamw, muon, oracle, schedule, sgd
+from optimizers import muon, sgd, two_groups
+from test_runtime import oracle, schedule
 
 from deepspeed_cdp.offload import OffloadedOwner
 from deepspeed_cdp.runtime import Settings
@@ -36,7 +37,7 @@ def cpu_adam() -> None:
     CPUAdamBuilder().load(verbose=False)
 
 
-def both(rule, size=3, kind="mlp", make=adamw, steps=6, rounds=1, clip=0.0, dtype=None, sum_dtype=None):
+def both(rule, size=3, kind="mlp", make=two_groups, steps=6, rounds=1, clip=0.0, dtype=None, sum_dtype=None):
     """Train without and with offloading, flushing after the third step; the learning rate moves."""
     if make is muon and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch has no Muon before 2.9")
@@ -83,7 +84,7 @@ def test_gradients_and_values_go_through_buffers_of_their_own():
 
 def test_a_step_whose_norm_is_not_finite_is_skipped():
     """And leaves nothing behind that the next update would apply or wait for."""
-    plain, offloaded = ([train("mlp-nan", 2, Settings("cdp-v1", clip=0.3, offload=offload), adamw, 6)]
+    plain, offloaded = ([train("mlp-nan", 2, Settings("cdp-v1", clip=0.3, offload=offload), two_groups, 6)]
                         for offload in (False, True))
     assert [r.handoff.skipped for r in offloaded[0]["runtimes"]] == [1, 1]
     assert all(torch.equal(x, offloaded[0]["state"][n]) and x.isfinite().all() for n, x in plain[0]["state"].items())

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from pipe_threads import adamw, loss
+from optimizers import two_groups
+from pipe_threads import loss
 from torch import nn
 
 from deepspeed_cdp.pipe.parts import Part
@@ -74,7 +75,7 @@ def test_activations_of_one_device_are_constant_at_half(stages):
     every = [x for s in range(stages) for x in named[s]]
     runtime = PipeRuntime(PipeSchedule(stages, stages - 1, placement="single"), 0, {s: Part(run(s), {s: named[s]}, {})
                                                                                    for s in range(stages)},
-                          loss, adamw(every), {p: n for n, p in every}, None, torch.device("cpu"))
+                          loss, two_groups(every), {p: n for n, p in every}, None, torch.device("cpu"))
     do = runtime._do
 
     def watched(i):

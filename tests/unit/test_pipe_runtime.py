@@ -2,17 +2,12 @@
 
 import pytest
 import torch
-from pipe_threads import Case, oracle, told, train
+from pipe_threads import Case, farthest, oracle, told, train
 
 from deepspeed_cdp.errors import HandoffError
 
 PLACEMENTS = ("pipeline", "pyramid", "single")
 COVER = [{}, {"tied": True, "clip": 0.05}, {"rounds": 2, "clip": 0.05, "flush_after": (1,)}]
-
-
-def farthest(got: dict, want: dict) -> float:
-    assert got.keys() == want.keys()
-    return max((got[n] - want[n]).abs().max().item() for n in want)
 
 
 def check(case: Case, tolerance: float = 0.0) -> None:
@@ -98,14 +93,15 @@ def test_a_rank_that_fails_is_named():
 
 def test_shapes_that_change_are_refused_in_a_sentence():
     from local_ring import run_ranks
-    from pipe_threads import adamw, batch, build, loss
+    from optimizers import two_groups
+    from pipe_threads import batch, build, loss
 
     from deepspeed_cdp.pipe.runtime import PipeRuntime
 
     def work(rank, transport, dynamic):
         case, model = Case(2, 1), build(2)
         named = [x for units in [model.part(rank, case.schedule).units] for u in units for x in units[u]]
-        runtime = PipeRuntime(case.schedule, rank, {rank: model.part(rank, case.schedule)}, loss, adamw(named),
+        runtime = PipeRuntime(case.schedule, rank, {rank: model.part(rank, case.schedule)}, loss, two_groups(named),
                               {p: n for n, p in named}, transport, torch.device("cpu"), dynamic=dynamic)
         runtime.train(iter([batch(0, 0), tuple(x[:2] for x in batch(0, 1))]))
 

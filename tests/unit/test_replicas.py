@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_ring import run_ranks, train
+from optimizers import muon, sgd, two_groups
 from test_plan import HELD_UNIT, make, plans
-from test_runtime import RULES, adamw, check, muon, named_rule, oracle, schedule, sgd
+from test_runtime import RULES, check, named_rule, oracle, schedule
 from torch import nn
 
 from deepspeed_cdp.plan import HELD, Plan, Unit
@@ -176,13 +177,14 @@ def test_mlp(size, rule, rounds):
 
 @pytest.mark.parametrize("threshold", range(8))
 def test_every_threshold(threshold):
-    check("mlp", threshold, 4, adamw, clip=0.5, replicated=True)
+    check("mlp", threshold, 4, two_groups, clip=0.5, replicated=True)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["rooted", "conv", "llama", "llama-tied"])
 def test_models(kind, rule):
-    check(kind, named_rule(rule, 3), 3, adamw, on_step=schedule, rounds=2 if rule == "cdp-v2" else 1, clip=0.3, replicated=True)
+    rounds = 2 if rule == "cdp-v2" else 1
+    check(kind, named_rule(rule, 3), 3, two_groups, on_step=schedule, rounds=rounds, clip=0.3, replicated=True)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -208,7 +210,7 @@ def test_merged_units(kind, rule, size):
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 def test_bf16(rule, sum_dtype):
-    check("llama-tied", rule, 2, adamw, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5, replicated=True)
+    check("llama-tied", rule, 2, two_groups, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5, replicated=True)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -220,7 +222,7 @@ def test_random_delays_change_nothing(rule):
 @pytest.mark.parametrize(("size", "rule"), [(1, "cdp-v1"), (2, "cdp-v2"), (3, "cdp-v1"), (3, 3), (3, 1)])
 def test_after_a_warm_up_under_dp(size, rule):
     """Under v1 and other K >= N owners publish apart in the warm-up too, since one set of buffers serves both plans."""
-    got, _ = test_warmup.check("rooted", rule, size, 3, adamw, rounds=1 + size % 2, clip=0.3, replicated=True)
+    got, _ = test_warmup.check("rooted", rule, size, 3, two_groups, rounds=1 + size % 2, clip=0.3, replicated=True)
     for plan in got["runtimes"][0].handoff.phases.plans:
         assert plan.replicated and plan.staged == got["runtimes"][0].plan.staged
         validate(plan)
@@ -229,12 +231,12 @@ def test_after_a_warm_up_under_dp(size, rule):
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])
 @pytest.mark.parametrize(("size", "rings"), [(1, 2), (2, 2), (2, 3)])
 def test_several_rings(size, rings, rule):
-    test_rings.check("rooted", rule, size, rings, adamw, steps=5, clip=0.3, rounds=2, flush_after={2}, replicated=True)
+    test_rings.check("rooted", rule, size, rings, two_groups, steps=5, clip=0.3, rounds=2, flush_after={2}, replicated=True)
 
 
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])
 def test_the_optimizer_in_host_memory(rule):
-    runs = [train("rooted", 3, Settings(rule, clip=0.3, rounds=2, offload=offload, replicated=True), adamw, 5, {2})
+    runs = [train("rooted", 3, Settings(rule, clip=0.3, rounds=2, offload=offload, replicated=True), two_groups, 5, {2})
             for offload in (False, True)]
     assert runs[0]["losses"] == runs[1]["losses"]
     assert all(torch.equal(x, runs[1]["state"][n]) for n, x in runs[0]["state"].items())

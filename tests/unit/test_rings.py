@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from gloo_pairs import GlooPairs
 from local_ring import train
-from test_runtime import adamw, named_rule, oracle, schedule, sgd
+from optimizers import sgd, two_groups
+from test_runtime import named_rule, oracle, schedule
 
 from deepspeed_cdp.rings import ring_size
 from deepspeed_cdp.runtime import Settings
@@ -46,14 +47,14 @@ def test_mlp(size, rings, rule, rounds):
 @pytest.mark.parametrize("kind", ["rooted", "conv", "llama-tied"])
 def test_models_with_clipping_schedules_and_groups(kind, rule):
     """Held and frozen parameters, batch norm; the norms that clip are of all rings."""
-    check(kind, rule, 3, 2, adamw, steps=4, on_step=schedule, clip=0.3, rounds=2 if rule == "cdp-v2" else 1)
+    check(kind, rule, 3, 2, two_groups, steps=4, on_step=schedule, clip=0.3, rounds=2 if rule == "cdp-v2" else 1)
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_bf16(rule, sum_dtype):
     """Sums of several rings are added in the sums' dtype."""
-    check("llama-tied", rule, 2, 3, adamw, steps=4, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5)
+    check("llama-tied", rule, 2, 3, two_groups, steps=4, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5)
 
 
 def test_ranks_that_take_different_branches():
@@ -72,7 +73,7 @@ def test_with_a_warm_up():
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 @pytest.mark.parametrize("rule", ["dp", "cdp-v2"])
 def test_optimizer_in_host_memory(rule, clip):
-    check("llama", rule, 2, 2, adamw, steps=4, offload=True, clip=clip)
+    check("llama", rule, 2, 2, two_groups, steps=4, offload=True, clip=clip)
 
 
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1"])

@@ -4,24 +4,11 @@ import models
 import pytest
 import torch
 from local_ring import run_ranks, train
+from optimizers import muon, sgd, two_groups
 
 from deepspeed_cdp import reference
 from deepspeed_cdp.runtime import Runtime, Settings
 from deepspeed_cdp.schedule import threshold
-
-
-def sgd(named):
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
-
-
-def adamw(named):
-    """Two groups: weights decay, the rest does not."""
-    return torch.optim.AdamW([{"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
-                              {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0}], lr=1e-2)
-
-
-def muon(named):
-    return torch.optim.Muon([p for _, p in named if p.dim() == 2], lr=1e-2)
 
 
 def schedule(step, optimizer):
@@ -75,13 +62,13 @@ def test_mlp(size, rule, rounds):
 
 @pytest.mark.parametrize("threshold", range(8))
 def test_every_threshold(threshold):
-    check("mlp", threshold, 4, adamw, clip=0.5)
+    check("mlp", threshold, 4, two_groups, clip=0.5)
 
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["rooted", "conv", "llama", "llama-tied"])
 def test_models(kind, rule):
-    check(kind, named_rule(rule, 3), 3, adamw, on_step=schedule, rounds=2 if rule == "cdp-v2" else 1, clip=0.3)
+    check(kind, named_rule(rule, 3), 3, two_groups, on_step=schedule, rounds=2 if rule == "cdp-v2" else 1, clip=0.3)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -121,7 +108,7 @@ def test_merged_units(kind, rule, size, keep):
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 def test_bf16(rule, sum_dtype):
-    check("llama-tied", rule, 2, adamw, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5)
+    check("llama-tied", rule, 2, two_groups, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5)
 
 
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
@@ -129,8 +116,8 @@ def test_bf16(rule, sum_dtype):
 @pytest.mark.parametrize("kind", ["rooted", "llama-tied"])
 def test_keep_after_forward(kind, size, rule):
     """Held parameters, accumulation, clipping, a flush; fewer bytes, and the same weights as without."""
-    got, _ = check(kind, rule, size, adamw, steps=4, rounds=2, clip=0.3, flush_after={1}, keep=True)
-    without = train(kind, size, Settings(rule, rounds=2, clip=0.3), adamw, 4, {1})
+    got, _ = check(kind, rule, size, two_groups, steps=4, rounds=2, clip=0.3, flush_after={1}, keep=True)
+    without = train(kind, size, Settings(rule, rounds=2, clip=0.3), two_groups, 4, {1})
     assert all(torch.equal(got["state"][n], x) for n, x in without["state"].items())
     received = []
     for run in (got, without):
@@ -143,7 +130,7 @@ def test_keep_after_forward(kind, size, rule):
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_keep_after_forward_in_bf16(rule, sum_dtype):
-    check("llama-tied", rule, 4, adamw, steps=4, rounds=2, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5, keep=True)
+    check("llama-tied", rule, 4, two_groups, steps=4, rounds=2, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5, keep=True)
 
 
 def test_keep_after_forward_where_ranks_skip_units():

@@ -7,6 +7,7 @@ import models
 import pytest
 import torch
 from local_ring import run_ranks, train
+from optimizers import sgd
 
 from deepspeed_cdp import trace
 from deepspeed_cdp.cli.main import main
@@ -16,10 +17,6 @@ from deepspeed_cdp.rings import RingView
 from deepspeed_cdp.runtime import Runtime, Settings
 
 STEPS = 4
-
-
-def sgd(named):
-    return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9)
 
 
 def record(kind: str, ranks: int, settings: Settings, device: str = "cpu",

@@ -6,7 +6,8 @@ import models
 import pytest
 import torch
 from local_ring import run_ranks, train
-from test_runtime import adamw, named_rule, oracle, schedule, sgd
+from optimizers import sgd, two_groups
+from test_runtime import named_rule, oracle, schedule
 
 from deepspeed_cdp.plan import Plan, Unit
 from deepspeed_cdp.runtime import Runtime, Settings
@@ -42,12 +43,12 @@ def test_dp_then_the_rule(size, rule, rounds):
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2", 5])
 def test_with_clipping_schedules_held_parameters_and_flushes(rule):
     """The v2 norm of the first step after the switch holds the last dp step's stages."""
-    check("llama-tied", rule, 4, 3, adamw, rounds=2, clip=0.3, on_step=schedule, flush_after={0, 4})
+    check("llama-tied", rule, 4, 3, two_groups, rounds=2, clip=0.3, on_step=schedule, flush_after={0, 4})
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
 def test_in_bf16(sum_dtype):
-    check("llama-tied", "cdp-v2", 2, 2, adamw, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5, keep=True)
+    check("llama-tied", "cdp-v2", 2, 2, two_groups, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5, keep=True)
 
 
 def test_with_random_delays():
