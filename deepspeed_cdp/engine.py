@@ -18,9 +18,9 @@ from deepspeed.utils import log_dist
 
 from . import checkpoint, trace
 from .access import Access, offload_stub
+from .engine_base import EngineBase, close_at_exit
 from .errors import HandoffError
 from .initial import Initial
-from .peers import Peer, close_at_exit
 from .plan import Plan
 from .rings import rings_of
 from .runtime import Runtime, Settings
@@ -28,7 +28,7 @@ from .throughput import on_stream
 from .transport import connect
 
 
-class CyclicEngine(Peer, DeepSpeedEngine):
+class CyclicEngine(EngineBase, DeepSpeedEngine):
     """What ``deepspeed.initialize`` returns when ``"cyclic": {"enabled": true}``.
 
     Attributes:

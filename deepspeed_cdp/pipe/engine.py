@@ -16,7 +16,7 @@ from deepspeed.runtime.utils import DummyOptim
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 
-from deepspeed_cdp.peers import Peer, close_at_exit
+from deepspeed_cdp.engine_base import EngineBase, close_at_exit
 from deepspeed_cdp.schedule import threshold
 
 from . import checkpoint
@@ -55,7 +55,7 @@ class PipeOptimizer(DeepSpeedOptimizer):
         """Nothing: sums begin anew with each step."""
 
 
-class CyclicPipelineEngine(Peer, PipelineEngine):
+class CyclicPipelineEngine(EngineBase, PipelineEngine):
     """What ``deepspeed.initialize`` returns for a PipelineModule when ``"cyclic": {"enabled": true}``.
 
     Attributes:

@@ -12,7 +12,7 @@ from .files import CheckpointError
 from .transport.base import Transport
 
 
-class Peer:
+class EngineBase:
     """Part of an engine. An engine that has failed, or is destroyed while an exception is under way, closes its transport without
     waiting for the others, who learn of it from the closed connection."""
 
