@@ -173,7 +173,7 @@ def fit_counts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """torch's optimizers count in a tensor, in place, DeepSpeed's in an int: the state of one is taken by the other."""
     make, step = type(optimizer).__module__, state.get("step")
     if make.startswith("torch.optim") and isinstance(step, int):
-        state["step"] = torch.tensor(float(step), device="cpu")
+        state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
     elif make.startswith("deepspeed.") and isinstance(step, torch.Tensor):
         state["step"] = int(step)
 

@@ -233,7 +233,7 @@ class Adam:
             if "exp_avg" not in state:
                 state |= {"step": 0 if deepspeeds else torch.zeros((), dtype=torch.float32, device="cpu"),
                           "exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
-            count = counts[groups[master]] if deepspeeds else int(state["step"])
+            count = int(state["step"]) or (counts[groups[master]] if deepspeeds else 0)
             key = groups[master], total.dtype, self._published[0][name].dtype, count
             alike.setdefault(key, []).append(name)
         batches = []

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-DECIMAL = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+DECIMAL = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
@@ -24,7 +24,7 @@ class Parser(argparse.ArgumentParser):
 
 def size(text: str) -> int:
     """Bytes from ``123``, ``2.5GiB`` or ``300MB``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B)?\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]I?B|B)?\s*", text, re.IGNORECASE)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write bytes, or a number with KB, MB, GB, KiB, MiB or GiB")
     return round(float(match[1]) * (DECIMAL | BINARY)[(match[2] or "").upper()])

@@ -109,7 +109,9 @@ class GroupTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        if linger and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        self._meeting.close(None)
-        self._watched.clear()
+        try:
+            if linger and self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+        finally:
+            self._meeting.close(None)
+            self._watched.clear()
