@@ -151,7 +151,8 @@ def raise_together(folder: str, problems: list[str | None]) -> None:
 def fits(folder: str, what: str, kind: Any, mine: torch.Tensor) -> None:
     """Told from the file's header, before anything is allocated."""
     if tuple(kind.shape) != tuple(mine.shape):
-        raise CheckpointError(f"{what} is {tuple(kind.shape)} in {folder} and {tuple(mine.shape)} in the model")
+        raise CheckpointError(f"{what} is {tuple(kind.shape)} in {folder} and {tuple(mine.shape)} in the model; load it into the "
+                              "model it was saved from")
     if kind.dtype.is_floating_point != mine.is_floating_point():
         raise CheckpointError(f"{what} is {kind.dtype} in {folder} and {mine.dtype} in the model")
 

@@ -161,14 +161,10 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         """As DeepSpeed's.
 
         Raises:
-            ValueError: the loss is not one number.
+            ValueError: the loss is not one number, or its forward is missing or has had its backward.
         """
         with self._noting_failure():
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-                raise ValueError(f"the loss of step {self._runtime.handoff.global_step} is {what}; give engine.backward() a "
-                                 "tensor of one number, such as loss.mean()")
-            self._runtime.check_first_loss(loss)
+            self._runtime.check_loss(loss)
             self._runtime.handoff.add_loss(loss)
             return super().backward(loss, *args, **kwargs)
 

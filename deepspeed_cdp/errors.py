@@ -1,5 +1,8 @@
 """Errors that a user or an operator reads."""
 
+# why ranks do not meet
+APART = "a rank crashed, exited or is late, or evaluates, saves, loads or flushes where others do not"
+
 
 class HandoffError(RuntimeError):
     """A hand-off did not happen: a peer is gone, too slow, or out of step.

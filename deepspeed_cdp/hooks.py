@@ -200,8 +200,7 @@ class Binder:
         Raises:
             ValueError: there was no forward, or this is its second backward.
         """
-        if self.mode != BACKWARD:
-            raise self._no_forward()
+        self.check_forward()
         self.handoff.end_round()
         self.mode = IDLE
         for i in self.visited:  # autograd's order forbids it, but a gradient must not be lost in silence
@@ -211,10 +210,15 @@ class Binder:
                                      f"passed on, so it would be lost; list modules in cyclic.units, and leave "
                                      f"{self.handoff.plan.unit(i).name!r} out")
 
+    def check_forward(self) -> None:
+        """Raises ValueError unless a forward waits for its backward."""
+        if self.mode != BACKWARD:
+            raise self._no_forward()
+
     def _no_forward(self) -> ValueError:
-        return ValueError(f"a backward of step {self.handoff.global_step} came without a training forward before it (in eval() "
-                          "mode and under no_grad() there is none, and each forward has one backward); call engine.train() and "
-                          "engine(...) first, and add up losses before engine.backward()")
+        return ValueError(f"a backward of step {self.handoff.global_step} came without a training forward of its own: each "
+                          "forward has one backward (add up losses, and call engine.backward() once), and in eval() mode and "
+                          "under no_grad() there is none (call engine.train() and engine(...) first)")
 
     def _enter_forward(self, i: int) -> None:
         self.handoff.acquire(i, False)

@@ -5,6 +5,7 @@ of the same signature that builds a CyclicEngine where the config says so and is
 """
 
 import base64
+import difflib
 import functools
 import inspect
 import os
@@ -68,6 +69,7 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
     @functools.wraps(stock)
     def initialize(*args: Any, **kwargs: Any) -> tuple:
         import deepspeed
+        from deepspeed.utils import logger
 
         from deepspeed_cdp.config import CYCLIC, parse_cyclic
         given = signature.bind(*args, **kwargs).arguments
@@ -76,6 +78,9 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
         if CYCLIC not in raw or not parse_cyclic(raw).enabled:
             if pipeline:
                 refuse_placed(given["model"])
+            if CYCLIC not in raw and (near := difflib.get_close_matches(CYCLIC, [str(k).lower() for k in raw], 1, 0.8)):
+                logger.warning(f"the config has a key like {near[0]!r}, which DeepSpeed does not know; did you mean {CYCLIC!r}? "
+                               "Training goes on without it.")
             return stock(*args, **kwargs)
         _refuse_model(given, parse_cyclic(raw).placement)
         # Stock `initialize` has no parameter for the engine's class: it looks `DeepSpeedEngine` (for a PipelineModule,

@@ -165,12 +165,18 @@ class Runtime:
         if self.handoff.phases.end_with(step):
             self.flush()
 
-    def check_first_loss(self, loss: torch.Tensor) -> None:
-        """On the very first micro-batch: a unit that was never called may have had its parameters read from outside it.
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Before its backward. On the very first micro-batch a unit that was never called may have had its parameters read from
+        outside it.
 
         Raises:
-            ValueError: the loss is not finite and there is such a unit.
+            ValueError: it is not one number, no forward waits for its backward, or it is not finite and there is such a unit.
         """
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            raise ValueError(f"the loss of step {self.handoff.global_step} is {what}; give engine.backward() a tensor of one "
+                             "number, such as loss.mean()")
+        self.binder.check_forward()
         if self.handoff.global_step or self.handoff.round:
             return
         idle = [path for unit in self.plan.units for path in unit.modules if path not in self.binder.called]

@@ -178,7 +178,7 @@ def text(r: dict[str, Any]) -> str:
     lines += columns([("rank", *kinds)] + [(i, *(human(row[k]) for k in kinds)) for i, row in enumerate(r["memory"])])
     received = r["traffic"]["received"]
     mean = {k: sum(x[k] for x in received) / len(received) for k in received[0]}
-    lines += ["", f"received per rank and step: {human(sum(mean.values()))} ("
+    lines += ["", f"received per rank and step, on average: {human(sum(mean.values()))} ("
               + ", ".join(f"{k} {human(v)}" for k, v in mean.items())
               + f"; F, B parameters, G running sums, O finished ones) in up to {max(r['traffic']['messages'])} messages; "
               f"the link is busy {100 * r['traffic']['link_busy']:.0f} % of a step",
@@ -191,7 +191,7 @@ def text(r: dict[str, Any]) -> str:
     lines += [f"  (passes: {time['from']}; hand-offs at {h['bandwidth'] / 1e9:.0f} GB/s and {h['latency'] * 1e6:.0f} us, device "
               f"memory at {h['memory'] / 1e9:.0f} GB/s; the host's time is not in it)", ""]
     most = max(row["total"] for row in r["memory"])
-    rows = [("engine", "most memory", "received per rank", "messages", "step"),
+    rows = [("engine", "most memory", "most received", "messages", "step"),
             ("cyclic", human(most), human(max(sum(x.values()) for x in received)), max(r["traffic"]["messages"]),
              milliseconds(time["step"]))]
     rows += [(o["name"], human(o["memory"]), human(o["received"]), o["messages"], f">= {milliseconds(o['step'])}")

@@ -121,7 +121,10 @@ def predict(args: argparse.Namespace) -> Prediction:
     given = times(plan, work, hardware, held, compute)
     total = sum(w.forward for w in work) * 3
     what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"
-    return Prediction(loaded, config, plan, work, held, given, hardware, what, read_outside(plan, trace),
+    assumed = [k for k in config.assumed if k != "train_micro_batch_size_per_gpu" or args.micro_batch is None]
+    warnings = [f"{' and '.join(assumed)} {'are' if assumed[1:] else 'is'} \"auto\" in the ds_config, for which 1 is taken here; "
+                "write what your training fills in"] if assumed else []
+    return Prediction(loaded, config, plan, work, held, given, hardware, what, warnings + read_outside(plan, trace),
                       args.ring_bandwidth * 1e9)
 
 

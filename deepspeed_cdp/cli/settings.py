@@ -23,7 +23,7 @@ class Config:
     Attributes:
         dtype: of the parameters; settings: the runtime's; micro_batch: samples, None if not given.
         optimizer: its name; states: fp32 values that it keeps per parameter, masters not counted; offload: to the host.
-        cyclic: the block, with defaults if there is none.
+        cyclic: the block, with defaults if there is none; assumed: keys of the batch that are "auto", for which 1 is taken.
     """
 
     dtype: torch.dtype
@@ -33,6 +33,7 @@ class Config:
     states: int
     offload: bool
     cyclic: CyclicConfig
+    assumed: tuple[str, ...]
 
 
 def _number(config: dict[str, Any], key: str, default: Any) -> Any:
@@ -120,4 +121,5 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
     if micro is None and (batch := _number(config, "train_batch_size", None)):
         micro = batch // (ranks * settings.rounds) or None
     return Config(dtype, settings, None if micro is None else int(micro), optimizer, states,
-                  isinstance(offload, dict) and offload.get("device") == "cpu", cyclic)
+                  isinstance(offload, dict) and offload.get("device") == "cpu", cyclic,
+                  tuple(k for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps") if config.get(k) == "auto"))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.errors import APART, HandoffError
 from deepspeed_cdp.transport.base import Ticket, Transport, Where
 from deepspeed_cdp.transport.meeting import Meeting, first_line
 
@@ -210,7 +210,7 @@ class GlooTransport(Transport):
             self._pg.broadcast([tensor], options).wait(self.patience)
         except RuntimeError as error:
             raise HandoffError(f"{where}: broadcast from rank {src} failed within {self.timeout_seconds} s "
-                               f"(a rank crashed, exited or is late): {first_line(error)}") from error
+                               f"({APART}): {first_line(error)}") from error
 
     def reset(self, where: str) -> None:
         self.collectives += 1

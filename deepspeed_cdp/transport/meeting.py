@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.errors import APART, HandoffError
 from deepspeed_cdp.transport.base import Where
 
 _SLICE = timedelta(seconds=1)  # the store is waited for in slices, so that a closing peer is noticed
@@ -63,7 +63,7 @@ class Meeting:
             left = deadline - time.monotonic()
             if left <= 0:
                 missing = [r for r in range(self.size) if not store.check([f"gather/{call}/{r}"])]
-                raise HandoffError(f"{where}: rank(s) {missing} missing after {self.timeout_seconds} s")
+                raise HandoffError(f"{where}: rank(s) {missing} missing after {self.timeout_seconds} s ({APART})")
             if store.check([f"closing/{rank}"]) and not store.check([key]):
                 raise HandoffError(f"{where}: rank {rank} has closed its transport")
             try:

@@ -146,6 +146,7 @@ def wrong_order(rank: int, world: int) -> dict[str, str]:
 def test_calls_in_the_wrong_order(pool):
     wanted = {
         "two forwards": ("engine.forward() of step 1", "before the backward", "call engine.backward(loss) first"),
+        "second backward": ("a backward of step 1", "each forward has one backward", "call engine.backward() once"),
         "retained": ("step 1", "each forward has one backward"),
         "many numbers": ("the loss of step 1 is a tensor of shape (2,)", "of one number, such as loss.mean()"),
         "one number in a row": ("no error",),  # as stock ZeRO-3 takes it
@@ -159,7 +160,6 @@ def test_calls_in_the_wrong_order(pool):
         for name, words in wanted.items():
             for word in words:
                 assert word in texts[name], (name, texts[name])
-        assert texts["second backward"] != "no error"  # torch's own words: the graph is gone
 
 
 # model -> words of its error, and the units that its error tells one to list

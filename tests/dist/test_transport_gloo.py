@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transport_contract import DELAYED, SCENARIOS, names
 from transport_helpers import Make, empty, full, is_full
 
-from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.errors import APART, HandoffError
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.delayed import Delayed
 from deepspeed_cdp.transport.gloo import GlooTransport
@@ -105,7 +105,7 @@ def never_arrives(rank: int, world: int) -> str | None:
 
 def test_a_rank_that_never_arrives_is_named(pool):
     texts = pool.run(3, never_arrives)
-    assert texts[2] == "rank 2, connecting the 3 ranks of 'deepspeed_cdp': rank(s) [1] missing after 2 s"
+    assert texts[2] == f"rank 2, connecting the 3 ranks of 'deepspeed_cdp': rank(s) [1] missing after 2 s ({APART})"
 
 
 def outlives_the_default_group(rank: int, world: int) -> None:

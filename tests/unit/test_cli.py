@@ -186,6 +186,17 @@ def test_a_plan_is_the_engines_with_the_configs_own_settings(tmp_path, capsys):
     assert memory[1] > memory[0]
 
 
+def test_a_plan_says_what_it_takes_for_auto(tmp_path, capsys):
+    (tmp_path / "auto.json").write_text('{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto", '
+                                        '"train_micro_batch_size_per_gpu": "auto"}')
+    told = []
+    for more in ("", "--micro-batch 2"):
+        assert main(shlex.split(f"plan --model python:cli_models:mlp --ranks 4 --config {tmp_path}/auto.json {more} --json")) == 0
+        told += [w for w in json.loads(capsys.readouterr().out)["warnings"] if "auto" in w]
+    assert len(told) == 2 and told[0].startswith("train_micro_batch_size_per_gpu and gradient_accumulation_steps are")
+    assert told[1].startswith("gradient_accumulation_steps is")
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help(name, capsys):
     with pytest.raises(SystemExit) as end:

@@ -95,6 +95,16 @@ def test_engine_follows_the_config(world, tmp_path, way, raw, expected):
     assert deepspeed.DeepSpeedEngine is StandInStock and isinstance(result[0], deepspeed.DeepSpeedEngine)
 
 
+@pytest.mark.parametrize(("key", "told"), [("cylic", True), ("Cyclic", True), ("cyclic_", True), ("cycles", False),
+                                           ("data_types", False)])
+def test_a_block_misspelt_is_told(world, key, told, monkeypatch):
+    """DeepSpeed takes keys that it does not know in silence."""
+    said = []
+    monkeypatch.setattr(deepspeed.utils.logger, "warning", lambda text, *_: said.append(text))
+    engine = deepspeed.initialize(model=torch.nn.Linear(2, 2), config={**NONE, key: {"enabled": True}})[0]
+    assert type(engine) is StandInStock and any("did you mean 'cyclic'?" in text for text in said) == told
+
+
 def test_positional_arguments_reach_the_engine(world):
     given = model()
     result = deepspeed.initialize(Namespace(deepspeed_config=as_base64(ON)), given, None, given.parameters())
