@@ -18,7 +18,7 @@ from deepspeed.utils import log_dist
 
 from . import checkpoint, trace
 from .access import Access, offload_stub
-from .engine_base import EngineBase, close_at_exit
+from .engine_base import EngineBase, check_number, close_at_exit
 from .errors import HandoffError
 from .initial import Initial
 from .plan import Plan
@@ -164,6 +164,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             ValueError: the loss is not one number, or its forward is missing or has had its backward.
         """
         with self._noting_failure():
+            check_number(loss, self._runtime.handoff.global_step)
             self._runtime.check_loss(loss)
             self._runtime.handoff.add_loss(loss)
             return super().backward(loss, *args, **kwargs)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from . import __version__
 from .files import CheckpointError
 from .transport.base import Transport
@@ -48,6 +50,13 @@ class EngineBase:
     def _is_well(self) -> bool:
         """Whether the others may be waited for."""
         return not self._failed and not isinstance(sys.exc_info()[1], Exception)
+
+
+def check_number(loss: Any, step: int) -> None:
+    """Raises ValueError unless a loss is a tensor of one number."""
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+        raise ValueError(f"the loss of step {step} is {what}; give engine.backward() a tensor of one number, such as loss.mean()")
 
 
 def close_at_exit(engine: Any) -> None:

@@ -170,12 +170,8 @@ class Runtime:
         outside it.
 
         Raises:
-            ValueError: it is not one number, no forward waits for its backward, or it is not finite and there is such a unit.
+            ValueError: no forward waits for its backward, or the loss is not finite and there is such a unit.
         """
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise ValueError(f"the loss of step {self.handoff.global_step} is {what}; give engine.backward() a tensor of one "
-                             "number, such as loss.mean()")
         self.binder.check_forward()
         if self.handoff.global_step or self.handoff.round:
             return
