@@ -1,4 +1,4 @@
-"""What both engines (engine.py, pipe/engine.py) owe the other ranks: the same settings, and word of a failure."""
+"""What both engines (engine.py, pipe/engine.py) share: all ranks have the same settings, and hear of a failure."""
 
 import atexit
 import sys

@@ -166,8 +166,7 @@ class Runtime:
             self.flush()
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Before its backward. On the very first micro-batch a unit that was never called may have had its parameters read from
-        outside it.
+        """Before its backward. At the very first a unit never called may have had its parameters read from outside it.
 
         Raises:
             ValueError: no forward waits for its backward, or the loss is not finite and there is such a unit.
