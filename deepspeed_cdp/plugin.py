@@ -78,9 +78,10 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
         if CYCLIC not in raw or not parse_cyclic(raw).enabled:
             if pipeline:
                 refuse_placed(given["model"])
-            if CYCLIC not in raw and (near := difflib.get_close_matches(CYCLIC, [str(k).lower() for k in raw], 1, 0.8)):
-                logger.warning(f"the config has a key like {near[0]!r}, which DeepSpeed does not know; did you mean {CYCLIC!r}? "
-                               "Training goes on without it.")
+            written = {str(key).lower(): key for key in raw}
+            if CYCLIC not in raw and (near := difflib.get_close_matches(CYCLIC, written, 1, 0.8)):
+                logger.warning(f"{written[near[0]]} is in the config, but DeepSpeed knows no such key, so it has no effect; "
+                               f"did you mean {CYCLIC!r}?")
             return stock(*args, **kwargs)
         _refuse_model(given, parse_cyclic(raw).placement)
         # Stock `initialize` has no parameter for the engine's class: it looks `DeepSpeedEngine` (for a PipelineModule,

@@ -135,8 +135,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         return Event(self, ("", self.rank), self.current(), -1)
 
     def _begin(self, message: Message) -> Event:
-        if self._failure:
-            raise HandoffError(self._failure)
+        self.check()
         line, driver = message.line, self.driver
         edge = line.edge(self.rank)
         lane = self._ends[edge][1]
@@ -152,8 +151,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             driver.record(self._order, self.current())
             driver.follow(lane, self._order)
         with self._lock:
-            if self._failure:
-                raise HandoffError(self._failure)
+            self.check()
             self._carry(edge, message.tensor)
         message.point, message.after = None, ()
         self._begun.append(message)
@@ -177,8 +175,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             self._nccl.send(comm, 1, place, length, lane)
 
     def _await(self, message: Message, where: Where) -> None:
-        if self._failure:
-            raise HandoffError(self._failure)
+        self.check()
         message.where = where
         self.hold(message.handle, (message.line.stream, message.line.peer), message.line.incoming)
         self.driver.wait(self.current(), self._words.data_ptr(), _OPEN)

@@ -66,6 +66,16 @@ def test_random_delays_change_nothing(rule):
     check("mlp", rule, 2, 3, delay=0.003, rounds=2, steps=5, keep_after_forward=True)
 
 
+def test_a_flush_tells_ranks_by_their_numbers_among_all():
+    said = []
+
+    def note(runtime):
+        reset = runtime.transport.reset
+        runtime.transport.reset = lambda where: (said.append(str(where)), reset(where))[1]
+    train("mlp", 4, Settings("cdp-v2"), sgd, 3, ring_size=2, flush_after={1}, change=note)
+    assert {where.split(",")[0] for where in said if where.endswith("flush")} == {f"rank {r}" for r in range(4)}
+
+
 def test_with_a_warm_up():
     check("mlp", "cdp-v2", 2, 2, warmup_steps=2)
 
