@@ -2,7 +2,8 @@
 
 DeepSpeed has no plugin hook. At interpreter start-up, in every program, the installed deepspeed_cdp_autoload.pth puts one small
 finder on sys.meta_path. It leaves every module alone but `deepspeed`; for that one it imports this file, which has the module's
-loader call deepspeed_cdp.plugin.register() right after execution, so that `from deepspeed import initialize` already sees the
+loader call deepspeed_cdp.integration.plugin.register() right after execution, so that `from deepspeed import initialize`
+already sees the
 registered function. The finder's few lines are in the .pth file itself, because the first import of a module that is not frozen
 into the interpreter lists the library's folders, which costs more than all the rest. (In a virtual environment Python runs every
 .pth file twice, hence its last condition.) The finder stays, for importlib.reload.
@@ -14,15 +15,21 @@ import sys
 def _register() -> None:
     """Registers the engine; a failure warns, because an import of deepspeed must not break on our account."""
     try:
-        from deepspeed_cdp.plugin import register
+        from deepspeed_cdp.integration.plugin import register
+
         register()
     except Exception as error:
-        gone = ("deepspeed_cdp", "deepspeed_cdp.plugin")
+        gone = ("deepspeed_cdp", "deepspeed_cdp.integration", "deepspeed_cdp.integration.plugin")
         if isinstance(error, ModuleNotFoundError) and error.name in gone:
             return  # half uninstalled: nothing to register
         import warnings
-        warnings.warn(f"deepspeed_cdp is installed but could not register its engine, so a \"cyclic\" block in ds_config is "
-                      f"without effect: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
+
+        warnings.warn(
+            f'deepspeed_cdp is installed but could not register its engine, so a "cyclic" block in ds_config is '
+            f"without effect: {type(error).__name__}: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 class DeepSpeedCDPFinder:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deepspeed_cdp.transport.driver import Driver
+from deepspeed_cdp.transport.cuda_bindings import Driver
 
 CALLS, TURNS, LANES = 30, 7, 6
 
@@ -46,14 +46,18 @@ class Bench:
     def kinds(self) -> dict[str, Callable[[], None]]:
         """The calls that the transport makes, and two to compare with."""
         d, lane, word = self.driver, self.lane.cuda_stream, self.words.data_ptr()
-        return {"write": lambda: d.write(lane, word, 1), "wait": lambda: d.wait(lane, word, 0),
-                "wait on the passes' stream": lambda: d.wait(self.current, word, 0),
-                "copy": lambda: d.copy(lane, self.there.data_ptr(), self.source.data_ptr(), 4096),
-                "record": lambda: d.record(self.events[0], lane),
-                "record on the passes' stream": lambda: d.record(self.events[1], self.current),
-                "follow": lambda: d.follow(lane, self.events[1]),
-                "follow on the passes' stream": lambda: d.follow(self.current, self.events[0]),
-                "query of an event": lambda: d.reached(self.events[0]), "kernel": self._small}
+        return {
+            "write": lambda: d.write(lane, word, 1),
+            "wait": lambda: d.wait(lane, word, 0),
+            "wait on the passes' stream": lambda: d.wait(self.current, word, 0),
+            "copy": lambda: d.copy(lane, self.there.data_ptr(), self.source.data_ptr(), 4096),
+            "record": lambda: d.record(self.events[0], lane),
+            "record on the passes' stream": lambda: d.record(self.events[1], self.current),
+            "follow": lambda: d.follow(lane, self.events[1]),
+            "follow on the passes' stream": lambda: d.follow(self.current, self.events[0]),
+            "query of an event": lambda: d.reached(self.events[0]),
+            "kernel": self._small,
+        }
 
     @contextmanager
     def busy(self) -> Iterator[None]:

@@ -79,6 +79,7 @@ def _slow_down(job: Job, model: torch.nn.Module) -> None:
         if isinstance(output, tuple):
             return Pause.apply(output[0], seconds, 2 * seconds), *output[1:]
         return Pause.apply(output, seconds, 2 * seconds)
+
     for layer in model.model.layers if job.layer_ms else ():
         layer.register_forward_hook(after)
 
@@ -89,11 +90,13 @@ def _loss(model: Callable, batch: torch.Tensor) -> torch.Tensor:
 
 def _compute(model: torch.nn.Module) -> Callable:
     """No communication, no optimizer: the ceiling."""
+
     def step(batch: torch.Tensor) -> torch.Tensor:
         loss = _loss(model, batch)
         loss.backward()
         model.zero_grad(set_to_none=True)
         return loss
+
     return step
 
 
@@ -114,12 +117,14 @@ def _plain(model: Callable, optimizer: torch.optim.Optimizer) -> Callable:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss
+
     return step
 
 
 def _fsdp2(job: Job) -> Callable:
     """fp32 masters, passes in ``job.dtype``, reshard after forward: ZeRO-3's memory."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
     if job.sharded:
         model = models.build(job.config, torch.device("meta"), torch.float32)
     else:
@@ -143,17 +148,20 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     import deepspeed
 
     import deepspeed_cdp  # noqa: F401
+
     name, cuda, offload = job.name.removesuffix("-offload"), job.device.type == "cuda", job.name.endswith("-offload")
     name, over_nccl = name.removesuffix("-nccl"), name.endswith("-nccl")
     name, unfused = name.removesuffix("-unfused"), name.endswith("-unfused")
     cyclic, replicas = name.startswith("cdp-"), name.endswith("-replicas")
     stage = 1 if replicas else int(name[4]) if name.startswith("zero") else 3
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": job.micro_batch, "zero_optimization": {"stage": stage},
+        "train_micro_batch_size_per_gpu": job.micro_batch,
+        "zero_optimization": {"stage": stage},
         "bf16": {"enabled": job.dtype == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, **({} if cuda else {"torch_adam": True})}},
-        "steps_per_print": 10 ** 9,
-        "gradient_clipping": 0.0}  # as the others; DeepSpeed's default is 1.0
+        "steps_per_print": 10**9,
+        "gradient_clipping": 0.0,
+    }  # as the others; DeepSpeed's default is 1.0
     if offload:  # DeepSpeed then takes its Adam for CPUs, and builds it first
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         config["optimizer"]["params"].pop("torch_adam", None)
@@ -166,10 +174,15 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     if cyclic:
         plain, _, merged = name.partition("-min")
         rule = plain.removesuffix("-keep").removesuffix("-replicas")
-        config["cyclic"] = {"enabled": True, "rule": rule if rule in ("cdp-v1", "cdp-v2") else int(rule[4:]),
-                            "keep_after_forward": plain.endswith("-keep"), "min_unit_mb": float(merged or 0),
-                            "transport": "nccl" if over_nccl else "auto", "timeout_seconds": 60,
-                            "gradient_accumulation_fusion": False if unfused else "auto"}
+        config["cyclic"] = {
+            "enabled": True,
+            "rule": rule if rule in ("cdp-v1", "cdp-v2") else int(rule[4:]),
+            "keep_after_forward": plain.endswith("-keep"),
+            "min_unit_mb": float(merged or 0),
+            "transport": "nccl" if over_nccl else "auto",
+            "timeout_seconds": 60,
+            "gradient_accumulation_fusion": False if unfused else "auto",
+        }
         config["zero_allow_untested_optimizer"] = True
         given: dict[str, Any] = {"model_parameters": model.parameters()}
         if not offload:
@@ -188,6 +201,7 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
         engine.backward(loss)
         engine.step()
         return loss
+
     return step, engine
 
 

@@ -36,8 +36,9 @@ def settings(folder: str, profile_step: int) -> dict[str, dict[str, Any]]:
         "csv_monitor": csv,
         "wall_clock_breakdown": {"wall_clock_breakdown": True},
         "flops_profiler, another step": {"flops_profiler": {"enabled": True, "profile_step": 10**6}},
-        "flops_profiler, in each window": {"flops_profiler": {"enabled": True, "profile_step": profile_step,
-                                                              "output_file": f"{folder}/flops.txt"}},
+        "flops_profiler, in each window": {
+            "flops_profiler": {"enabled": True, "profile_step": profile_step, "output_file": f"{folder}/flops.txt"}
+        },
         "comms_logger": {"comms_logger": {"enabled": True, "prof_all": True}},
         "cyclic_metrics": {},
     }
@@ -57,11 +58,17 @@ def window(engine_name: str, setting: str, added: dict[str, Any], rank: int, ste
     import deepspeed
 
     import deepspeed_cdp
+
     deepspeed_cdp.register()
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": BATCH, "zero_optimization": {"stage": 3}, "steps_per_print": None,
-                              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}, **added}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "zero_optimization": {"stage": 3},
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
+        **added,
+    }
     if engine_name != "zero3":
         config["cyclic"] = {"enabled": True, "rule": engine_name, "timeout_seconds": 60}
     engine = deepspeed.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
@@ -77,7 +84,7 @@ def window(engine_name: str, setting: str, added: dict[str, Any], rank: int, ste
             engine.cyclic_metrics  # noqa: B018
         ends.append(time.perf_counter())
     busy = (time.process_time() - busy) / steps
-    ends = ends[-steps - 1:]
+    ends = ends[-steps - 1 :]
     if config.get("comms_logger"):
         deepspeed.comm.configure(enabled=False)  # of the whole process
     engine.destroy()
@@ -86,9 +93,11 @@ def window(engine_name: str, setting: str, added: dict[str, Any], rank: int, ste
 
 def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     import torch.distributed as dist
+
     seen: dict[tuple[str, str], list[tuple[float, list[float]]]] = {}
     with contextlib.redirect_stdout(io.StringIO()):  # what the instruments print goes nowhere, but is made
         import deepspeed  # noqa: F401
+
         logging.getLogger("DeepSpeed").handlers[:] = [logging.StreamHandler(io.StringIO())]
         for turn in range(-1, args.turns):  # the first turn is not counted
             for setting, added in settings(folder, WARM_UP + args.steps // 2).items():
@@ -106,17 +115,25 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 def table(seen: dict[tuple[str, str], list[tuple[float, list[float]]]], args: argparse.Namespace) -> str:
     """As Markdown."""
-    lines = ["| engine | instruments | processor ms per step | lowest to highest | to none | p25 of steps, ms |",
-             "|---|---|---|---|---|---|"]
+    lines = [
+        "| engine | instruments | processor ms per step | lowest to highest | to none | p25 of steps, ms |",
+        "|---|---|---|---|---|---|",
+    ]
     for (engine, setting), values in sorted(seen.items(), key=lambda item: args.engines.index(item[0][0])):
         ms = [1e3 * busy for busy, _ in values]
         ratio = statistics.median(v[0] / bare[0] for v, bare in zip(values, seen[engine, "none"]))
         quarter = 1e3 * statistics.quantiles([t for _, steps in values for t in steps], n=4)[0]
-        lines.append(f"| {engine} | {setting} | {statistics.median(ms):.1f} | {min(ms):.1f} to {max(ms):.1f} | {ratio:.2f} | "
-                     f"{quarter:.1f} |")
+        lines.append(
+            f"| {engine} | {setting} | {statistics.median(ms):.1f} | {min(ms):.1f} to {max(ms):.1f} | {ratio:.2f} | "
+            f"{quarter:.1f} |"
+        )
     import deepspeed
-    lines += ["", f"{args.ranks} ranks, {os.cpu_count()} cores ({platform.machine()}), 1 thread each; {args.turns} turns of "
-              f"{args.steps} steps; torch {torch.__version__}, deepspeed {deepspeed.__version__}"]
+
+    lines += [
+        "",
+        f"{args.ranks} ranks, {os.cpu_count()} cores ({platform.machine()}), 1 thread each; {args.turns} turns of "
+        f"{args.steps} steps; torch {torch.__version__}, deepspeed {deepspeed.__version__}",
+    ]
     return "\n".join(lines)
 
 

@@ -26,8 +26,28 @@ from tqdm import tqdm
 from benchmarks import learning_report, rows
 from benchmarks.learning_tasks import RULES, SIZES, Case, run
 
-FIELDS = ("dataset", "rate", "rule", "seed", "step", "steps", "train_loss", "test_loss", "test_accuracy", "seconds", "ranks",
-          "micro_batch", "parameters", "graph", "data", "device", "torch", "python", "commit", "time")
+FIELDS = (
+    "dataset",
+    "rate",
+    "rule",
+    "seed",
+    "step",
+    "steps",
+    "train_loss",
+    "test_loss",
+    "test_accuracy",
+    "seconds",
+    "ranks",
+    "micro_batch",
+    "parameters",
+    "graph",
+    "data",
+    "device",
+    "torch",
+    "python",
+    "commit",
+    "time",
+)
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------------------
@@ -52,8 +72,10 @@ class Rows:
             case = by_key.get(learning_report.key(row))
             ours = case and (str(case.spans.steps), str(case.ranks), str(case.spans.micro_batch))
             if case and ours != (row["steps"], row["ranks"], row["micro_batch"]):
-                raise ValueError(f"--out has rows of {' '.join(case.key)} with {row['steps']} steps, {row['ranks']} ranks and "
-                                 f"micro-batch {row['micro_batch']}; choose another folder")
+                raise ValueError(
+                    f"--out has rows of {' '.join(case.key)} with {row['steps']} steps, {row['ranks']} ranks and "
+                    f"micro-batch {row['micro_batch']}; choose another folder"
+                )
         self.finished = {learning_report.key(row) for row in there if row["step"] == row["steps"]}
         kept = [row for row in there if learning_report.key(row) in self.finished]
         part = path.with_suffix(".new")
@@ -87,8 +109,10 @@ def run_all(cases: list[Case], out: Rows, args: argparse.Namespace, about: dict[
     todo = [c for c in cases if c.key not in out.finished]
     began, context, faults = time.monotonic(), multiprocessing.get_context("spawn"), []
     waiting, results = context.Queue(), context.Queue()
-    workers = [context.Process(target=_work, args=(waiting, results, args.device, args.graph), daemon=True)
-               for _ in range(min(args.processes, len(todo)))]
+    workers = [
+        context.Process(target=_work, args=(waiting, results, args.device, args.graph), daemon=True)
+        for _ in range(min(args.processes, len(todo)))
+    ]
     for case in [*todo, *([None] * len(workers))]:
         waiting.put(case)
     for worker in workers:
@@ -128,8 +152,9 @@ def run_all(cases: list[Case], out: Rows, args: argparse.Namespace, about: dict[
 
 # ---- the command ------------------------------------------------------------------------------------------------------------
 def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.learning", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.learning", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     gpu = torch.cuda.is_available()
     parser.add_argument("--datasets", default="digits,gpt")
     parser.add_argument("--rules", default=",".join(RULES))
@@ -137,8 +162,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--rates", default="1", help="multiply the learning rates; comma-separated")
     parser.add_argument("--simulate-ranks", type=int, default=4, help="ranks, and stages")
     parser.add_argument("--size", default="full", choices=("full", "tiny"), help="tiny: to see that everything works")
-    parser.add_argument("--processes", type=int, default=min(14, max(1, (os.cpu_count() or 1) - 2)) if gpu else 1,
-                        help="cases trained at a time, on the one device")
+    parser.add_argument(
+        "--processes",
+        type=int,
+        default=min(14, max(1, (os.cpu_count() or 1) - 2)) if gpu else 1,
+        help="cases trained at a time, on the one device",
+    )
     parser.add_argument("--device", default="cuda" if gpu else "cpu")
     parser.add_argument("--no-graph", dest="graph", action="store_false", help="no CUDA graphs")
     parser.add_argument("--seconds", type=float, default=0, help="stop after so long, wherever it is; 0: never")
@@ -166,8 +195,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def grid(args: argparse.Namespace) -> list[Case]:
     """All cases, seed by seed, so that a run that is cut short has whole pairs."""
     every = itertools.product(range(max(args.seeds.values())), args.datasets, args.rates, args.rules)
-    return [Case(dataset, rate, rule, seed, args.simulate_ranks, args.size) for seed, dataset, rate, rule in every
-            if seed < args.seeds[dataset]]
+    return [
+        Case(dataset, rate, rule, seed, args.simulate_ranks, args.size)
+        for seed, dataset, rate, rule in every
+        if seed < args.seeds[dataset]
+    ]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -182,8 +214,12 @@ def main(argv: list[str] | None = None) -> int:
     faults: list[str] = []
     if not args.report:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        about = {"device": device, "torch": torch.__version__, "python": platform.python_version(),
-                 "commit": os.environ.get("COMMIT", commit or "unknown")}
+        about = {
+            "device": device,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "commit": os.environ.get("COMMIT", commit or "unknown"),
+        }
         cases = grid(args)
         try:
             store = Rows(out / "rows.csv", cases)

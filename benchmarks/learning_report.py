@@ -22,8 +22,12 @@ from matplotlib import ticker  # noqa: E402
 
 COLOURS = {"dp": "#444444", "cdp-v1": "#009E73", "cdp-v2": "#0072B2", "cdp-v2-warmup": "#D55E00"}  # Okabe and Ito's
 LINES = {"dp": "-", "cdp-v1": "--", "cdp-v2": "-", "cdp-v2-warmup": ":"}
-NAMES = {"digits": "digits, ResNet-14", "gpt": "byte-level GPT on Python's sources",
-         "gpt-beta1-0.5": "the same GPT, AdamW's β₁ 0.5", "gpt-beta1-0": "the same GPT, AdamW's β₁ 0"}
+NAMES = {
+    "digits": "digits, ResNet-14",
+    "gpt": "byte-level GPT on Python's sources",
+    "gpt-beta1-0.5": "the same GPT, AdamW's β₁ 0.5",
+    "gpt-beta1-0": "the same GPT, AdamW's β₁ 0",
+}
 MEASURES = {"test_loss": "test loss", "test_accuracy": "test accuracy"}
 LEVEL = 0.05
 
@@ -33,7 +37,7 @@ Row = dict[str, str]
 def read(path: Path) -> list[Row]:
     """The rows of a file; a last line that a crash has cut is left out."""
     text = Path(path).read_text()
-    return list(csv.DictReader(text[:text.rfind("\n") + 1].splitlines()))
+    return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
 
 
 def key(row: Row) -> tuple[str, str, str, str]:
@@ -119,8 +123,10 @@ def statement(c: Comparison, measure: str, base: float) -> str:
     ci = f"95% interval {c.interval[0]:+.4f} to {c.interval[1]:+.4f}, {c.pairs} pairs, p = {c.holm:.2g} after Holm's correction"
     if c.holm < LEVEL:
         return f"`{c.rule}` differs from `dp`: {what} {c.mean:+.4f}{share}; {ci}."
-    return (f"No difference of `{c.rule}` from `dp` is shown: {what} {c.mean:+.4f}{share}; {ci}. A difference of {c.visible:.4f} "
-            "would have been found four times out of five.")
+    return (
+        f"No difference of `{c.rule}` from `dp` is shown: {what} {c.mean:+.4f}{share}; {ci}. A difference of {c.visible:.4f} "
+        "would have been found four times out of five."
+    )
 
 
 # ---- tables -----------------------------------------------------------------------------------------------------------------
@@ -135,28 +141,43 @@ def tables(some: Sequence[Row], level: str = "###") -> str:
     for (dataset, rate), engines in settings(some).items():
         first = next(iter(engines.values()))[0]
         title = NAMES[dataset] + (f", learning rate x {rate}" if rate != "1" else "")
-        lines = [f"{level} {title}", "",
-                 f"{first['ranks']} ranks and stages, micro-batch {first['micro_batch']}, {first['steps']} steps, "
-                 f"{int(first['parameters']):,} parameters.", "",
-                 "| rule | seeds | test loss | test accuracy | training loss | minus dp's test loss, 95% interval (bootstrap) "
-                 "| p (Holm) |",
-                 "|---|---|---|---|---|---|---|"]
+        lines = [
+            f"{level} {title}",
+            "",
+            f"{first['ranks']} ranks and stages, micro-batch {first['micro_batch']}, {first['steps']} steps, "
+            f"{int(first['parameters']):,} parameters.",
+            "",
+            "| rule | seeds | test loss | test accuracy | training loss | minus dp's test loss, 95% interval (bootstrap) "
+            "| p (Holm) |",
+            "|---|---|---|---|---|---|---|",
+        ]
         compared = {measure: {c.rule: c for c in compare(engines, measure)} for measure in MEASURES}
         for rule, group in engines.items():
             loss, accuracy = (list(last(group, m).values()) for m in MEASURES)
             training = [float(r["train_loss"]) for r in group if r["step"] == r["steps"]]
             c = compared["test_loss"].get(rule)
-            versus = (f"{c.mean:+.4f}, {c.interval[0]:+.4f} to {c.interval[1]:+.4f} ({c.bootstrap[0]:+.4f} to "
-                      f"{c.bootstrap[1]:+.4f}) | {c.p:.2g} ({c.holm:.2g})") if c else " | "
-            lines.append(f"| {rule} | {len(loss)} | {_spread(loss, '.4f')} | {_spread(accuracy, '.4f') if accuracy else ''} | "
-                         f"{_spread(training, '.4f')} | {versus} |")
+            versus = (
+                (
+                    f"{c.mean:+.4f}, {c.interval[0]:+.4f} to {c.interval[1]:+.4f} ({c.bootstrap[0]:+.4f} to "
+                    f"{c.bootstrap[1]:+.4f}) | {c.p:.2g} ({c.holm:.2g})"
+                )
+                if c
+                else " | "
+            )
+            lines.append(
+                f"| {rule} | {len(loss)} | {_spread(loss, '.4f')} | {_spread(accuracy, '.4f') if accuracy else ''} | "
+                f"{_spread(training, '.4f')} | {versus} |"
+            )
         lines.append("")
         for measure, by_rule in compared.items():
             base = statistics.mean(last(engines["dp"], measure).values()) if by_rule else 0.0
             lines += [f"- {statement(c, measure, base)}" for c in by_rule.values()]
         graphs = {r["graph"] for group in engines.values() for r in group if r["step"] == r["steps"]}
-        lines += ["", f"{first['device']}, torch {first['torch']}, Python {first['python']}, commit {first['commit']}, data "
-                  f"{first['data']}, CUDA graph: {', '.join(sorted(graphs))}."]
+        lines += [
+            "",
+            f"{first['device']}, torch {first['torch']}, Python {first['python']}, commit {first['commit']}, data "
+            f"{first['data']}, CUDA graph: {', '.join(sorted(graphs))}.",
+        ]
         parts.append("\n".join(lines))
     return "\n\n".join(parts) + "\n"
 
@@ -237,7 +258,7 @@ def _panel(left: plt.Axes, right: plt.Axes, engines: dict[str, list[Row]], title
     if 3 * straight < (furthest := max(abs(right.dataLim.y0), abs(right.dataLim.y1))):
         # straight round the end's differences, logarithmic beyond: early ones are many times larger
         right.set_yscale("symlog", linthresh=straight, linscale=2)
-        beyond = [straight * 10 ** i for i in range(1, math.ceil(math.log10(furthest / straight)) + 1)]
+        beyond = [straight * 10**i for i in range(1, math.ceil(math.log10(furthest / straight)) + 1)]
         ticks = [straight / 2, straight, *beyond]
         right.yaxis.set_major_locator(ticker.FixedLocator([0.0, *ticks, *(-t for t in ticks)]))
         right.yaxis.set_minor_locator(ticker.NullLocator())

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from deepspeed_cdp.discover import Example
-from deepspeed_cdp.simulated import Simulator, stages_of
+from deepspeed_cdp.analysis.learning_simulator import Simulator, stages_of
+from deepspeed_cdp.model.discover import Example
 from examples.gpt import GPT, read_text, sample
 from examples.images import digits
 from examples.resnet import resnet
@@ -36,8 +36,10 @@ class Size:
 
 
 BETA1 = {"gpt": 0.9, "gpt-beta1-0.5": 0.5, "gpt-beta1-0": 0.0}  # AdamW's momentum: what it does to stale gradients
-SIZES = {"digits": {"full": Size(32, 440, 11), "tiny": Size(8, 12, 4)},
-         **dict.fromkeys(BETA1, {"full": Size(8, 1000, 50), "tiny": Size(2, 12, 4)})}
+SIZES = {
+    "digits": {"full": Size(32, 440, 11), "tiny": Size(8, 12, 4)},
+    **dict.fromkeys(BETA1, {"full": Size(8, 1000, 50), "tiny": Size(2, 12, 4)}),
+}
 
 
 @dataclass(frozen=True)
@@ -99,8 +101,10 @@ def _digits(case: Case, device: torch.device) -> Task:
     spans, each = case.spans, case.ranks * case.spans.micro_batch
     generator = torch.Generator().manual_seed(case.seed)
     per_epoch = len(images) // each
-    epochs = [torch.randperm(len(images), generator=generator)[:per_epoch * each].view(per_epoch, each)
-              for _ in range(-(-spans.steps // per_epoch))]
+    epochs = [
+        torch.randperm(len(images), generator=generator)[: per_epoch * each].view(per_epoch, each)
+        for _ in range(-(-spans.steps // per_epoch))
+    ]
     order = torch.cat(epochs)
 
     def batches(step: int) -> list[Any]:
@@ -115,9 +119,16 @@ def _digits(case: Case, device: torch.device) -> Task:
             right += (logits.argmax(1) == labels).sum().item()
         return total / len(images.test[1]), right / len(images.test[1])
 
-    return Task(module, stages, optimizer, batches,
-                lambda module, batch: module(*batch), evaluate,
-                lambda step: 0.05 * case.rate * 0.2 ** (step * 10 // (spans.steps * 3)), data)
+    return Task(
+        module,
+        stages,
+        optimizer,
+        batches,
+        lambda module, batch: module(*batch),
+        evaluate,
+        lambda step: 0.05 * case.rate * 0.2 ** (step * 10 // (spans.steps * 3)),
+        data,
+    )
 
 
 def _gpt(case: Case, device: torch.device) -> Task:
@@ -163,8 +174,14 @@ def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high")
     task, spans = TASKS[case.dataset](case, device), case.spans
-    ring = Simulator(task.module, task.optimizer, task.stages, case.rule.removesuffix("-warmup"), warmup_steps=case.warmup_steps,
-                     clip=1.0 if case.dataset in BETA1 else 0.0)
+    ring = Simulator(
+        task.module,
+        task.optimizer,
+        task.stages,
+        case.rule.removesuffix("-warmup"),
+        warmup_steps=case.warmup_steps,
+        clip=1.0 if case.dataset in BETA1 else 0.0,
+    )
     parameters = sum(p.numel() for p in task.module.parameters())
     began, captured, captured_for, losses = time.perf_counter(), None, None, []
     for step in range(spans.steps + 1):
@@ -175,10 +192,23 @@ def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any
             task.module.train()
             mean = torch.stack(losses).mean().item() if losses else None
             losses = []
-            yield {"dataset": case.dataset, "rate": f"{case.rate:g}", "rule": case.rule, "seed": case.seed, "step": step,
-                   "steps": spans.steps, "train_loss": _number(mean), "test_loss": _number(test_loss),
-                   "test_accuracy": _number(accuracy), "seconds": f"{time.perf_counter() - began:.2f}", "ranks": case.ranks,
-                   "micro_batch": spans.micro_batch, "parameters": parameters, "graph": captured is not None, "data": task.data}
+            yield {
+                "dataset": case.dataset,
+                "rate": f"{case.rate:g}",
+                "rule": case.rule,
+                "seed": case.seed,
+                "step": step,
+                "steps": spans.steps,
+                "train_loss": _number(mean),
+                "test_loss": _number(test_loss),
+                "test_accuracy": _number(accuracy),
+                "seconds": f"{time.perf_counter() - began:.2f}",
+                "ranks": case.ranks,
+                "micro_batch": spans.micro_batch,
+                "parameters": parameters,
+                "graph": captured is not None,
+                "data": task.data,
+            }
         if step == spans.steps:
             return
         for group in task.optimizer.param_groups:

@@ -14,14 +14,15 @@ from unittest import mock
 
 import torch
 
-from deepspeed_cdp import engine
 from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.integration import engine
 from deepspeed_cdp.transport.base import Ticket, Transport, Where
 
 
 @contextmanager
 def limited(gigabytes_per_second: float) -> Iterator[None]:
-    """Engines initialized inside get a limited transport: what ``deepspeed_cdp.engine`` calls ``connect`` is replaced."""
+    """Engines initialized inside get a limited transport: what ``deepspeed_cdp.integration.engine`` calls ``connect`` is
+    replaced."""
     plain = engine.connect
 
     def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: torch.device) -> Transport:
@@ -38,9 +39,9 @@ def limited(gigabytes_per_second: float) -> Iterator[None]:
 def cycles_per_second(device: torch.device) -> float:
     """How fast ``torch.cuda._sleep`` counts, measured for some 30 ms."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(10 ** 7)  # wakes the clock up
+    torch.cuda._sleep(10**7)  # wakes the clock up
     start.record()
-    torch.cuda._sleep(5 * 10 ** 7)
+    torch.cuda._sleep(5 * 10**7)
     end.record()
     torch.cuda.synchronize(device)
     return 5e7 / (start.elapsed_time(end) / 1000)
@@ -137,8 +138,9 @@ class Limited(Transport):
     def collectives(self) -> int:
         return self.inner.collectives
 
-    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
-             from_at: int = -1) -> Ticket:
+    def post(
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+    ) -> Ticket:
         return self.inner.post(stream, src, into, after, where, from_at)
 
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Later:
@@ -157,9 +159,9 @@ class Limited(Transport):
         self._end(drain=True)
         self.inner.reset(where)
 
-    def close(self, linger: bool) -> None:
-        self._end(drain=linger)
-        self.inner.close(linger)
+    def close(self, drain: bool) -> None:
+        self._end(drain=drain)
+        self.inner.close(drain)
 
     def _end(self, drain: bool) -> None:
         for link in self._links.values():

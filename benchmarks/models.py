@@ -23,11 +23,20 @@ def configuration(name: str, host_sync: bool = True) -> LlamaConfig:
     if not host_sync:
         from transformers import AttentionInterface
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         AttentionInterface.register(UNMASKED, sdpa_attention_forward)
-    return LlamaConfig(vocab_size=256 if name in SMALL else VOCABULARY, hidden_size=hidden, intermediate_size=intermediate,
-                       num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=heads,
-                       max_position_embeddings=4096, use_cache=False, tie_word_embeddings=False,
-                       attn_implementation="sdpa" if host_sync else UNMASKED)
+    return LlamaConfig(
+        vocab_size=256 if name in SMALL else VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=4096,
+        use_cache=False,
+        tie_word_embeddings=False,
+        attn_implementation="sdpa" if host_sync else UNMASKED,
+    )
 
 
 def build(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:

@@ -17,11 +17,15 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from torch import nn
 
-from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.transport.local import Hub, LocalTransport
 
-OPTIMIZERS = {"torch AdamW": torch.optim.AdamW, "torch AdamW, fused": lambda p, lr: torch.optim.AdamW(p, lr, fused=True),
-              "DeepSpeedCPUAdam": DeepSpeedCPUAdam}
+OPTIMIZERS = {
+    "torch AdamW": torch.optim.AdamW,
+    "torch AdamW, fused": lambda p, lr: torch.optim.AdamW(p, lr, fused=True),
+    "DeepSpeedCPUAdam": DeepSpeedCPUAdam,
+}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -45,7 +49,7 @@ class Update:
         module.to(DTYPES[args.dtype])
         settings = Settings("cdp-v2", clip=args.clip, offload=offload, pin=not args.pageable)
         self.runtime = Runtime(module, OPTIMIZERS[optimizer](module.parameters(), lr=1e-5), settings, OneRank(device), device)
-        self.owner, self.units = self.runtime.owner, self.runtime.handoff._members
+        self.owner, self.units = self.runtime.owner, self.runtime.executor._members
         for sums in self.owner._sums.values():
             for total in sums.values():
                 total.normal_(std=1e-3)
@@ -57,7 +61,7 @@ class Update:
         self.count += 1
         owner.record(step)
         begun, used = time.perf_counter(), time.process_time()
-        if owner.at_once:
+        if owner.updates_eagerly:
             for unit in self.units:
                 owner.advance(step, unit, 0)
         else:
@@ -88,8 +92,13 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     torch.set_num_threads(args.threads)
     device = torch.device("cpu" if args.cpu else "cuda:0")
-    ways = [("torch AdamW", False), ("torch AdamW, fused", False), ("torch AdamW", True), ("torch AdamW, fused", True),
-            ("DeepSpeedCPUAdam", True)]
+    ways = [
+        ("torch AdamW", False),
+        ("torch AdamW, fused", False),
+        ("torch AdamW", True),
+        ("torch AdamW, fused", True),
+        ("DeepSpeedCPUAdam", True),
+    ]
     updates = {way: Update(args, device, *way) for way in ways}
     times: dict[tuple[str, bool], list[tuple[float, float]]] = {way: [] for way in ways}
     for repeat in range(args.repeats + 2):
@@ -97,11 +106,13 @@ def main(argv: list[str] | None = None) -> int:
             took = update.run()
             if repeat >= 2:  # state is made in the first
                 times[way].append(took)
-    count = args.layers * args.width ** 2
+    count = args.layers * args.width**2
     memory = "" if args.cpu else ", pageable memory" if args.pageable else ", pinned memory"
-    print(f"{torch.cuda.get_device_name() if not args.cpu else 'CPU'}, {args.threads} thread(s), {count / 1e6:.1f} million "
-          f"{args.dtype} parameters, gradient_clipping {args.clip:g}{memory}; python "
-          f"{platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}\n")
+    print(
+        f"{torch.cuda.get_device_name() if not args.cpu else 'CPU'}, {args.threads} thread(s), {count / 1e6:.1f} million "
+        f"{args.dtype} parameters, gradient_clipping {args.clip:g}{memory}; python "
+        f"{platform.python_version()}, torch {torch.__version__}, deepspeed {deepspeed.__version__}\n"
+    )
     print("| optimizer | masters | ms per update: median (lowest to highest; number) | CPU ms: the same |")
     print("|---|---|---|---|")
     for (optimizer, offload), took in times.items():

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import engines, models
-from deepspeed_cdp.transport import timing
+from deepspeed_cdp.transport import wait_timing
 
 SETTLE = 6  # steps that are left out at first
 PARTS = ("forward", "backward", "step")
@@ -38,6 +38,7 @@ class Clock:
 
     def around(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The same function, timed. Seconds of functions inside count for both."""
+
         def timed(*args: Any, **kwargs: Any) -> Any:
             begun = time.perf_counter()
             try:
@@ -45,26 +46,28 @@ class Clock:
             finally:
                 self.seconds[name] += time.perf_counter() - begun
                 self.calls[name] += 1
+
         return timed
 
     def told(self, steps: int) -> str:
         """By descending time: name, calls and milliseconds per step."""
-        return ", ".join(f"{name} {self.calls[name] / steps:.0f} x = {1e3 * s / steps:.2f}"
-                         for name, s in self.seconds.most_common())
+        return ", ".join(
+            f"{name} {self.calls[name] / steps:.0f} x = {1e3 * s / steps:.2f}" for name, s in self.seconds.most_common()
+        )
 
 
 @contextmanager
 def timed_calls(engine: Any, actions: Clock, driver: Clock) -> Iterator[None]:
     """Time the walk's actions and its driver's calls (none where the transport has no driver)."""
-    handoff, calls = engine._runtime.handoff, getattr(engine._transport, "driver", None)
-    do, names = handoff._do, ("wait", "write", "copy", "record", "follow", "reached", "event")
-    handoff._do = {kind: actions.around(kind, f) for kind, f in do.items()}
+    executor, calls = engine._runtime.executor, getattr(engine._transport, "driver", None)
+    do, names = executor._do, ("wait", "write", "copy", "record", "follow", "reached", "event")
+    executor._do = {kind: actions.around(kind, f) for kind, f in do.items()}
     for name in names if calls is not None else ():
         setattr(calls, name, driver.around(name, getattr(calls, name)))
     try:
         yield
     finally:
-        handoff._do = do
+        executor._do = do
         for name in names if calls is not None else ():
             delattr(calls, name)  # the class's own again
 
@@ -72,11 +75,11 @@ def timed_calls(engine: Any, actions: Clock, driver: Clock) -> Iterator[None]:
 @contextmanager
 def every_step_timed() -> Iterator[None]:
     """Waits on GPUs are timed in one step of eight otherwise."""
-    usual, timing.EVERY = timing.EVERY, 1
+    usual, wait_timing.EVERY = wait_timing.EVERY, 1
     try:
         yield
     finally:
-        timing.EVERY = usual
+        wait_timing.EVERY = usual
 
 
 def the_same() -> float:
@@ -101,18 +104,20 @@ def steps(job: engines.Job, step: Callable[..., Any], engine: Any, batches: list
                 marks[-1][-1].record()
             clocks.append(time.perf_counter())
             used.append(time.thread_time())
+
         step(batches[i % len(batches)], note)
         seen["same"].append(the_same())
         seen["host"].append([b - a for a, b in zip(clocks, clocks[1:])])
         seen["main"].append([b - a for a, b in zip(used, used[1:])])
         latest = getattr(getattr(getattr(engine, "_transport", None), "timing", None), "latest", None)
         if latest is not None:
-            seen["waits"].append({**{f"{s}<{p}": t for (s, p), t in latest.come.items()},
-                                  **{f"{s}>{p}": t for (s, p), t in latest.taken.items()}})
+            seen["waits"].append(
+                {**{f"{s}<{p}": t for (s, p), t in latest.come.items()}, **{f"{s}>{p}": t for (s, p), t in latest.taken.items()}}
+            )
     if cuda:
         torch.cuda.synchronize()
         seen["device"] = [[a.elapsed_time(b) / 1e3 for a, b in zip(m, m[1:])] for m in marks]
-        seen["whole"] = [a[0].elapsed_time(b[0]) / 1e3 for a, b in zip(marks[SETTLE:], marks[SETTLE + 1:])]
+        seen["whole"] = [a[0].elapsed_time(b[0]) / 1e3 for a, b in zip(marks[SETTLE:], marks[SETTLE + 1 :])]
     else:
         seen["whole"] = [sum(s) for s in seen["host"][SETTLE:]]
     return seen
@@ -137,21 +142,27 @@ def in_parts(job: engines.Job) -> tuple[Callable[..., None], Any]:
         note()
         end()
         note()
+
     return step, engine
 
 
 def line(seen: dict[str, Any]) -> str:
     """Medians."""
+
     def of(columns: list[list[float]]) -> str:
         return " ".join(f"{part} {1e3 * statistics.median(c):.1f}" for part, c in zip(PARTS, zip(*columns[SETTLE:])))
+
     text = f"step {1e3 * statistics.median(seen['whole']):.1f} (lowest {1e3 * min(seen['whole']):.1f})"
     for name in ("device", "host", "main"):
         text += f" | {name} {of(seen[name])}" if name in seen else ""
     text += f" | same {1e3 * statistics.median(seen['same'][SETTLE:]):.3f}"
     waits = seen.get("waits", [])[SETTLE:]
     edges = sorted({e for w in waits for e in w})
-    return text + (" | waits " + ", ".join(f"{e} {1e3 * statistics.median(w.get(e, 0.0) for w in waits):.1f}" for e in edges)
-                   if edges else "")
+    return text + (
+        " | waits " + ", ".join(f"{e} {1e3 * statistics.median(w.get(e, 0.0) for w in waits):.1f}" for e in edges)
+        if edges
+        else ""
+    )
 
 
 def run(args: argparse.Namespace, device: torch.device) -> list[str]:
@@ -160,8 +171,9 @@ def run(args: argparse.Namespace, device: torch.device) -> list[str]:
     config = models.configuration(args.model, host_sync=not args.no_host_sync)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     random = torch.Generator().manual_seed(rank)
-    batches = [torch.randint(0, config.vocab_size, (args.micro_batch, args.sequence), generator=random).to(device)
-               for _ in range(4)]
+    batches = [
+        torch.randint(0, config.vocab_size, (args.micro_batch, args.sequence), generator=random).to(device) for _ in range(4)
+    ]
     for name in args.engines.split(","):
         job = engines.Job(name, config, device, dtype, args.micro_batch)
         step, engine = in_parts(job)
@@ -197,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> None:
     import deepspeed
+
     args = parser().parse_args()
     faulthandler.dump_traceback_later(args.seconds, exit=True)
     device = torch.device("cpu") if args.cpu else torch.device("cuda", int(os.environ["LOCAL_RANK"]))

@@ -46,16 +46,20 @@ def measure(way: str, stages: int, rounds: int, seconds: float, steps: int, warm
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     import deepspeed_cdp  # noqa: F401
-    from deepspeed_cdp.pipe.schedule import PipeSchedule
-    from deepspeed_cdp.schedule import threshold
+    from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
+    from deepspeed_cdp.plan.schedule import threshold
+
     count = stages * rounds
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": count,
-                              "steps_per_print": 10 ** 6, "optimizer": {"type": "SGD", "params": {"lr": 1e-3}}}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": count,
+        "steps_per_print": 10**6,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+    }
     if way != "stock":
         config["cyclic"] = {"enabled": True, "rule": int(way) if way.isdigit() else way, "timeout_seconds": 60}
     layers = [LayerSpec(SlowLinear, WIDTH, seconds, 1.0) for _ in range(stages)]
-    module = PipelineModule(layers, num_stages=stages, loss_fn=nn.MSELoss(),
-                            partition_method="uniform")
+    module = PipelineModule(layers, num_stages=stages, loss_fn=nn.MSELoss(), partition_method="uniform")
     engine = deepspeed.initialize(model=module, model_parameters=list(module.parameters()), config=config)[0]
 
     def data():
@@ -80,16 +84,25 @@ def measure(way: str, stages: int, rounds: int, seconds: float, steps: int, warm
     dist.all_gather_object(everyone, 1 - busy / wall)
     engine.destroy()
     k = 0 if way == "stock" else threshold(config["cyclic"]["rule"], stages)
-    return {"engine": "DeepSpeed PipelineEngine" if way == "stock" else "cyclic, " + (f"K = {way}" if way.isdigit() else way),
-            "way": way, "stages": stages, "micro_batches": count, "ms_per_pass": seconds * 1000, "steps": steps,
-            "ms_per_step": wall / steps * 1000, "idle": statistics.mean(everyone), "idle_by_rank": everyone,
-            "closed_form": PipeSchedule(stages, k, rounds).idle}
+    return {
+        "engine": "DeepSpeed PipelineEngine" if way == "stock" else "cyclic, " + (f"K = {way}" if way.isdigit() else way),
+        "way": way,
+        "stages": stages,
+        "micro_batches": count,
+        "ms_per_pass": seconds * 1000,
+        "steps": steps,
+        "ms_per_step": wall / steps * 1000,
+        "idle": statistics.mean(everyone),
+        "idle_by_rank": everyone,
+        "closed_form": PipeSchedule(stages, k, rounds).idle,
+    }
 
 
 def rank_main(rank: int, stages: int, args: argparse.Namespace) -> None:
     """One process of the CPU mode."""
     import deepspeed
     from deepspeed.utils import logger
+
     logger.setLevel("ERROR")
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     with open(os.devnull, "w") as nowhere:
@@ -98,8 +111,16 @@ def rank_main(rank: int, stages: int, args: argparse.Namespace) -> None:
         sys.stdout = said
     if rank == 0:
         for row in rows:
-            text = json.dumps({**row, "machine": args.machine, "python": platform.python_version(), "torch": torch.__version__,
-                               "deepspeed": deepspeed.__version__, "load": round(os.getloadavg()[0], 1)})
+            text = json.dumps(
+                {
+                    **row,
+                    "machine": args.machine,
+                    "python": platform.python_version(),
+                    "torch": torch.__version__,
+                    "deepspeed": deepspeed.__version__,
+                    "load": round(os.getloadavg()[0], 1),
+                }
+            )
             print(text, flush=True)
             if args.out:
                 with open(args.out, "a") as file:
@@ -112,8 +133,10 @@ def table(path: str | Path) -> str:
     for line in Path(path).read_text().splitlines():
         row = json.loads(line)
         rows.setdefault((row["stages"], row["micro_batches"], row["ms_per_pass"], row["engine"]), []).append(row)
-    lines = ["| stages | micro-batches per step | ms per pass | engine | ms per step | idle, measured | idle, closed form |",
-             "|---|---|---|---|---|---|---|"]
+    lines = [
+        "| stages | micro-batches per step | ms per pass | engine | ms per step | idle, measured | idle, closed form |",
+        "|---|---|---|---|---|---|---|",
+    ]
     for (stages, micro, ms, engine), runs in rows.items():
         step, idle = (statistics.median(r[key] for r in runs) for key in ("ms_per_step", "idle"))
         lines.append(f"| {stages} | {micro} | {ms:g} | {engine} | {step:.0f} | {idle:.1%} | {runs[0]['closed_form']:.1%} |")

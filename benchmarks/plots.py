@@ -16,14 +16,42 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
 # Okabe and Ito's palette, told apart by people with any kind of colour vision; ours are the strong ones.
-COLOURS = {"compute": "#999999", "ddp": "#F0E442", "zero1": "#C8B400", "zero2": "#8F8000", "fsdp2": "#56B4E9",
-           "zero3": "#CC79A7", "zero3-leaf": "#E69F00", "cdp-v2": "#0072B2", "cdp-v1": "#009E73", "cdp-v2-replicas": "#00406B",
-           "cdp-v1-replicas": "#00583F"}
+COLOURS = {
+    "compute": "#999999",
+    "ddp": "#F0E442",
+    "zero1": "#C8B400",
+    "zero2": "#8F8000",
+    "fsdp2": "#56B4E9",
+    "zero3": "#CC79A7",
+    "zero3-leaf": "#E69F00",
+    "cdp-v2": "#0072B2",
+    "cdp-v1": "#009E73",
+    "cdp-v2-replicas": "#00406B",
+    "cdp-v1-replicas": "#00583F",
+}
 OTHER = "#D55E00"  # cdp-K, cdp-...-keep
-MARKERS = {"compute": "x", "ddp": "v", "zero1": "1", "zero2": "2", "fsdp2": "s", "zero3": "P", "zero3-leaf": "D", "cdp-v2": "o",
-           "cdp-v1": "^", "cdp-v2-replicas": "h", "cdp-v1-replicas": "<"}
-STYLE = {"font.size": 10, "axes.spines.top": False, "axes.spines.right": False, "svg.hashsalt": "deepspeed_cdp",
-         "svg.fonttype": "none", "figure.dpi": 100, "savefig.dpi": 150}
+MARKERS = {
+    "compute": "x",
+    "ddp": "v",
+    "zero1": "1",
+    "zero2": "2",
+    "fsdp2": "s",
+    "zero3": "P",
+    "zero3-leaf": "D",
+    "cdp-v2": "o",
+    "cdp-v1": "^",
+    "cdp-v2-replicas": "h",
+    "cdp-v1-replicas": "<",
+}
+STYLE = {
+    "font.size": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "svg.hashsalt": "deepspeed_cdp",
+    "svg.fonttype": "none",
+    "figure.dpi": 100,
+    "savefig.dpi": 150,
+}
 
 Group = dict[str, list[dict[str, str]]]
 
@@ -91,13 +119,28 @@ def _panels(count: int, slots: int, title: str, note: str) -> tuple[Figure, list
     return figure, flat[:count]
 
 
-def _bars(axes: Axes, slots: int, names: Sequence[str], values: Sequence[float], below: Sequence[float], above: Sequence[float],
-          form: str) -> None:
+def _bars(
+    axes: Axes,
+    slots: int,
+    names: Sequence[str],
+    values: Sequence[float],
+    below: Sequence[float],
+    above: Sequence[float],
+    form: str,
+) -> None:
     """Bars of one width in all panels, however many a panel has."""
     at = range(len(names))
     spread = [below, above] if any(below) or any(above) else None
-    axes.bar(at, values, width=0.78, color=[_colour(n) for n in names], edgecolor="#333333", linewidth=0.6, yerr=spread,
-             error_kw={"elinewidth": 1.1, "capsize": 3, "ecolor": "#222222"})
+    axes.bar(
+        at,
+        values,
+        width=0.78,
+        color=[_colour(n) for n in names],
+        edgecolor="#333333",
+        linewidth=0.6,
+        yerr=spread,
+        error_kw={"elinewidth": 1.1, "capsize": 3, "ecolor": "#222222"},
+    )
     top = max(v + a for v, a in zip(values, above))
     for i, (value, over) in enumerate(zip(values, above)):
         axes.text(i, value + over + 0.02 * top, format(value, form), ha="center", va="bottom", fontsize=8.5)
@@ -113,15 +156,23 @@ def _time(settings: dict[tuple[str, ...], Group]) -> Figure:
     """Step time by engine, relative to the passes alone where they were measured; windows' range as error bars."""
     order = _order(settings)
     slots = max(len(e) for e in settings.values())
-    figure, panels = _panels(len(settings), slots, "Step time relative to compute only",
-                             "median, fastest and slowest window; lower is better")
+    figure, panels = _panels(
+        len(settings), slots, "Step time relative to compute only", "median, fastest and slowest window; lower is better"
+    )
     for axes, (setting, engines) in zip(panels, settings.items()):
         names = [n for n in order if n in engines]
         times = {n: [float(r["step_ms"]) for r in engines[n]] for n in names}
         unit = statistics.median(times["compute"]) if "compute" in times else 1.0
         middle = [statistics.median(times[n]) / unit for n in names]
-        _bars(axes, slots, names, middle, [m - min(times[n]) / unit for m, n in zip(middle, names)],
-              [max(times[n]) / unit - m for m, n in zip(middle, names)], ".2f" if "compute" in times else ".0f")
+        _bars(
+            axes,
+            slots,
+            names,
+            middle,
+            [m - min(times[n]) / unit for m, n in zip(middle, names)],
+            [max(times[n]) / unit - m for m, n in zip(middle, names)],
+            ".2f" if "compute" in times else ".0f",
+        )
         if "compute" in times:
             axes.axhline(1, color="#333333", linewidth=0.9, linestyle="--")
             axes.set_ylabel(f"x compute ({unit:.0f} ms)", fontsize=9)
@@ -158,7 +209,7 @@ def _delay(settings: dict[tuple[str, ...], Group]) -> Figure | None:
     at = rows.SETTING.index("jitter_ms")
     families: dict[tuple[str, ...], dict[float, Group]] = {}
     for setting, engines in settings.items():
-        families.setdefault((*setting[:at], "0", *setting[at + 1:]), {})[float(setting[at])] = engines
+        families.setdefault((*setting[:at], "0", *setting[at + 1 :]), {})[float(setting[at])] = engines
     families = {k: v for k, v in families.items() if len(v) > 1}
     if not families:
         return None
@@ -170,16 +221,31 @@ def _delay(settings: dict[tuple[str, ...], Group]) -> Figure | None:
                 continue
             middle = [statistics.median(t) for _, t in points]
             spread = [[m - min(t) for m, (_, t) in zip(middle, points)], [max(t) - m for m, (_, t) in zip(middle, points)]]
-            axes.errorbar([d for d, _ in points], middle, yerr=spread, color=_colour(name), marker=MARKERS.get(name, "*"),
-                          markersize=6, linewidth=1.8, capsize=3, label=name)
+            axes.errorbar(
+                [d for d, _ in points],
+                middle,
+                yerr=spread,
+                color=_colour(name),
+                marker=MARKERS.get(name, "*"),
+                markersize=6,
+                linewidth=1.8,
+                capsize=3,
+                label=name,
+            )
         axes.set_ylim(bottom=0)
         axes.set_xlabel("delay, ms", fontsize=9)
         axes.set_ylabel("ms per step", fontsize=9)
         axes.grid(color="#dddddd", linewidth=0.7)
         axes.set_title(_short(setting), fontsize=9)
     legend = {label: handle for axes in panels for handle, label in zip(*axes.get_legend_handles_labels())}
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", frameon=False, fontsize=9,
-                  ncols=min(len(legend), 3 if len(panels) == 1 else 8))
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="outside lower center",
+        frameon=False,
+        fontsize=9,
+        ncols=min(len(legend), 3 if len(panels) == 1 else 8),
+    )
     return figure
 
 

@@ -14,15 +14,20 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import models, rows
-from deepspeed_cdp.activations import track
-from deepspeed_cdp.discover import Example, Units, example_of, find_units
-from deepspeed_cdp.plan import Plan
-from deepspeed_cdp.runtime import Settings, make_plan
-from deepspeed_cdp.simulation.events import simulate
-from deepspeed_cdp.simulation.times import Hardware, Work, times
+from deepspeed_cdp.analysis.activations import track
+from deepspeed_cdp.analysis.timing.events import simulate
+from deepspeed_cdp.analysis.timing.times import Hardware, Work, times
+from deepspeed_cdp.model.discover import Example, Units, example_of, find_units
+from deepspeed_cdp.model.make_plan import Settings, make_plan
+from deepspeed_cdp.plan.plan import Plan
 
-RUNS = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second", "2026-11-28_4xH100_third", "2026-11-28_4xH100_fourth",
-        "2026-11-28_4xH100_fifth")  # of one ring on H100s; a new run is added here, and docs/make_cli.py run again
+RUNS = (
+    "2026-11-27_4xH100_first",
+    "2026-11-28_4xH100_second",
+    "2026-11-28_4xH100_third",
+    "2026-11-28_4xH100_fourth",
+    "2026-11-28_4xH100_fifth",
+)  # of one ring on H100s; a new run is added here, and docs/make_cli.py run again
 BEFORE_ONE_PASS_ADAM = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second")
 BEFORE_ONE_BUFFER = RUNS  # every rank had room for every message, as only v1's ranks have now, and for finished sums beside it
 
@@ -57,8 +62,10 @@ def planned(name: str, ranks: int) -> tuple[Plan, list[Work], Any]:
     module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
     plan, layouts = make_plan(module, frozenset(n for n, _ in module.named_parameters()), Settings(), ranks, found=found(name))
     units = {u.name: u for u in found(name).units}
-    work = [Work(sum(units[path].flops for path in unit.modules), sum(s.shape.numel() for s in layouts[i].trained))
-            for i, unit in enumerate(plan.units)]
+    work = [
+        Work(sum(units[path].flops for path in unit.modules), sum(s.shape.numel() for s in layouts[i].trained))
+        for i, unit in enumerate(plan.units)
+    ]
     return plan, work, module.config
 
 
@@ -113,8 +120,10 @@ def memory(row: Recorded) -> float:
 
 def table() -> str:
     """Markdown: every recorded setting, predicted and measured."""
-    lines = ["| run | setting | passes alone | predicted | measured | error | memory, predicted | measured |",
-             "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| run | setting | passes alone | predicted | measured | error | memory, predicted | measured |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for row in recorded():
         guess = predicted(row)
         alone = "not measured" if row.compute is None else f"{row.compute * 1e3:.1f} ms"

@@ -19,9 +19,17 @@ def spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
 
 
 def _begin(rank: int, function: Callable[..., None], ranks: int, port: int, args: tuple) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS="1",
-                      DS_ACCELERATOR="cpu")
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(ranks),
+        LOCAL_WORLD_SIZE=str(ranks),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        OMP_NUM_THREADS="1",
+        DS_ACCELERATOR="cpu",
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     function(rank, *args)

@@ -28,8 +28,11 @@ class Progress:
             self._bar.set_description(self._text)
         elif self._shown and time.monotonic() - self._told > _EVERY_SECONDS:
             self._told = time.monotonic()
-            print(f"[{self._told - self._begun:5.0f} s] {self._done} of {self._total} windows; {self._text}", file=sys.stderr,
-                  flush=True)
+            print(
+                f"[{self._told - self._begun:5.0f} s] {self._done} of {self._total} windows; {self._text}",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def advance(self, text: str) -> None:
         """One window is over, and ``text`` (if any) is going on now."""

@@ -25,9 +25,24 @@ PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bf16
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    for name, kind in (("engines", str), ("model", str), ("micro_batch", int), ("sequence", int), ("steps", int),
-                       ("windows", int), ("warmup", int), ("jitter_ms", float), ("repeats", int), ("out", str), ("build", str),
-                       ("commit", str), ("seconds", float), ("trace", str), ("bandwidth_limit", float), ("layer_ms", float)):
+    for name, kind in (
+        ("engines", str),
+        ("model", str),
+        ("micro_batch", int),
+        ("sequence", int),
+        ("steps", int),
+        ("windows", int),
+        ("warmup", int),
+        ("jitter_ms", float),
+        ("repeats", int),
+        ("out", str),
+        ("build", str),
+        ("commit", str),
+        ("seconds", float),
+        ("trace", str),
+        ("bandwidth_limit", float),
+        ("layer_ms", float),
+    ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
     for name in ("compile", "cpu", "no_host_sync"):
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
@@ -63,8 +78,17 @@ class Measurement:
         self.cuda, self.rank, self.size = device.type == "cuda", dist.get_rank(), dist.get_world_size()
         self.config = models.configuration(args.model, host_sync=not args.no_host_sync)
         sharded = name in engines.SHARDED and (args.build == "sharded" or args.build == "auto" and args.model == "llama-8b")
-        self.job = engines.Job(name, self.config, device, torch.bfloat16 if self.cuda else torch.float32, args.micro_batch,
-                               args.compile, sharded, args.bandwidth_limit, args.layer_ms)
+        self.job = engines.Job(
+            name,
+            self.config,
+            device,
+            torch.bfloat16 if self.cuda else torch.float32,
+            args.micro_batch,
+            args.compile,
+            sharded,
+            args.bandwidth_limit,
+            args.layer_ms,
+        )
         generator = torch.Generator().manual_seed(self.rank)
         shape = args.micro_batch, args.sequence
         self.batches = [torch.randint(0, self.config.vocab_size, shape, generator=generator).to(device) for _ in range(4)]
@@ -105,12 +129,20 @@ class Measurement:
         steady, measured = self._peak(), []
         for window in range(args.windows):
             first = args.warmup + window * args.steps  # times[i] is from the end of step i to that of step i + 1
-            measured.append(self._row(window, {
-                "times": times[first - 1:first - 1 + args.steps], "steady": steady, "peak": max(first_peak, steady),
-                "received": (received[window + 1] - received[window]) / args.steps / 2 ** 20,
-                "waited": 1000 * (waited[window + 1] - waited[window]) / args.steps,
-                "ends": self.ends[first:first + args.steps],
-                "loss": float(losses[first + args.steps - 1])}))
+            measured.append(
+                self._row(
+                    window,
+                    {
+                        "times": times[first - 1 : first - 1 + args.steps],
+                        "steady": steady,
+                        "peak": max(first_peak, steady),
+                        "received": (received[window + 1] - received[window]) / args.steps / 2**20,
+                        "waited": 1000 * (waited[window + 1] - waited[window]) / args.steps,
+                        "ends": self.ends[first : first + args.steps],
+                        "loss": float(losses[first + args.steps - 1]),
+                    },
+                )
+            )
         self.progress.advance("")
         if args.trace and name.startswith(args.trace):
             self._trace(Path(args.out).parent)
@@ -119,8 +151,9 @@ class Measurement:
         if self.rank == 0:
             median = statistics.median(r["step_ms"] for r in measured)
             memory = f"{measured[-1]['peak_gib']:.1f} GiB  " if self.cuda else ""
-            self.progress.print(f"{args.model} mbs {args.micro_batch} {name:12} {median:8.1f} ms  {memory}"
-                                f"loss {measured[-1]['loss']:.3f}")
+            self.progress.print(
+                f"{args.model} mbs {args.micro_batch} {name:12} {median:8.1f} ms  {memory}loss {measured[-1]['loss']:.3f}"
+            )
         if self.engine is not None:
             self.engine.destroy()
         self.step = self.engine = None  # or what the engine held would still be there when the next one is made
@@ -142,21 +175,36 @@ class Measurement:
         peak_flops = next((v for k, v in PEAK_FLOPS.items() if k in device_name), None)
         flops = models.flops_per_token(self.config, args.sequence)
         return {
-            "engine": self.name, "model": args.model, "ranks": self.size, "micro_batch": args.micro_batch,
-            "sequence": args.sequence, "compiled": args.compile, "jitter_ms": args.jitter_ms, "repeat": self.repeat,
-            "window": window, "step_ms": round(slowest["step_ms"], 3),
+            "engine": self.name,
+            "model": args.model,
+            "ranks": self.size,
+            "micro_batch": args.micro_batch,
+            "sequence": args.sequence,
+            "compiled": args.compile,
+            "jitter_ms": args.jitter_ms,
+            "repeat": self.repeat,
+            "window": window,
+            "step_ms": round(slowest["step_ms"], 3),
             **{f"p{p}_ms": round(pooled[min(len(pooled) * p // 100, len(pooled) - 1)], 3) for p in (20, 80, 99)},
-            "tokens_per_s_per_gpu": round(tokens, 1), "mfu": round(tokens * flops / peak_flops, 4) if peak_flops else "",
+            "tokens_per_s_per_gpu": round(tokens, 1),
+            "mfu": round(tokens * flops / peak_flops, 4) if peak_flops else "",
             "peak_gib": round(max(x["peak"] for x in everyone), 3) if self.cuda else "",
             "received_mib_per_step": round(max(x["received"] for x in everyone), 2) if self._transport() else "",
-            "loss": round(mine["loss"], 4), "device": device_name, "torch": torch.__version__,
-            "deepspeed": deepspeed.__version__, "commit": args.commit, "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "loss": round(mine["loss"], 4),
+            "device": device_name,
+            "torch": torch.__version__,
+            "deepspeed": deepspeed.__version__,
+            "commit": args.commit,
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S"),
             "steady_gib": round(max(x["steady"] for x in everyone), 3) if self.cuda else "",
-            "host_sync": not args.no_host_sync, "bandwidth_gb_s": args.bandwidth_limit or "",
-            "build": "sharded" if self.job.sharded else "full", "python": platform.python_version(),
+            "host_sync": not args.no_host_sync,
+            "bandwidth_gb_s": args.bandwidth_limit or "",
+            "build": "sharded" if self.job.sharded else "full",
+            "python": platform.python_version(),
             "transformers": transformers.__version__,
             "waited_ms_by_rank": " ".join(f"{x['waited']:.2f}" for x in everyone) if self._host_waits() else "",
-            "behind_ms_by_rank": " ".join(_behind(a["ends"], b["ends"]) for a, b in zip(everyone, everyone[1:]))}
+            "behind_ms_by_rank": " ".join(_behind(a["ends"], b["ends"]) for a, b in zip(everyone, everyone[1:])),
+        }
 
     def _steps(self, count: int, before: Callable[[int], None] = lambda step: None) -> tuple[list[float], list[torch.Tensor]]:
         """Milliseconds from the end of each step to the end of the next, and every loss.
@@ -193,8 +241,8 @@ class Measurement:
         if not self.cuda:
             return 0.0
         transport = self._transport()
-        outside = self.engine._runtime.handoff.buffers.nbytes() if transport is not None and transport.name == "peer" else 0
-        return (torch.cuda.max_memory_allocated() - self.held + outside) / 2 ** 30
+        outside = self.engine._runtime.executor.buffers.nbytes() if transport is not None and transport.name == "peer" else 0
+        return (torch.cuda.max_memory_allocated() - self.held + outside) / 2**30
 
     def _transport(self) -> Any:
         return getattr(self.engine, "_transport", None)
@@ -216,6 +264,7 @@ class Measurement:
         import cProfile
         import io
         import pstats
+
         with torch.autograd.set_multithreading_enabled(False):
             self._steps(2)
             profiler = cProfile.Profile()
@@ -229,6 +278,7 @@ class Measurement:
 
     def _trace(self, folder: Path) -> None:
         from torch.profiler import ProfilerActivity, profile
+
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
             self._steps(2)
         if self.rank in (1, self.size - 1):

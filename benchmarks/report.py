@@ -67,7 +67,7 @@ def _footnote(some: list[dict[str, str]]) -> str:
 
 
 def _median(some: list[dict[str, str]], field: str, form: str) -> str:
-    """"" if it is not known."""
+    """ "" if it is not known."""
     values = [float(r[field]) for r in some if r[field] != ""]
     return format(statistics.median(values), form) if values else ""
 
@@ -87,8 +87,13 @@ def generated(name: str, words: Sequence[str] = ()) -> str:
     path = rows.RESULTS / name / "results.csv"
     if not path.exists():
         raise ValueError(f"generated: {name}, but benchmarks/results/{name}/results.csv does not exist; name a recorded run")
-    shown = [r for setting, engines in rows.settings(rows.read(path)).items() for group in engines.values() for r in group
-             if all(word in rows.describe(setting) for word in words)]
+    shown = [
+        r
+        for setting, engines in rows.settings(rows.read(path)).items()
+        for group in engines.values()
+        for r in group
+        if all(word in rows.describe(setting) for word in words)
+    ]
     if not shown:
         raise ValueError(f"generated: {name} {' '.join(words)}, but no setting's heading has these words; leave some out")
     images = [f"![{what}, {name}](images/{name}_{what}.png)\n" for what in images_of(name, words)]
@@ -133,6 +138,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def _document() -> None:
     from benchmarks import plots
+
     text = DOCUMENT.read_text()
     for _, name, words, _ in _BLOCK.findall(text):
         if not words and (rows.RESULTS / name / "results.csv").exists():

@@ -9,7 +9,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from deepspeed_cdp.costs import collective_steps
+from deepspeed_cdp.analysis.paper_costs import collective_steps
 
 
 class Event(NamedTuple):
@@ -76,6 +76,8 @@ def longest(logs: Sequence[Sequence[Event]], since: Sequence[int], common: bool,
     for rank, log in enumerate(events):
         if log:
             e = log[0]
-            raise ValueError(f"rank {rank} waits for a message of rank {e.peer} (stream {e.stream}, step {e.at}) that no log "
-                             "has; give the logs of all ranks, from their first message on")
+            raise ValueError(
+                f"rank {rank} waits for a message of rank {e.peer} (stream {e.stream}, step {e.at}) that no log "
+                "has; give the logs of all ranks, from their first message on"
+            )
     return most

@@ -7,15 +7,51 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
-FIELDS = ("engine", "model", "ranks", "micro_batch", "sequence", "compiled", "jitter_ms", "repeat", "window", "step_ms",
-          "p20_ms", "p80_ms", "p99_ms", "tokens_per_s_per_gpu", "mfu", "peak_gib", "received_mib_per_step", "loss", "device",
-          "torch", "deepspeed", "commit", "time",
-          # since the third run; the names and the order of those above stay, so that old files can be read
-          "steady_gib", "host_sync", "bandwidth_gb_s", "build", "python", "transformers",
-          # since the stragglers on CPUs: per step, by rank; how far each rank ends a step behind the one before
-          "waited_ms_by_rank", "behind_ms_by_rank")
-SINCE = {"steady_gib": "", "host_sync": "True", "bandwidth_gb_s": "", "build": "full", "python": "", "transformers": "",
-         "waited_ms_by_rank": "", "behind_ms_by_rank": ""}
+FIELDS = (
+    "engine",
+    "model",
+    "ranks",
+    "micro_batch",
+    "sequence",
+    "compiled",
+    "jitter_ms",
+    "repeat",
+    "window",
+    "step_ms",
+    "p20_ms",
+    "p80_ms",
+    "p99_ms",
+    "tokens_per_s_per_gpu",
+    "mfu",
+    "peak_gib",
+    "received_mib_per_step",
+    "loss",
+    "device",
+    "torch",
+    "deepspeed",
+    "commit",
+    "time",
+    # since the third run; the names and the order of those above stay, so that old files can be read
+    "steady_gib",
+    "host_sync",
+    "bandwidth_gb_s",
+    "build",
+    "python",
+    "transformers",
+    # since the stragglers on CPUs: per step, by rank; how far each rank ends a step behind the one before
+    "waited_ms_by_rank",
+    "behind_ms_by_rank",
+)
+SINCE = {
+    "steady_gib": "",
+    "host_sync": "True",
+    "bandwidth_gb_s": "",
+    "build": "full",
+    "python": "",
+    "transformers": "",
+    "waited_ms_by_rank": "",
+    "behind_ms_by_rank": "",
+}
 SETTING = ("model", "ranks", "micro_batch", "sequence", "compiled", "jitter_ms", "host_sync", "bandwidth_gb_s", "device")
 
 

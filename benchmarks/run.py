@@ -19,8 +19,19 @@ from benchmarks.sizes import SIZES
 
 ENGINES = ("compute", "ddp", "fsdp2", "zero3", "zero3-leaf", "cdp-v2", "cdp-v1")
 REPLICAS = ("zero1", "zero2", "cdp-v2-replicas", "cdp-v1-replicas")  # beside ddp: every rank keeps all parameters
-PASSED_ON = ("engines", "sequence", "steps", "windows", "warmup", "repeats", "seconds", "trace", "build", "bandwidth_limit",
-             "layer_ms")
+PASSED_ON = (
+    "engines",
+    "sequence",
+    "steps",
+    "windows",
+    "warmup",
+    "repeats",
+    "seconds",
+    "trace",
+    "build",
+    "bandwidth_limit",
+    "layer_ms",
+)
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -28,11 +39,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="llama-1.3b", help="comma-separated, of " + ", ".join(SIZES))
     parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")
-    parser.add_argument("--engines", default=",".join(ENGINES), help="comma-separated, of " + ", ".join(ENGINES + REPLICAS)
-                        + ", cdp-K; cdp-...-replicas: every rank keeps all parameters; cdp-...-keep: with keep_after_forward; "
-                        "cdp-...-minS: with min_unit_mb S; cdp-...-unfused: without "
-                        "gradient_accumulation_fusion; cdp-...-nccl: over NCCL where peer copies would do; "
-                        "zero3-offload, cdp-...-offload: optimizer in host memory")
+    parser.add_argument(
+        "--engines",
+        default=",".join(ENGINES),
+        help="comma-separated, of "
+        + ", ".join(ENGINES + REPLICAS)
+        + ", cdp-K; cdp-...-replicas: every rank keeps all parameters; cdp-...-keep: with keep_after_forward; "
+        "cdp-...-minS: with min_unit_mb S; cdp-...-unfused: without "
+        "gradient_accumulation_fusion; cdp-...-nccl: over NCCL where peer copies would do; "
+        "zero3-offload, cdp-...-offload: optimizer in host memory",
+    )
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
     parser.add_argument("--sequence", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8, help="per window")
@@ -40,21 +56,45 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, default=4, help="steps before the first window")
     parser.add_argument("--repeats", type=int, default=1, help="rounds of all engines")
     parser.add_argument("--jitter-ms", default="0", help="each rank is late by U(0, this) in every step; comma-separated")
-    parser.add_argument("--compile", nargs="?", const="yes", default="no", choices=("no", "yes", "both"),
-                        help="torch.compile the forward of every decoder layer")
-    parser.add_argument("--no-host-sync", action="store_true",
-                        help="skip Hugging Face's search for packed sequences, for which the host waits in every forward")
-    parser.add_argument("--bandwidth-limit", type=float, default=0.0, metavar="GB/S",
-                        help="hold each stream of hand-offs to this rate; cdp engines only")
-    parser.add_argument("--build", default="auto", choices=("auto", "full", "sharded"),
-                        help="sharded: fsdp2 and zero3 never hold the whole model on a GPU, and start from other random weights; "
-                             "auto: sharded for llama-8b only")
-    parser.add_argument("--threads", type=int, default=1,
-                        help="OMP_NUM_THREADS of each rank: what DeepSpeedCPUAdam steps with in ...-offload")
+    parser.add_argument(
+        "--compile",
+        nargs="?",
+        const="yes",
+        default="no",
+        choices=("no", "yes", "both"),
+        help="torch.compile the forward of every decoder layer",
+    )
+    parser.add_argument(
+        "--no-host-sync",
+        action="store_true",
+        help="skip Hugging Face's search for packed sequences, for which the host waits in every forward",
+    )
+    parser.add_argument(
+        "--bandwidth-limit",
+        type=float,
+        default=0.0,
+        metavar="GB/S",
+        help="hold each stream of hand-offs to this rate; cdp engines only",
+    )
+    parser.add_argument(
+        "--build",
+        default="auto",
+        choices=("auto", "full", "sharded"),
+        help="sharded: fsdp2 and zero3 never hold the whole model on a GPU, and start from other random weights; "
+        "auto: sharded for llama-8b only",
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, help="OMP_NUM_THREADS of each rank: what DeepSpeedCPUAdam steps with in ...-offload"
+    )
     parser.add_argument("--trace", default="", help="also record a profiler trace of engines whose name starts so")
     parser.add_argument("--cpu", action="store_true")
-    parser.add_argument("--layer-ms", type=float, default=0.0, help="with --cpu: each decoder layer sleeps this long in its "
-                        "forward and twice as long in its backward, as if a device that shares no core with anybody computed it")
+    parser.add_argument(
+        "--layer-ms",
+        type=float,
+        default=0.0,
+        help="with --cpu: each decoder layer sleeps this long in its "
+        "forward and twice as long in its backward, as if a device that shares no core with anybody computed it",
+    )
     parser.add_argument("--seconds", type=float, default=120, help="no engine may take longer than this")
     parser.add_argument("--topic", default="run", help="ends the name of the default for --out")
     parser.add_argument("--out", default="", help="default: benchmarks/results/DATE_HARDWARE_TOPIC")
@@ -62,10 +102,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     names = args.engines.split(",")
     for name in names:
         if name not in ENGINES + REPLICAS and not re.fullmatch(
-                r"cdp-(v1|v2|\d+)(-keep|-replicas)?(-min\d+)?(-unfused)?(-nccl)?(-offload)?|zero3(-leaf)?-offload", name):
-            parser.error(f"--engines has {name!r}; allowed are {', '.join(ENGINES + REPLICAS)}, cdp-K with an integer K, "
-                         "cdp-...-replicas, cdp-...-keep, cdp-...-minS, cdp-...-unfused, cdp-...-nccl, cdp-...-offload and "
-                         "zero3-offload")
+            r"cdp-(v1|v2|\d+)(-keep|-replicas)?(-min\d+)?(-unfused)?(-nccl)?(-offload)?|zero3(-leaf)?-offload", name
+        ):
+            parser.error(
+                f"--engines has {name!r}; allowed are {', '.join(ENGINES + REPLICAS)}, cdp-K with an integer K, "
+                "cdp-...-replicas, cdp-...-keep, cdp-...-minS, cdp-...-unfused, cdp-...-nccl, cdp-...-offload and "
+                "zero3-offload"
+            )
     for model in args.models.split(","):
         if model not in SIZES:
             parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")
@@ -86,6 +129,7 @@ def main(argv: list[str] | None = None) -> int:
     ranks, hardware = args.ranks, "CPU"
     if not args.cpu:
         import torch
+
         ranks = ranks or torch.cuda.device_count()
         if not ranks:
             print("no GPU is here; use --cpu for a run that shows that everything works", file=sys.stderr)
@@ -106,15 +150,35 @@ def main(argv: list[str] | None = None) -> int:
     settings = list(itertools.product(args.models.split(","), args.micro_batch.split(","), args.jitter_ms.split(","), modes))
     failed = 0
     for i, (model, micro_batch, jitter, compiled) in enumerate(settings):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-                   "-m", "benchmarks.rank", "--model", model, "--micro-batch", micro_batch, "--jitter-ms", jitter,
-                   "--out", str(out / "results.csv"), "--commit", os.environ.get("COMMIT", commit)]
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            f"--nproc-per-node={ranks}",
+            "-m",
+            "benchmarks.rank",
+            "--model",
+            model,
+            "--micro-batch",
+            micro_batch,
+            "--jitter-ms",
+            jitter,
+            "--out",
+            str(out / "results.csv"),
+            "--commit",
+            os.environ.get("COMMIT", commit),
+        ]
         for name in PASSED_ON:
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         command += ["--compile"] * compiled + ["--cpu"] * args.cpu + ["--no-host-sync"] * args.no_host_sync
         if len(settings) > 1:
-            print(f"setting {i + 1} of {len(settings)}: {model}, micro-batch {micro_batch}, delays up to {jitter} ms"
-                  + ", compiled" * compiled, file=sys.stderr, flush=True)
+            print(
+                f"setting {i + 1} of {len(settings)}: {model}, micro-batch {micro_batch}, delays up to {jitter} ms"
+                + ", compiled" * compiled,
+                file=sys.stderr,
+                flush=True,
+            )
         failed |= subprocess.run(command, env=environment).returncode
     if (out / "results.csv").exists():
         (out / "table.md").write_text(report.tables(rows.read(out / "results.csv")))

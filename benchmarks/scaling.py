@@ -9,10 +9,10 @@ import random
 from typing import NamedTuple
 
 from benchmarks import models, predict
-from deepspeed_cdp.simulation import waves
-from deepspeed_cdp.simulation.events import simulate
-from deepspeed_cdp.simulation.rivals import rivals
-from deepspeed_cdp.simulation.times import Hardware, times
+from deepspeed_cdp.analysis.timing import waves
+from deepspeed_cdp.analysis.timing.baselines import rivals
+from deepspeed_cdp.analysis.timing.events import simulate
+from deepspeed_cdp.analysis.timing.times import Hardware, times
 
 SETTINGS = (("llama-1.3b", 4), ("llama-1.3b", 1), ("llama-3b", 2), ("llama-8b", 1))
 RANKS = (2, 4, 8)
@@ -72,8 +72,11 @@ def two_rings(name: str, micro_batch: int, ring: int = 4) -> Expected:
 
 def table() -> str:
     """Markdown."""
-    lines = ["| setting | ranks | passes alone | cdp-v2 | of compute-only speed | late by U(0, 40) ms | memory per rank | "
-             "lower bounds of others |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| setting | ranks | passes alone | cdp-v2 | of compute-only speed | late by U(0, 40) ms | memory per rank | "
+        "lower bounds of others |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for name, micro_batch in SETTINGS:
         rows = [expected(name, micro_batch, ranks) for ranks in RANKS] + [two_rings(name, micro_batch)]
         for r in rows:

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from benchmarks.processes import spawn
 from benchmarks.rounds import Event, longest
 from benchmarks.watch import Live, Log
-from deepspeed_cdp.costs import Cost, Sizes, table
-from deepspeed_cdp.layout import aligned
-from deepspeed_cdp.plan import Plan
+from deepspeed_cdp.analysis.paper_costs import Cost, Sizes, table
+from deepspeed_cdp.plan.interval_alloc import aligned
+from deepspeed_cdp.plan.plan import Plan
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "table1.md"
@@ -136,25 +136,37 @@ def start(system: System, n: int) -> Any:
     import deepspeed
 
     import deepspeed_cdp
+
     deepspeed_cdp.register()
     torch.manual_seed(0)
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS * (n if system.together else 1), "steps_per_print": None, "gradient_clipping": 0.0,
+        "train_micro_batch_size_per_gpu": ROWS * (n if system.together else 1),
+        "steps_per_print": None,
+        "gradient_clipping": 0.0,
         "gradient_accumulation_steps": n if system.pipe and system.cyclic else 1,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "zero_optimization": {"stage": system.zero},
-        "zero_allow_untested_optimizer": True}
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "zero_optimization": {"stage": system.zero},
+        "zero_allow_untested_optimizer": True,
+    }
     if system.zero == 3 and not system.cyclic:  # gather a stage for each pass and let go of it, as the paper has it
-        config["zero_optimization"] |= {f"stage3_{key}": 0 for key in (
-            "param_persistence_threshold", "max_reuse_distance", "max_live_parameters", "prefetch_bucket_size")}
+        config["zero_optimization"] |= {
+            f"stage3_{key}": 0
+            for key in ("param_persistence_threshold", "max_reuse_distance", "max_live_parameters", "prefetch_bucket_size")
+        }
     if system.cyclic:
-        config["cyclic"] = {"enabled": True, "rule": "cdp-v2", "timeout_seconds": 60, **(
-            {"placement": system.placement} if system.pipe else {"units": [f"stages.{s}" for s in range(n)]})}
+        config["cyclic"] = {
+            "enabled": True,
+            "rule": "cdp-v2",
+            "timeout_seconds": 60,
+            **({"placement": system.placement} if system.pipe else {"units": [f"stages.{s}" for s in range(n)]}),
+        }
     module: nn.Module = Net(n, WIDTH)
     deepspeed.utils.set_z3_leaf_modules(module, [Stage])
     if system.pipe:
         from deepspeed.pipe import LayerSpec, PipelineModule
 
-        from deepspeed_cdp.pipe.module import pyramid_topology
+        from deepspeed_cdp.integration.pipe_module import pyramid_topology
+
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
         place = {"topology": pyramid_topology(n)} if system.placement == "pyramid" else {"num_stages": n}
         module = PipelineModule([LayerSpec(Stage, WIDTH) for _ in range(n)], loss_fn=_mean, partition_method="uniform", **place)
@@ -169,9 +181,9 @@ def parameter_bytes(engine: Any) -> int:
     """All memory of this rank that holds parameters, now."""
     runtime = getattr(engine, "_runtime", None)
     if hasattr(engine, "cyclic_plan"):  # regions of the hand-off buffers: in flight, held, published, replicas
-        regions = runtime.handoff.buffers.regions
+        regions = runtime.executor.buffers.regions
         whole = sum(t.numel() for name, t in regions.items() if name[0] in "HVRL")
-        return whole + (_in_flight(engine.cyclic_plan, runtime.handoff.rank) if "PG" in regions else 0)
+        return whole + (_in_flight(engine.cyclic_plan, runtime.executor.rank) if "PG" in regions else 0)
     if runtime is not None:
         return sum(flat.numel() for unit in runtime.units.values() for flat in unit.flats)
     parameters = list(engine.module.parameters())
@@ -194,6 +206,7 @@ def steps_of(engine: Any, system: System, n: int, rank: int) -> Iterator[None]:
 
     def rows(count: int) -> Tensor:
         return torch.randn(count, WIDTH, generator=generator)
+
     while True:
         if system.pipe:
             engine.train_batch(iter([(rows(ROWS), rows(ROWS)) for _ in range(engine.gradient_accumulation_steps())]))
@@ -212,6 +225,7 @@ def watch(rank: int, world: int, figure: str, n: int) -> dict[str, Any]:
 
     def weigh() -> None:
         parameters[0] = max(parameters[0], parameter_bytes(engine))
+
     live = Live(engine.module.parameters(), weigh)
     if system.cyclic:
         (log.follow_pipe if system.pipe else log.follow_ring)(engine._runtime)
@@ -227,8 +241,14 @@ def watch(rank: int, world: int, figure: str, n: int) -> dict[str, Any]:
         for _ in range(STEPS):
             next(training)
     received = [e.nbytes for e in log.events[begun:] if e.kind != "push"]
-    seen = {"activations": live.most, "parameters": parameters[0], "volume": sum(received) / STEPS,
-            "scalars": sum(x for x in received if x <= SCALARS) / STEPS, "since": since, "events": list(map(tuple, log.events))}
+    seen = {
+        "activations": live.most,
+        "parameters": parameters[0],
+        "volume": sum(received) / STEPS,
+        "scalars": sum(x for x in received if x <= SCALARS) / STEPS,
+        "since": since,
+        "events": list(map(tuple, log.events)),
+    }
     if hasattr(engine, "flush"):
         engine.flush()
     assert live.live == 0, "what is saved is let go of"
@@ -237,8 +257,26 @@ def watch(rank: int, world: int, figure: str, n: int) -> dict[str, Any]:
 
 
 # ---- rows -------------------------------------------------------------------------------------------------------------------
-FIELDS = ("figure", "n", "rank", "devices", "activations", "parameters", "volume", "scalars", "rounds", "handoffs", "collectives",
-          "all_handoffs", "all_collectives", "psi_p", "psi_a", "psi_int", "torch", "deepspeed")
+FIELDS = (
+    "figure",
+    "n",
+    "rank",
+    "devices",
+    "activations",
+    "parameters",
+    "volume",
+    "scalars",
+    "rounds",
+    "handoffs",
+    "collectives",
+    "all_handoffs",
+    "all_collectives",
+    "psi_p",
+    "psi_a",
+    "psi_int",
+    "torch",
+    "deepspeed",
+)
 
 
 def rows_of(figure: str, n: int, seen: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -251,10 +289,22 @@ def rows_of(figure: str, n: int, seen: Sequence[dict[str, Any]]) -> list[dict[st
     since, common = [x["since"] for x in seen], SYSTEMS[figure].cyclic
     chain, whole = longest(logs, since, common, least=SCALARS + 1), longest(logs, since, common)
     s = sizes(n)
-    return [{"figure": figure, "n": n, "rank": rank, "devices": len(seen),
-             **{key: x[key] for key in ("activations", "parameters", "volume", "scalars")}, **chain._asdict(),
-             "all_handoffs": whole.handoffs, "all_collectives": whole.collectives,
-             "psi_p": s.psi_p, "psi_a": s.psi_a, "psi_int": s.psi_int} for rank, x in enumerate(seen)]
+    return [
+        {
+            "figure": figure,
+            "n": n,
+            "rank": rank,
+            "devices": len(seen),
+            **{key: x[key] for key in ("activations", "parameters", "volume", "scalars")},
+            **chain._asdict(),
+            "all_handoffs": whole.handoffs,
+            "all_collectives": whole.collectives,
+            "psi_p": s.psi_p,
+            "psi_a": s.psi_a,
+            "psi_int": s.psi_int,
+        }
+        for rank, x in enumerate(seen)
+    ]
 
 
 def most(rows: Sequence[dict[str, Any]], figure: str, n: int) -> dict[str, float]:
@@ -266,14 +316,27 @@ def most(rows: Sequence[dict[str, Any]], figure: str, n: int) -> dict[str, float
 def markdown(rows: Sequence[dict[str, Any]], n: int) -> str:
     """The nine rows for N = n, each cell the closed form, its value and what was measured."""
     s = sizes(n)
-    lines = ["| Figure 2 | system | run as | devices | activations, in Ψ_A | parameters, in Ψ_P | received per step, in Ψ_P | "
-             "between two time steps |", "|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| Figure 2 | system | run as | devices | activations, in Ψ_A | parameters, in Ψ_P | received per step, in Ψ_P | "
+        "between two time steps |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for c in table(s):
         m = most(rows, c.figure, n)
-        values = {"devices": f"{c.devices}", "steps": f"{c.steps}", "activations": _of(c.activations, s.psi_a),
-                  "parameters": _of(c.parameters, s.psi_p), "volume": _of(c.volume, s.psi_p)}
-        seen = {"devices": f"{m['devices']:.0f}", "steps": _chain(m), "activations": _of(m["activations"], s.psi_a),
-                "parameters": _of(m["parameters"], s.psi_p), "volume": _of(m["volume"], s.psi_p)}
+        values = {
+            "devices": f"{c.devices}",
+            "steps": f"{c.steps}",
+            "activations": _of(c.activations, s.psi_a),
+            "parameters": _of(c.parameters, s.psi_p),
+            "volume": _of(c.volume, s.psi_p),
+        }
+        seen = {
+            "devices": f"{m['devices']:.0f}",
+            "steps": _chain(m),
+            "activations": _of(m["activations"], s.psi_a),
+            "parameters": _of(m["parameters"], s.psi_p),
+            "volume": _of(m["volume"], s.psi_p),
+        }
         cells = []
         for key in ("devices", "activations", "parameters", "volume", "steps"):
             form = c.forms[key].replace("Psi", "Ψ")
@@ -287,16 +350,21 @@ def _of(nbytes: float, psi: float) -> str:
 
 
 def _chain(m: dict[str, float]) -> str:
-    words = [f"{m[key]:.0f} {word}{'s' * (m[key] > 1)}" for key, word in (("handoffs", "hand-off"), ("collectives", "collective"))
-             if m[key]]
+    words = [
+        f"{m[key]:.0f} {word}{'s' * (m[key] > 1)}"
+        for key, word in (("handoffs", "hand-off"), ("collectives", "collective"))
+        if m[key]
+    ]
     return " and ".join(words or ["none"]) + (f", {m['rounds']:.0f} rounds" if m["collectives"] else "")
 
 
 def render(page: str) -> str:
     """The page with its tables anew."""
+
     def anew(match: re.Match[str]) -> str:
         with (ROOT / match[2]).open(newline="") as file:
             return f"{match[1]}{markdown(list(csv.DictReader(file)), int(match[3]))}\n\n"
+
     return BLOCK.sub(anew, page)
 
 
@@ -305,6 +373,7 @@ def rank_main(rank: int, figure: str, n: int, world: int, out: str) -> None:
     """One process of a system's run; rank 0 appends the rows to ``out``."""
     import deepspeed
     import torch.distributed as dist
+
     deepspeed.utils.logger.setLevel("ERROR")
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # DeepSpeed prints the partition
         mine = watch(rank, world, figure, n)
@@ -315,8 +384,9 @@ def rank_main(rank: int, figure: str, n: int, world: int, out: str) -> None:
             writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
             if not file.tell():
                 writer.writeheader()
-            writer.writerows({**row, "torch": torch.__version__, "deepspeed": deepspeed.__version__}
-                             for row in rows_of(figure, n, everyone))
+            writer.writerows(
+                {**row, "torch": torch.__version__, "deepspeed": deepspeed.__version__} for row in rows_of(figure, n, everyone)
+            )
     dist.barrier()
     dist.destroy_process_group()
 

@@ -58,10 +58,25 @@ def two_hosts(mbit: float) -> Iterator[list[list[str]]]:
             run(*inside, "ip", "link", "set", "lo", "up")
             run(*inside, "ip", "addr", "add", ADDRESS.format(h + 1) + "/24", "dev", LINK)
             run(*inside, "ip", "link", "set", LINK, "up")
-            run(*inside, "tc", "qdisc", "add", "dev", LINK, "root", "tbf", "rate", f"{mbit:g}mbit", "burst", "64kb",
-                "latency", "200ms")
-        yield [["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh"]
-               for name in names]
+            run(
+                *inside,
+                "tc",
+                "qdisc",
+                "add",
+                "dev",
+                LINK,
+                "root",
+                "tbf",
+                "rate",
+                f"{mbit:g}mbit",
+                "burst",
+                "64kb",
+                "latency",
+                "200ms",
+            )
+        yield [
+            ["ip", "netns", "exec", name, "unshare", "--uts", "sh", "-c", f'hostname {name}; exec "$@"', "sh"] for name in names
+        ]
     except FileNotFoundError as error:
         raise Unable(str(error)) from error
     finally:
@@ -75,16 +90,44 @@ def launch(hosts: list[list[str]], ranks: int, seconds: float, *arguments: str) 
     Raises:
         RuntimeError: a host's ranks failed, or did not end in time.
     """
-    environment = {**os.environ, "GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu",
-                   "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": LINK,
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
+    }
     processes = []
     for h, prefix in enumerate(hosts):
-        command = [*prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(hosts)), "--nproc-per-node",
-                   str(ranks), "--rdzv-backend", "c10d", "--rdzv-endpoint", f"{ADDRESS.format(1)}:29577", "--rdzv-id", "two",
-                   "--local-addr", ADDRESS.format(h + 1), "--rdzv-conf", f"is_host={int(h == 0)}",
-                   "-m", "benchmarks.two_hosts", "--rank", *arguments]
-        processes.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                                          start_new_session=True))
+        command = [
+            *prefix,
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes",
+            str(len(hosts)),
+            "--nproc-per-node",
+            str(ranks),
+            "--rdzv-backend",
+            "c10d",
+            "--rdzv-endpoint",
+            f"{ADDRESS.format(1)}:29577",
+            "--rdzv-id",
+            "two",
+            "--local-addr",
+            ADDRESS.format(h + 1),
+            "--rdzv-conf",
+            f"is_host={int(h == 0)}",
+            "-m",
+            "benchmarks.two_hosts",
+            "--rank",
+            *arguments,
+        ]
+        processes.append(
+            subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
+        )
     deadline, outputs = time.monotonic() + seconds, []
     try:
         for process in processes:
@@ -115,13 +158,28 @@ def make(name: str, args: argparse.Namespace) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     import deepspeed_cdp
+
     deepspeed_cdp.register()
     torch.manual_seed(0)
-    module = LlamaForCausalLM(LlamaConfig(vocab_size=2048, hidden_size=256, intermediate_size=688, num_hidden_layers=args.layers,
-                                          num_attention_heads=4, num_key_value_heads=4, use_cache=False))
-    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "steps_per_print": None,
-              "gradient_accumulation_steps": args.rounds, "zero_optimization": {"stage": 3},
-              "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}}}
+    module = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=2048,
+            hidden_size=256,
+            intermediate_size=688,
+            num_hidden_layers=args.layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            use_cache=False,
+        )
+    )
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "gradient_accumulation_steps": args.rounds,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
+    }
     if name != "zero3":
         config["cyclic"] = {"enabled": True, "timeout_seconds": 120, "ring_size": "auto" if name == "rings" else args.world}
     return deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
@@ -132,6 +190,7 @@ def rank(args: argparse.Namespace) -> None:
     import deepspeed
     import torch
     import torch.distributed as dist
+
     torch.set_num_threads(1)
     deepspeed.init_distributed("gloo")
     deepspeed.utils.logger.setLevel("ERROR")
@@ -152,6 +211,7 @@ def rank(args: argparse.Namespace) -> None:
                         engine.backward(loss)
                         engine.step()
                 return loss.item()
+
             train(args.warmup)
             before, begun = crossed(), time.perf_counter()
             loss = train(args.steps)
@@ -162,8 +222,19 @@ def rank(args: argparse.Namespace) -> None:
             engine.destroy()
             dist.barrier()
             if me == 0:
-                row = (name, repeat, 2, args.world, args.mbit, f"{parameters:.2f}", args.steps, f"{seconds:.3f}", f"{sent:.2f}",
-                       f"{received:.2f}", f"{loss:.4f}")
+                row = (
+                    name,
+                    repeat,
+                    2,
+                    args.world,
+                    args.mbit,
+                    f"{parameters:.2f}",
+                    args.steps,
+                    f"{seconds:.3f}",
+                    f"{sent:.2f}",
+                    f"{received:.2f}",
+                    f"{loss:.4f}",
+                )
                 with open(args.rows, "a", newline="") as file:
                     csv.writer(file).writerow(row)
                 print(*row, flush=True)
@@ -176,8 +247,10 @@ def summary(rows: list[dict[str, str]]) -> str:
     lines, by = [], {}
     for row in rows:
         by.setdefault(row["engine"], []).append(row)
-    medians = {e: [statistics.median(float(r[k]) for r in found) for k in ("step_s", "sent_mb", "received_mb")]
-               for e, found in by.items()}
+    medians = {
+        e: [statistics.median(float(r[k]) for r in found) for k in ("step_s", "sent_mb", "received_mb")]
+        for e, found in by.items()
+    }
     for engine, (seconds, sent, received) in medians.items():
         line = f"{engine:6} {seconds:7.3f} s a step, {sent:7.2f} MB sent and {received:7.2f} MB received over the link by host 0"
         if "zero3" in medians and engine != "zero3":
@@ -192,8 +265,15 @@ def main() -> None:
     parser.add_argument("--rows", help=argparse.SUPPRESS)
     parser.add_argument("--out", help="folder for rows.csv and summary.txt")
     parser.add_argument("--engines", default="rings,zero3,ring")
-    for name, default in (("ranks", 2), ("layers", 4), ("sequence", 32), ("steps", 5), ("warmup", 2), ("repeats", 3),
-                          ("rounds", 1)):
+    for name, default in (
+        ("ranks", 2),
+        ("layers", 4),
+        ("sequence", 32),
+        ("steps", 5),
+        ("warmup", 2),
+        ("repeats", 3),
+        ("rounds", 1),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--mbit", type=float, default=100, help="of the link, either way")
     parser.add_argument("--seconds", type=float, default=900, help="for everything")
@@ -213,7 +293,8 @@ def main() -> None:
             Path(args.out, "rows.csv").write_text(rows.read_text())
             Path(args.out, "summary.txt").write_text(
                 f"python -m benchmarks.two_hosts {' '.join(passed)}\n{platform.platform()}, {os.cpu_count()} CPUs, load average "
-                f"{os.getloadavg()[0]:.1f}\n\n{text}\n")
+                f"{os.getloadavg()[0]:.1f}\n\n{text}\n"
+            )
 
 
 if __name__ == "__main__":

@@ -15,12 +15,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from benchmarks.rounds import Event
-from deepspeed_cdp.activations import Tracker
+from deepspeed_cdp.analysis.activations import Tracker
 
 # operators of torch.distributed: which argument is as large as what is handed to every rank, and how often it is handed there
-_PAYLOAD = {"allreduce_": (0, 2), "allreduce_coalesced_": (0, 2), "allgather_": (0, 1), "_allgather_base_": (0, 1),
-            "allgather_coalesced_": (0, 1), "allgather_into_tensor_coalesced_": (0, 1), "reduce_scatter_": (1, 1),
-            "_reduce_scatter_base_": (1, 1), "reduce_scatter_tensor_coalesced_": (1, 1), "broadcast_": (0, 1), "reduce_": (0, 1)}
+_PAYLOAD = {
+    "allreduce_": (0, 2),
+    "allreduce_coalesced_": (0, 2),
+    "allgather_": (0, 1),
+    "_allgather_base_": (0, 1),
+    "allgather_coalesced_": (0, 1),
+    "allgather_into_tensor_coalesced_": (0, 1),
+    "reduce_scatter_": (1, 1),
+    "_reduce_scatter_base_": (1, 1),
+    "reduce_scatter_tensor_coalesced_": (1, 1),
+    "broadcast_": (0, 1),
+    "reduce_": (0, 1),
+}
 _WITHOUT_PAYLOAD = ("barrier", "monitored_barrier_")
 
 
@@ -70,8 +80,10 @@ class Log:
     def follow_transport(self, transport: Any) -> None:
         """Note what the transport is told to send, and what it counts as landed, which it does when a rank has waited for it."""
         push = transport.push
-        for kind, count, nbytes in (("push", transport.sent, transport.bytes_sent),
-                                    ("land", transport.received, transport.bytes_received)):
+        for kind, count, nbytes in (
+            ("push", transport.sent, transport.bytes_sent),
+            ("land", transport.received, transport.bytes_received),
+        ):
             for (stream, peer), messages in count.items():  # until now: so that the n-th sent is the n-th to land
                 for _ in range(messages):
                     self.note(kind, nbytes[stream, peer] // messages, stream, peer)
@@ -79,21 +91,24 @@ class Log:
         def pushed(stream: str, dst: int, source: Tensor, *args: Any, **kwargs: Any) -> Any:
             self.note("push", source.numel(), stream, dst)
             return push(stream, dst, source, *args, **kwargs)
+
         transport.push = pushed
         transport.bytes_received = _Counted(transport.bytes_received, self)
 
     def follow_ring(self, runtime: Any) -> None:
         """Time is the plan's logical time of the action that a rank is at."""
-        handoff = runtime.handoff
-        schedule, scale = handoff.schedule, handoff.plan.scale
+        executor = runtime.executor
+        schedule, scale = executor.schedule, executor.plan.scale
 
         def around(do: Callable[[Any], None]) -> Callable[[Any], None]:
             def done(a: Any) -> None:
-                written_for = min(handoff.step, 1)  # all later steps walk the program of step 1
-                self.at = (handoff.step - written_for) * schedule.period + a.time // scale
+                written_for = min(executor.step, 1)  # all later steps walk the program of step 1
+                self.at = (executor.step - written_for) * schedule.period + a.time // scale
                 do(a)
+
             return done
-        handoff._do = {kind: around(do) for kind, do in handoff._do.items()}
+
+        executor._do = {kind: around(do) for kind, do in executor._do.items()}
         self.follow_transport(runtime.transport)
 
     def follow_pipe(self, runtime: Any) -> None:
@@ -108,6 +123,7 @@ class Log:
                 places.update({x: key[0] for key, x in runtime.schedule.program(runtime.rank, i.step)})
             self.at = places[i]
             do(i)
+
         runtime._do = done
         if runtime.transport is not None:
             self.follow_transport(runtime.transport)

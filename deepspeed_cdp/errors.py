@@ -9,3 +9,7 @@ class HandoffError(RuntimeError):
 
     The message names this rank, the step, the stage, the stream and the peer.
     """
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the message names the file. Nothing was changed."""

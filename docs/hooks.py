@@ -21,8 +21,12 @@ def on_config(config: Any) -> Any:
     missing = {name for name in config.extra["if_there"] if not (Path(config.docs_dir) / name).exists()}
 
     def there(entries: list[Any]) -> list[Any]:
-        return [{k: there(v) if isinstance(v, list) else v for k, v in e.items()} if isinstance(e, dict) else e
-                for e in entries if not isinstance(e, str) or e not in missing]
+        return [
+            {k: there(v) if isinstance(v, list) else v for k, v in e.items()} if isinstance(e, dict) else e
+            for e in entries
+            if not isinstance(e, str) or e not in missing
+        ]
+
     config.nav = there(config.nav)
     return config
 

@@ -28,6 +28,7 @@ WORKERS = (4, 8, 32)
 def said(command: str, draw: bool) -> str:
     """What a command prints; without ``draw`` it writes no files, and says nothing of them."""
     from deepspeed_cdp.cli.main import main
+
     argv = shlex.split(command)
     if not draw and "--out" in argv:
         at = argv.index("--out")
@@ -45,6 +46,7 @@ def render(page: str, draw: bool = False, measured: bool = True) -> str:
     page = BLOCK.sub(lambda m: f"<!-- run: deepspeed-cdp {m[1]} -->\n```\n$ deepspeed-cdp {m[1]}\n{said(m[1], draw)}```\n", page)
     if measured:
         from benchmarks.predict import table
+
         page = TABLE.sub(lambda m: f"<!-- table: measured -->\n\n{table()}\n\n", page)
     return page
 
@@ -52,19 +54,33 @@ def render(page: str, draw: bool = False, measured: bool = True) -> str:
 def figures() -> None:
     """Figure 4: pictures under docs/images, curves and totals under docs/results/memory."""
     from deepspeed_cdp.cli.main import main
+
     results, totals = ROOT / "docs" / "results" / "memory", []
     for name, title in MODELS.items():
         with tempfile.TemporaryDirectory() as folder:
             text = io.StringIO()
             with contextlib.redirect_stdout(text):
-                main(["memory", "--model", f"hf:{results / name}.json", "--workers", ",".join(map(str, WORKERS)), "--json",
-                      "--out", f"{folder}/{name}", "--title", f"{title}, one image of 224 x 224 per worker, fp32"])
+                main(
+                    [
+                        "memory",
+                        "--model",
+                        f"hf:{results / name}.json",
+                        "--workers",
+                        ",".join(map(str, WORKERS)),
+                        "--json",
+                        "--out",
+                        f"{folder}/{name}",
+                        "--title",
+                        f"{title}, one image of 224 x 224 per worker, fp32",
+                    ]
+                )
             for suffix in (".png", ".svg"):
                 shutil.copy(f"{folder}/{name}{suffix}", ROOT / "docs" / "images" / f"memory-{name}{suffix}")
             shutil.copy(f"{folder}/{name}.csv", results / f"{name}.csv")
         found = json.loads(text.getvalue())
-        totals += [(title, found["clock"], r["workers"], r["together"], r["in_turn"], f"{r['saving']:.4f}")
-                   for r in found["workers"]]
+        totals += [
+            (title, found["clock"], r["workers"], r["together"], r["in_turn"], f"{r['saving']:.4f}") for r in found["workers"]
+        ]
     with (results / "workers.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([("model", "clock", "workers", "together_bytes", "in_turn_bytes", "saving"), *totals])

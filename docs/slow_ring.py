@@ -10,8 +10,9 @@ import torch  # noqa: E402
 from local_ring import run_ranks  # noqa: E402
 
 from benchmarks.pauses import SlowLinear  # noqa: E402
-from deepspeed_cdp import trace  # noqa: E402
-from deepspeed_cdp.runtime import Runtime, Settings  # noqa: E402
+from deepspeed_cdp.model.make_plan import Settings  # noqa: E402
+from deepspeed_cdp.runtime import trace  # noqa: E402
+from deepspeed_cdp.runtime.runtime import Runtime  # noqa: E402
 
 RANKS, STEPS, FORWARD = 3, 6, 0.01  # seconds of a unit's forward; its backward takes twice that
 
@@ -27,7 +28,7 @@ def main(folder: str) -> None:
         recorder = None
         for step in range(STEPS):
             if step == STEPS - 3:
-                recorder = trace.Recorder(runtime.handoff, torch.device("cpu"))
+                recorder = trace.Recorder(runtime.executor, torch.device("cpu"))
             with runtime.forward():
                 loss = module(torch.randn(4, 8)).pow(2).mean()
             loss.backward()

@@ -20,7 +20,7 @@ def windows(length: int, count: int) -> list[torch.Tensor]:
     """The first ``count`` windows of ``length`` bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:20])
-    return list(torch.frombuffer(bytearray(text[:length * count]), dtype=torch.uint8).long().view(count, length))
+    return list(torch.frombuffer(bytearray(text[: length * count]), dtype=torch.uint8).long().view(count, length))
 
 
 def main() -> None:
@@ -39,10 +39,19 @@ def main() -> None:
     args = parser.parse_args()
 
     set_seed(1)
-    accelerator = Accelerator(gradient_accumulation_steps=args.accumulate,
-                              dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=args.hidden, intermediate_size=4 * args.hidden,
-                                         num_hidden_layers=args.layers, num_attention_heads=4, num_key_value_heads=4))
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.accumulate, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=args.hidden,
+            intermediate_size=4 * args.hidden,
+            num_hidden_layers=args.layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     loader = DataLoader(windows(args.length, args.windows), args.batch, shuffle=True)
     updates = args.epochs * -(-len(loader) // (args.accumulate * accelerator.num_processes))
@@ -67,8 +76,9 @@ def main() -> None:
                 scheduler.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                history.append({"loss": accelerator.gather(loss).mean().item(), "grad_norm": norm,
-                                "lr": float(scheduler.get_last_lr()[0])})
+                history.append(
+                    {"loss": accelerator.gather(loss).mean().item(), "grad_norm": norm, "lr": float(scheduler.get_last_lr()[0])}
+                )
                 accelerator.print(f"epoch {epoch}: loss {history[-1]['loss']:.3f}, gradient norm {norm:.3f}")
         accelerator.save_state(args.output_dir / f"state_{epoch}")
         if accelerator.is_main_process:

@@ -43,9 +43,11 @@ class Recipe:
     micro_batch: int
 
 
-RECIPES = {"cifar10": Recipe(0.05, {"resnet18": 5e-4, "resnet50": 1e-3}, 0.2, 30, 100, 128),
-           "imagenet": Recipe(0.1, {"resnet18": 1e-4, "resnet50": 1e-4}, 0.1, 30, 90, 64),
-           "digits": Recipe(0.05, {"resnet14": 5e-4}, 0.2, 12, 40, 32)}
+RECIPES = {
+    "cifar10": Recipe(0.05, {"resnet18": 5e-4, "resnet50": 1e-3}, 0.2, 30, 100, 128),
+    "imagenet": Recipe(0.1, {"resnet18": 1e-4, "resnet50": 1e-4}, 0.1, 30, 90, 64),
+    "digits": Recipe(0.05, {"resnet14": 5e-4}, 0.2, 12, 40, 32),
+}
 
 
 def load(args: argparse.Namespace) -> Any:
@@ -66,11 +68,13 @@ def test(model: Callable[..., Any], data: Any) -> tuple[float, float]:
     return total / count, right / count
 
 
-def simulate(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any,
-             data: Any) -> list[tuple[float, float]]:
+def simulate(
+    args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, data: Any
+) -> list[tuple[float, float]]:
     """All ranks in this process; the test results."""
-    from deepspeed_cdp.discover import example_of
-    from deepspeed_cdp.simulated import Simulator, stages_of
+    from deepspeed_cdp.analysis.learning_simulator import Simulator, stages_of
+    from deepspeed_cdp.model.discover import example_of
+
     ranks = args.simulate_ranks
     stages = stages_of(model, args.stages or ranks, example_of(model))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -92,10 +96,12 @@ def simulate(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.
     return results
 
 
-def train(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any,
-          data: Any) -> list[tuple[float, float]]:
+def train(
+    args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, data: Any
+) -> list[tuple[float, float]]:
     """One rank of a DeepSpeed run; the test results."""
     import deepspeed
+
     engine, *_ = deepspeed.initialize(args=args, model=model, optimizer=optimizer, lr_scheduler=scheduler)
     rank, ranks, micro_batch = deepspeed.comm.get_rank(), deepspeed.comm.get_world_size(), engine.train_micro_batch_size_per_gpu()
     data = data.to(engine.device)
@@ -117,8 +123,11 @@ def train(args: argparse.Namespace, model: nn.Module, optimizer: torch.optim.Opt
 
 
 def tell(args: argparse.Namespace, epoch: int, training: float, loss: float, accuracy: float) -> None:
-    print(f"epoch {epoch + 1}/{args.epochs}: training loss {training:.4f}, test loss {loss:.4f}, "
-          f"test accuracy {100 * accuracy:.2f}% ({time.perf_counter() - args.began:.0f} s)", flush=True)
+    print(
+        f"epoch {epoch + 1}/{args.epochs}: training loss {training:.4f}, test loss {loss:.4f}, "
+        f"test accuracy {100 * accuracy:.2f}% ({time.perf_counter() - args.began:.0f} s)",
+        flush=True,
+    )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -162,6 +171,7 @@ def main(argv: list[str] | None = None) -> list[tuple[float, float]]:
         per_step = args.micro_batch * args.simulate_ranks
     else:
         import deepspeed
+
         deepspeed.init_distributed()
         config = json.loads(Path(args.deepspeed_config).read_text())
         per_step = config["train_micro_batch_size_per_gpu"] * deepspeed.comm.get_world_size()

@@ -78,8 +78,9 @@ def read_text(megabytes: float) -> tuple[torch.Tensor, torch.Tensor]:
     return train, held_out
 
 
-def sample(text: torch.Tensor, batch: int, length: int, generator: torch.Generator,
-           device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(
+    text: torch.Tensor, batch: int, length: int, generator: torch.Generator, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Random windows of the text and the same shifted by one: two (batch, length) tensors."""
     starts = torch.randint(len(text) - length - 1, (batch, 1), generator=generator)
     windows = text[starts + torch.arange(length + 1)].long().to(device)

@@ -15,7 +15,7 @@ from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Traine
 def windows(folder: Path, length: int, count: int) -> Dataset:
     """The first ``count`` windows of ``length`` bytes."""
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:20])
-    ids = [list(text[i * length:(i + 1) * length]) for i in range(count)]
+    ids = [list(text[i * length : (i + 1) * length]) for i in range(count)]
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 
@@ -30,12 +30,25 @@ def main() -> None:
     (args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(rest)
 
     set_seed(args.seed)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
-                                         num_hidden_layers=sizes.layers, num_attention_heads=4, num_key_value_heads=4,
-                                         bos_token_id=None, eos_token_id=None))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=sizes.hidden,
+            intermediate_size=4 * sizes.hidden,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+    )
     data = windows(Path(sysconfig.get_paths()["stdlib"]), sizes.length, sizes.windows + sizes.held_out)
-    trainer = Trainer(model, args, train_dataset=data.select(range(sizes.windows)),
-                      eval_dataset=data.select(range(sizes.windows, sizes.windows + sizes.held_out)))
+    trainer = Trainer(
+        model,
+        args,
+        train_dataset=data.select(range(sizes.windows)),
+        eval_dataset=data.select(range(sizes.windows, sizes.windows + sizes.held_out)),
+    )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()

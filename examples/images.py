@@ -20,7 +20,7 @@ def rank_order(count: int, seed: int, epoch: int, rank: int, ranks: int, micro_b
     """Which of ``count`` images a rank takes in an epoch, (steps, micro_batch); together the ranks take none twice."""
     steps = count // (ranks * micro_batch)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1000 * seed + epoch))
-    return order[:steps * ranks * micro_batch].view(steps, ranks, micro_batch)[:, rank]
+    return order[: steps * ranks * micro_batch].view(steps, ranks, micro_batch)[:, rank]
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -36,8 +36,10 @@ class _PlainUnpickler(pickle.Unpickler):
 
 def _cifar_files(path: Path) -> dict[str, bytes]:
     """The data files of CIFAR-10's archive or of the folder it unpacks into, python or binary version, by file name."""
+
     def wanted(name: str) -> bool:
         return name.removesuffix(".bin") in {"test_batch", *(f"data_batch_{i}" for i in range(1, 6))}
+
     if path.is_file():
         with tarfile.open(path) as archive:
             members = [m for m in archive.getmembers() if m.isfile() and wanted(Path(m.name).name)]
@@ -83,10 +85,14 @@ class Images:
         index = index.to(images.device)
         x, count, size = self.normal(images[index]), len(index), images.shape[-1]
         if self.pad:
-            top, left = (torch.randint(2 * self.pad + 1, (2, count), generator=generator).to(x.device))
+            top, left = torch.randint(2 * self.pad + 1, (2, count), generator=generator).to(x.device)
             each, channel, along = (torch.arange(n, device=x.device) for n in (count, x.shape[1], size))
-            x = F.pad(x, [self.pad] * 4)[each[:, None, None, None], channel[:, None, None],
-                                         (top[:, None] + along)[:, None, :, None], (left[:, None] + along)[:, None, None, :]]
+            x = F.pad(x, [self.pad] * 4)[
+                each[:, None, None, None],
+                channel[:, None, None],
+                (top[:, None] + along)[:, None, :, None],
+                (left[:, None] + along)[:, None, None, :],
+            ]
         if self.flip:
             mirrored = (torch.rand(count, generator=generator) < 0.5).to(x.device)
             x = torch.where(mirrored[:, None, None, None], x.flip(-1), x)
@@ -112,16 +118,24 @@ def cifar10(path: str) -> Images:
     files = _cifar_files(Path(path)) if Path(path).exists() else {}
     names = sorted(files)
     if len(names) != 6:
-        raise ValueError(f"--data {path} has {len(names)} of CIFAR-10's six data files; give cifar-10-python.tar.gz or "
-                         "cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or the unpacked folder")
+        raise ValueError(
+            f"--data {path} has {len(names)} of CIFAR-10's six data files; give cifar-10-python.tar.gz or "
+            "cifar-10-binary.tar.gz from https://www.cs.toronto.edu/~kriz/cifar.html, or the unpacked folder"
+        )
     try:
         parts = {name: _cifar_batch(name, files[name]) for name in names}
     except (pickle.UnpicklingError, EOFError, KeyError, ValueError, AttributeError, IndexError, TypeError) as error:
         raise ValueError(f"--data {path} has a damaged file ({error}); fetch the archive again") from None
     test = parts.pop(names[-1])
     train = tuple(np.concatenate(column) for column in zip(*parts.values()))
-    return Images(tuple(map(torch.tensor, train)), tuple(map(torch.tensor, test)), (0.4914, 0.4822, 0.4465),
-                  (0.2470, 0.2435, 0.2616), pad=4, flip=True)
+    return Images(
+        tuple(map(torch.tensor, train)),
+        tuple(map(torch.tensor, test)),
+        (0.4914, 0.4822, 0.4465),
+        (0.2470, 0.2435, 0.2616),
+        pad=4,
+        flip=True,
+    )
 
 
 def digits() -> Images:
@@ -132,8 +146,14 @@ def digits() -> Images:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     train, test = order[360:], order[:360]
     pixels = images[train].float() / 255
-    return Images((images[train], labels[train]), (images[test], labels[test]), (pixels.mean().item(),), (pixels.std().item(),),
-                  pad=1, flip=False)
+    return Images(
+        (images[train], labels[train]),
+        (images[test], labels[test]),
+        (pixels.mean().item(),),
+        (pixels.std().item(),),
+        pad=1,
+        flip=False,
+    )
 
 
 class _Folder(Dataset):
@@ -147,8 +167,12 @@ class _Folder(Dataset):
             ValueError: there are no images.
         """
         classes = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
-        self.files = [(path, label) for label, kind in enumerate(classes) for path in sorted(kind.iterdir())
-                      if path.suffix.lower() in (".jpeg", ".jpg", ".png")]
+        self.files = [
+            (path, label)
+            for label, kind in enumerate(classes)
+            for path in sorted(kind.iterdir())
+            if path.suffix.lower() in (".jpeg", ".jpg", ".png")
+        ]
         self.classes, self.key = len(classes), key
         if not self.files:
             raise ValueError(f"{folder} has no images; ImageNet must be unpacked into DATA/train/CLASS/ and DATA/val/CLASS/")
@@ -158,6 +182,7 @@ class _Folder(Dataset):
 
     def __getitem__(self, i: int) -> tuple[torch.Tensor, int]:
         from PIL import Image
+
         path, label = self.files[i]
         with Image.open(path) as file:
             image = file.convert("RGB")
@@ -202,6 +227,7 @@ class ImageNet:
         return self._batches(folder, [list(range(i, min(i + batch, len(folder)))) for i in range(0, len(folder), batch)])
 
     def _batches(self, folder: _Folder, order: list[list[int]]) -> Iterator[Batch]:
-        for pixels, labels in DataLoader(folder, batch_sampler=order, num_workers=self.workers,
-                                         pin_memory=self.device.type == "cuda"):
+        for pixels, labels in DataLoader(
+            folder, batch_sampler=order, num_workers=self.workers, pin_memory=self.device.type == "cuda"
+        ):
             yield pixels.to(self.device, non_blocking=True), labels.to(self.device, non_blocking=True)

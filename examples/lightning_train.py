@@ -1,6 +1,6 @@
 """Pretrains a small Llama with Lightning's DeepSpeedStrategy, on the bytes of Python's standard library.
 
-    python examples/lightning_train.py --config examples/ds_config.json --devices 2 --steps 100
+python examples/lightning_train.py --config examples/ds_config.json --devices 2 --steps 100
 """
 
 import argparse
@@ -18,7 +18,7 @@ class Windows(torch.utils.data.Dataset):
     """[length] int64 windows of a text's bytes."""
 
     def __init__(self, text: bytes, length: int, count: int):
-        self.ids = torch.tensor(list(text[:length * count])).view(count, length)
+        self.ids = torch.tensor(list(text[: length * count])).view(count, length)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -33,8 +33,16 @@ class Model(lightning.LightningModule):
     def __init__(self, lr: float):
         super().__init__()
         self.lr, self.seen, self.held_out = lr, [], []
-        self.model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=128, intermediate_size=512, num_hidden_layers=4,
-                                                  num_attention_heads=4, num_key_value_heads=4))
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=256,
+                hidden_size=128,
+                intermediate_size=512,
+                num_hidden_layers=4,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+            )
+        )
 
     def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
         loss = self.model(input_ids=batch, labels=batch).loss
@@ -70,16 +78,32 @@ def main() -> None:
     train, held_out = torch.utils.data.random_split(data, [options.windows, 100])
     strategy = DeepSpeedStrategy(config=json.loads(Path(options.config).read_text()))
     trainer = lightning.Trainer(
-        accelerator="gpu", devices=options.devices, strategy=strategy, precision=options.precision, max_steps=options.steps,
-        default_root_dir=options.out, log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
-        num_sanity_val_steps=0, val_check_interval=options.validate_every, limit_val_batches=3, logger=False,
-        use_distributed_sampler=not options.in_order)
+        accelerator="gpu",
+        devices=options.devices,
+        strategy=strategy,
+        precision=options.precision,
+        max_steps=options.steps,
+        default_root_dir=options.out,
+        log_every_n_steps=1,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        val_check_interval=options.validate_every,
+        limit_val_batches=3,
+        logger=False,
+        use_distributed_sampler=not options.in_order,
+    )
     model = Model(options.lr)
-    trainer.fit(model, torch.utils.data.DataLoader(train, batch_size=4, shuffle=not options.in_order),
-                torch.utils.data.DataLoader(held_out, batch_size=4), ckpt_path=options.resume)
+    trainer.fit(
+        model,
+        torch.utils.data.DataLoader(train, batch_size=4, shuffle=not options.in_order),
+        torch.utils.data.DataLoader(held_out, batch_size=4),
+        ckpt_path=options.resume,
+    )
     trainer.save_checkpoint(options.out / "last.ckpt")
-    (options.out / f"losses_{trainer.global_rank}.json").write_text(json.dumps(
-        {"training": torch.stack(model.seen).tolist(), "held out": torch.stack(model.held_out).tolist()}))
+    (options.out / f"losses_{trainer.global_rank}.json").write_text(
+        json.dumps({"training": torch.stack(model.seen).tolist(), "held out": torch.stack(model.held_out).tolist()})
+    )
 
 
 if __name__ == "__main__":

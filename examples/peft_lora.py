@@ -19,7 +19,7 @@ def windows(length: int, count: int) -> Dataset:
     """The first ``count`` windows of ``length`` bytes."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:20])
-    ids = [list(text[i * length:(i + 1) * length]) for i in range(count)]
+    ids = [list(text[i * length : (i + 1) * length]) for i in range(count)]
     return Dataset.from_dict({"input_ids": ids, "labels": ids})
 
 

@@ -30,7 +30,7 @@ class Embedding(nn.Module):
         self.position = nn.Parameter(torch.zeros(length, width))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return F.embedding(tokens, self.weight) + self.position[:tokens.shape[1]]
+        return F.embedding(tokens, self.weight) + self.position[: tokens.shape[1]]
 
 
 class Block(nn.Module):
@@ -72,7 +72,7 @@ def batches(data: torch.Tensor, size: int, length: int, seed: int):
     generator = torch.Generator().manual_seed(seed)
     while True:
         starts = torch.randint(len(data) - length - 1, (size,), generator=generator).tolist()
-        rows = torch.stack([data[s:s + length + 1] for s in starts])
+        rows = torch.stack([data[s : s + length + 1] for s in starts])
         yield rows[:, :-1], rows[:, 1:]
 
 
@@ -90,10 +90,12 @@ def main() -> None:
 
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     torch.manual_seed(0)
-    layers = [TiedLayerSpec("embed", Embedding, args.width, args.length),
-              *(LayerSpec(Block, args.width, 4) for _ in range(args.layers)),
-              LayerSpec(nn.LayerNorm, args.width),
-              TiedLayerSpec("embed", Embedding, args.width, args.length, forward_fn=head)]
+    layers = [
+        TiedLayerSpec("embed", Embedding, args.width, args.length),
+        *(LayerSpec(Block, args.width, 4) for _ in range(args.layers)),
+        LayerSpec(nn.LayerNorm, args.width),
+        TiedLayerSpec("embed", Embedding, args.width, args.length, forward_fn=head),
+    ]
     net = PipelineModule(layers, num_stages=args.stages, loss_fn=loss, partition_method="type:Block")
     trained = [p for p in net.parameters() if p.requires_grad]
     engine, _, _, _ = deepspeed.initialize(args=args, model=net, model_parameters=trained)
@@ -113,8 +115,11 @@ def main() -> None:
         engine.save_checkpoint(args.save)
     if engine.global_rank == 0:
         ranks = torch.distributed.get_world_size()
-        print(f"{type(engine).__name__}, {args.stages} stages on {ranks} rank(s): {args.steps} steps in {seconds:.1f} s, held-out"
-              f" loss {before.item():.3f} -> {after.item():.3f}", flush=True)
+        print(
+            f"{type(engine).__name__}, {args.stages} stages on {ranks} rank(s): {args.steps} steps in {seconds:.1f} s, held-out"
+            f" loss {before.item():.3f} -> {after.item():.3f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ class Block(nn.Module):
         if basic:
             self.body = nn.Sequential(_conv(inputs, width, 3, stride), nn.ReLU(), _conv(width, width, 3))
         else:
-            self.body = nn.Sequential(_conv(inputs, width, 1), nn.ReLU(), _conv(width, width, 3, stride), nn.ReLU(),
-                                      _conv(width, outputs, 1))
+            self.body = nn.Sequential(
+                _conv(inputs, width, 1), nn.ReLU(), _conv(width, width, 3, stride), nn.ReLU(), _conv(width, outputs, 1)
+            )
         self.shortcut = _conv(inputs, outputs, 1, stride) if stride > 1 or inputs != outputs else nn.Identity()
         self.outputs = outputs
 
@@ -39,11 +40,22 @@ class ResNet(nn.Module):
         size: of the images, for ``example_input_array``, by which stages are cut by FLOPs.
     """
 
-    def __init__(self, depths: tuple[int, ...], basic: bool, classes: int, stem: str = "imagenet", width: int = 64,
-                 channels: int = 3, size: int = 224) -> None:
+    def __init__(
+        self,
+        depths: tuple[int, ...],
+        basic: bool,
+        classes: int,
+        stem: str = "imagenet",
+        width: int = 64,
+        channels: int = 3,
+        size: int = 224,
+    ) -> None:
         super().__init__()
-        first = [_conv(channels, width, 3), nn.ReLU()] if stem == "small" else [
-            *_conv(channels, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+        first = (
+            [_conv(channels, width, 3), nn.ReLU()]
+            if stem == "small"
+            else [*_conv(channels, width, 7, 2), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+        )
         self.stem = nn.Sequential(*first)
         blocks, inputs = [], width
         for i, depth in enumerate(depths):
@@ -68,7 +80,9 @@ class ResNet(nn.Module):
 def resnet(name: str, dataset: str) -> ResNet:
     """``resnet18`` or ``resnet50`` for ``cifar10`` or ``imagenet``; ``resnet14`` is a narrow one for ``digits``."""
     depths, basic = {"resnet14": ((2, 2, 2), True), "resnet18": ((2, 2, 2, 2), True), "resnet50": ((3, 4, 6, 3), False)}[name]
-    kind = {"cifar10": {"classes": 10, "stem": "small", "size": 32},
-            "imagenet": {"classes": 1000},
-            "digits": {"classes": 10, "stem": "small", "channels": 1, "size": 8}}[dataset]
+    kind = {
+        "cifar10": {"classes": 10, "stem": "small", "size": 32},
+        "imagenet": {"classes": 1000},
+        "digits": {"classes": 10, "stem": "small", "channels": 1, "size": 8},
+    }[dataset]
     return ResNet(depths, basic, width=16 if name == "resnet14" else 64, **kind)

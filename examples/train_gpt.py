@@ -37,20 +37,28 @@ def windows(args: argparse.Namespace, rank: int) -> torch.Generator:
 
 def simulate(args: argparse.Namespace, model: GPT, train: torch.Tensor, held_out: torch.Tensor) -> float:
     """All ranks in this process, by the same config; the held-out loss after training."""
-    from deepspeed_cdp.simulated import Simulator, stages_of
+    from deepspeed_cdp.analysis.learning_simulator import Simulator, stages_of
+
     config = json.loads(Path(args.deepspeed_config).read_text())
     options = {k: v for k, v in config["optimizer"]["params"].items() if k != "torch_adam"}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     optimizer = torch.optim.AdamW(model.to(device).parameters(), **options)
     scheduler = WarmupLR(optimizer, **config["scheduler"]["params"])
     batch, rounds = args.batch or config["train_micro_batch_size_per_gpu"], config.get("gradient_accumulation_steps", 1)
-    ring = Simulator(model, optimizer, stages_of(model, args.simulate_ranks), config["cyclic"].get("rule", "cdp-v2"),
-                     clip=config["gradient_clipping"])
+    ring = Simulator(
+        model,
+        optimizer,
+        stages_of(model, args.simulate_ranks),
+        config["cyclic"].get("rule", "cdp-v2"),
+        clip=config["gradient_clipping"],
+    )
     generators = [windows(args, rank) for rank in range(args.simulate_ranks)]
     before = evaluate(model, held_out, args, batch, device)
     for _ in tqdm(range(args.steps), desc="train", unit="step", mininterval=2):
-        ring.step([sample(train, batch, args.length, g, device) for _ in range(rounds) for g in generators],
-                  lambda model, tokens: model(*tokens))
+        ring.step(
+            [sample(train, batch, args.length, g, device) for _ in range(rounds) for g in generators],
+            lambda model, tokens: model(*tokens),
+        )
         scheduler.step()
     after = evaluate(model, held_out, args, batch, device)
     print(improvement(before, after))
@@ -58,8 +66,9 @@ def simulate(args: argparse.Namespace, model: GPT, train: torch.Tensor, held_out
 
 
 def improvement(before: float, after: float) -> str:
-    return (f"held-out loss {before:.3f} -> {after:.3f} nats per byte ({before / math.log(2):.2f} -> {after / math.log(2):.2f} "
-            "bits)")
+    return (
+        f"held-out loss {before:.3f} -> {after:.3f} nats per byte ({before / math.log(2):.2f} -> {after / math.log(2):.2f} bits)"
+    )
 
 
 def main(argv: list[str] | None = None) -> float:
@@ -90,8 +99,11 @@ def main(argv: list[str] | None = None) -> float:
     batch = args.batch or engine.train_micro_batch_size_per_gpu()
     accumulation = engine.gradient_accumulation_steps()
     if rank == 0:
-        print(f"GPT of {parameters:,} parameters on {ranks} ranks ({engine.device}); {len(train) / 1e6:.1f} MB of Python to "
-              f"learn from, {len(held_out) / 1e6:.1f} MB held out", flush=True)
+        print(
+            f"GPT of {parameters:,} parameters on {ranks} ranks ({engine.device}); {len(train) / 1e6:.1f} MB of Python to "
+            f"learn from, {len(held_out) / 1e6:.1f} MB held out",
+            flush=True,
+        )
 
     before = evaluate(engine, held_out, args, batch, engine.device)
     generator = windows(args, rank)
@@ -104,8 +116,9 @@ def main(argv: list[str] | None = None) -> float:
             engine.step()
         if rank == 0 and (step % 10 == 9 or step + 1 == args.steps):
             tokens = (step + 1) * accumulation * batch * args.length * ranks
-            progress.set_postfix(loss=f"{loss.item():.3f}", tokens_per_s=f"{tokens / (time.perf_counter() - start):,.0f}",
-                                 refresh=False)
+            progress.set_postfix(
+                loss=f"{loss.item():.3f}", tokens_per_s=f"{tokens / (time.perf_counter() - start):,.0f}", refresh=False
+            )
     seconds = time.perf_counter() - start
     after = evaluate(engine, held_out, args, batch, engine.device)
 
@@ -113,8 +126,10 @@ def main(argv: list[str] | None = None) -> float:
     text = report() if callable(report) else f"engine: {type(engine).__name__}"
     if rank == 0:
         tokens = args.steps * accumulation * batch * args.length * ranks
-        print(f"\n{text}\n{args.steps} steps in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s\n{improvement(before, after)}",
-              flush=True)
+        print(
+            f"\n{text}\n{args.steps} steps in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s\n{improvement(before, after)}",
+            flush=True,
+        )
     engine.destroy()
     torch.distributed.destroy_process_group()
     return after

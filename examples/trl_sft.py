@@ -1,6 +1,6 @@
 """Supervised fine-tuning of a small Llama with TRL's SFTTrainer, on the lines of Python's standard library.
 
-    deepspeed --num_gpus 2 examples/trl_sft.py --deepspeed examples/hf_ds_config.json --output_dir out --max_steps 200
+deepspeed --num_gpus 2 examples/trl_sft.py --deepspeed examples/hf_ds_config.json --output_dir out --max_steps 200
 """
 
 import argparse
@@ -33,14 +33,25 @@ def main() -> None:
 
     set_seed(args.seed)
     tokenizer = byte_tokenizer()
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), hidden_size=sizes.hidden, intermediate_size=4 * sizes.hidden,
-                                         num_hidden_layers=sizes.layers, num_attention_heads=4, num_key_value_heads=4,
-                                         tie_word_embeddings=sizes.tie, pad_token_id=tokenizer.pad_token_id,
-                                         bos_token_id=None, eos_token_id=tokenizer.eos_token_id))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=sizes.hidden,
+            intermediate_size=4 * sizes.hidden,
+            num_hidden_layers=sizes.layers,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            tie_word_embeddings=sizes.tie,
+            pad_token_id=tokenizer.pad_token_id,
+            bos_token_id=None,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
     folder = Path(sysconfig.get_paths()["stdlib"])
     lines = [line for path in sorted(folder.glob("*.py"))[:20] for line in path.read_text("utf-8").splitlines() if len(line) > 20]
-    trainer = SFTTrainer(model, args, train_dataset=Dataset.from_dict({"text": lines[:sizes.examples]}),
-                         processing_class=tokenizer)
+    trainer = SFTTrainer(
+        model, args, train_dataset=Dataset.from_dict({"text": lines[: sizes.examples]}), processing_class=tokenizer
+    )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()
     trainer.save_state()

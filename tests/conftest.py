@@ -23,20 +23,24 @@ from workers import Pool  # noqa: E402
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """What pytest-xdist's workers run (make test has two): see tests/parallel.py."""
     from parallel import Groups
+
     return Groups(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # of pytest-xdist
         from parallel import place
+
         items.sort(key=lambda item: place(item.nodeid))
 
 
 @pytest.fixture(scope="session")
 def comm_op() -> None:
     """DeepSpeed compiles this op on first use, which may take longer than a test's time limit. A failure shows in the tests."""
-    build = ("from deepspeed.accelerator import get_accelerator\n"
-             "get_accelerator().create_op_builder('ShareMemCommBuilder').load(verbose=False)")
+    build = (
+        "from deepspeed.accelerator import get_accelerator\n"
+        "get_accelerator().create_op_builder('ShareMemCommBuilder').load(verbose=False)"
+    )
     subprocess.run([sys.executable, "-c", build], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=600)
 
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Edge, Where
-from deepspeed_cdp.transport.meeting import Meeting
 from deepspeed_cdp.transport.rendezvous import _DONE, Message, RendezvousTransport
+from deepspeed_cdp.transport.store_exchange import StoreExchange
 
 
 class GlooPairs(RendezvousTransport):
@@ -23,10 +23,17 @@ class GlooPairs(RendezvousTransport):
 
     name = "pairs"
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float, store: dist.Store | None = None, name: str = "pairs",
-                 strict: bool = False):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        store: dist.Store | None = None,
+        name: str = "pairs",
+        strict: bool = False,
+    ):
         super().__init__(rank, size, timeout_seconds)
-        self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting")
+        self._meeting = StoreExchange(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting")
         self._groups: dict[Edge, dist.ProcessGroupGloo] = {}
         self._patience, self._strict = timedelta(seconds=timeout_seconds), strict
 
@@ -88,8 +95,8 @@ class GlooPairs(RendezvousTransport):
         values = self._meeting.exchange(tensor.tolist() if self.rank == src else None, where)
         tensor.copy_(torch.tensor(values[src], dtype=torch.uint8))
 
-    def close(self, linger: bool) -> None:
-        if linger:  # first: a send that is given up does not reach a peer that is still waiting for it
+    def close(self, drain: bool) -> None:
+        if drain:  # first: a send that is given up does not reach a peer that is still waiting for it
             self._meeting.exchange(None, "closing")
         self._fail_all(f"rank {self.rank} has closed its transport")
         self._groups.clear()

@@ -9,16 +9,23 @@ from typing import Any
 import models
 import torch
 
-from deepspeed_cdp import discover
-from deepspeed_cdp.rings import RingView
-from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.model import discover
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.delayed import Delayed
 from deepspeed_cdp.transport.local import Hub, LocalTransport
+from deepspeed_cdp.transport.ring_view import RingView
 
 
-def run_ranks(size: int, work: Callable[[int, Any], Any], seconds: float = 30.0, delay: float = 0.0, seed: int = 0,
-              connect: Callable[[int], Transport] | None = None) -> list[Any]:
+def run_ranks(
+    size: int,
+    work: Callable[[int, Any], Any],
+    seconds: float = 30.0,
+    delay: float = 0.0,
+    seed: int = 0,
+    connect: Callable[[int], Transport] | None = None,
+) -> list[Any]:
     """``work(rank, transport)`` on ``size`` threads, connected by ``connect(rank)`` or a Hub; raises the first error of any."""
     hub = Hub(size, seconds)
     results: list[Any] = [None] * size
@@ -53,6 +60,7 @@ def _shared(kind: str, dtype: torch.dtype | None) -> Callable[..., discover.Trac
             if not known:
                 known.append(trace(module, example))
             return known[0]
+
     return shared
 
 
@@ -66,8 +74,21 @@ def traced_once(kind: str, dtype: torch.dtype | None) -> Iterator[None]:
         discover.trace = before
 
 
-def train(kind: str, size: int, settings: Settings, make_optimizer, steps: int, flush_after=(), on_step=None, dtype=None,
-          delay: float = 0.0, seed: int = 0, change=None, connect=None, ring_size: int | None = None) -> dict[str, Any]:
+def train(
+    kind: str,
+    size: int,
+    settings: Settings,
+    make_optimizer,
+    steps: int,
+    flush_after=(),
+    on_step=None,
+    dtype=None,
+    delay: float = 0.0,
+    seed: int = 0,
+    change=None,
+    connect=None,
+    ring_size: int | None = None,
+) -> dict[str, Any]:
     """Train ``kind`` as ``models.batch`` gives the data; returns rank 0's whole state, the losses, the runtimes.
 
     Args:

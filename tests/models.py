@@ -39,8 +39,9 @@ class ConvNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Conv2d(3 if i == 0 else 4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-                                    for i in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(3 if i == 0 else 4, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU()) for i in range(4)
+        )
         self.head = nn.Linear(4, 5)
 
     def forward(self, x):
@@ -66,16 +67,34 @@ class Routed(nn.Module):
 def llama(tied: bool, layers: int = 4):
     """A tiny Hugging Face Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
-    return LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=layers,
-                                        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32,
-                                        tie_word_embeddings=tied, pad_token_id=0))
+
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=layers,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            tie_word_embeddings=tied,
+            pad_token_id=0,
+        )
+    )
 
 
 def build(kind: str) -> nn.Module:
     """A model with weights that depend on ``kind`` only."""
     torch.manual_seed(7)
-    makers = {"mlp": MLP, "mlp-nan": MLP, "rooted": Rooted, "conv": ConvNet, "routed": Routed, "llama": lambda: llama(False),
-              "llama-tied": lambda: llama(True)}
+    makers = {
+        "mlp": MLP,
+        "mlp-nan": MLP,
+        "rooted": Rooted,
+        "conv": ConvNet,
+        "routed": Routed,
+        "llama": lambda: llama(False),
+        "llama-tied": lambda: llama(True),
+    }
     return makers[kind]()
 
 

@@ -16,8 +16,13 @@ def adamw(named: Named) -> torch.optim.Optimizer:
 
 def two_groups(named: Named) -> torch.optim.Optimizer:
     """Matrices decay, the rest does not."""
-    return torch.optim.AdamW([{"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
-                              {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0}], lr=1e-2)
+    return torch.optim.AdamW(
+        [
+            {"params": [p for _, p in named if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for _, p in named if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=1e-2,
+    )
 
 
 def muon(named: Named) -> torch.optim.Optimizer:

@@ -9,10 +9,10 @@ from local_ring import run_ranks
 from optimizers import two_groups
 from torch import nn
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.pipe.parts import Part
-from deepspeed_cdp.pipe.runtime import PipeRuntime
-from deepspeed_cdp.pipe.schedule import PipeSchedule
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.pipeline.parts import Part
+from deepspeed_cdp.pipeline.runtime import PipeRuntime
+from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 
 
 class Scale(nn.Module):
@@ -74,8 +74,10 @@ def build(stages: int, tied: bool = False, width: int = 6, dtype: torch.dtype = 
     torch.manual_seed(1)
     count = max(2 * stages, 3)
     layers = [nn.Linear(width, width, bias=not tied)]
-    layers += [(Split(width) if split else nn.Sequential(nn.Linear(width, width), nn.Tanh())) if k % 3 else Scale(width)
-               for k in range(1, count)]
+    layers += [
+        (Split(width) if split else nn.Sequential(nn.Linear(width, width), nn.Tanh())) if k % 3 else Scale(width)
+        for k in range(1, count)
+    ]
     if split:
         layers = [nn.Linear(width, width), *(Split(width) for _ in range(1, count))]
     total = count + tied
@@ -150,8 +152,18 @@ def train(case: Case) -> tuple[dict[str, torch.Tensor], list[list[float]], list[
         parts = {s: model.part(s, schedule) for s in schedule.stages_of(rank)}
         named = [(n, p) for part in parts.values() for u in sorted(part.units) for n, p in part.units[u]]
         named = list({id(p): (n, p) for n, p in named}.values())
-        runtime = PipeRuntime(schedule, rank, parts, loss, two_groups(named), {p: n for n, p in named},
-                              transport if schedule.ranks > 1 else None, torch.device("cpu"), case.clip, case.sum_dtype)
+        runtime = PipeRuntime(
+            schedule,
+            rank,
+            parts,
+            loss,
+            two_groups(named),
+            {p: n for n, p in named},
+            transport if schedule.ranks > 1 else None,
+            torch.device("cpu"),
+            case.clip,
+            case.sum_dtype,
+        )
         if case.change:
             case.change(runtime)
         told = []
@@ -191,18 +203,31 @@ class Whole(nn.Module):
 def oracle(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
     """(masters by name, mean loss by step) of the single-process definition."""
     model = build(case.stages, case.tied, dtype=case.dtype, split=case.split)
-    names = [[n for n in model.named() if model.bounds[s] <= int(n.split(".")[0]) < model.bounds[s + 1]]
-             for s in range(case.stages)]
+    names = [
+        [n for n in model.named() if model.bounds[s] <= int(n.split(".")[0]) < model.bounds[s + 1]] for s in range(case.stages)
+    ]
     whole = Whole(model)
     for name, p in whole.named_parameters():
         p.requires_grad_(name.removeprefix("layers.") not in case.frozen)
     stages = [[f"layers.{n}" for n in stage] for stage in names]
     trained = reference.train(
-        whole, stages, case.threshold, lambda t, m, r: batch(t, m * case.stages + r, dtype=case.dtype),
-        lambda call, b: loss(call(b[0]), b[1]), two_groups, case.steps, rounds=case.rounds, clip=case.clip,
-        flush_after=case.flush_after, grad_dtype=case.sum_dtype, on_step=decay)
-    means = [sum(trained.losses[t, m, r] for m in range(case.rounds) for r in range(case.stages)) / (case.rounds * case.stages)
-             for t in range(case.steps)]
+        whole,
+        stages,
+        case.threshold,
+        lambda t, m, r: batch(t, m * case.stages + r, dtype=case.dtype),
+        lambda call, b: loss(call(b[0]), b[1]),
+        two_groups,
+        case.steps,
+        rounds=case.rounds,
+        clip=case.clip,
+        flush_after=case.flush_after,
+        grad_dtype=case.sum_dtype,
+        on_step=decay,
+    )
+    means = [
+        sum(trained.losses[t, m, r] for m in range(case.rounds) for r in range(case.stages)) / (case.rounds * case.stages)
+        for t in range(case.steps)
+    ]
     return {n.removeprefix("layers."): p for n, p in trained.masters.items()}, means
 
 

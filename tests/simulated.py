@@ -1,8 +1,9 @@
 """Plans of equal stages for the simulators' tests."""
 
-from deepspeed_cdp.plan import Plan, Unit
-from deepspeed_cdp.schedule import Schedule, threshold
-from deepspeed_cdp.simulation.times import Hardware, Times, Work, times
+from deepspeed_cdp.analysis.timing.times import Hardware, Times, Work, times
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.schedule import Schedule, threshold
+from deepspeed_cdp.plan.unit_schedule import Unit
 
 
 def plan_of(ranks: int, units: int = 3, nbytes: int = 3 << 20, rule: str | int = "cdp-v2", rounds: int = 1, **more) -> Plan:
@@ -19,7 +20,7 @@ def bare(plan: Plan, forward: float = 1e-3, update: float = 0.0, **speeds) -> Ti
 
 
 def full(plan: Plan, compute: float, **speeds) -> Times:
-    """With all that times.py knows."""
+    """With all that analysis/timing/times.py knows."""
     hardware = Hardware(**speeds)
     forward = compute / 3 / len(plan.units) / plan.schedule.rounds * hardware.flops
     return times(plan, [Work(forward, u.p_bytes // 2) for u in plan.units], hardware, compute=compute)

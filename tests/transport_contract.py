@@ -43,7 +43,7 @@ def order_on_an_edge(make: Make) -> None:
             ticket.wait(W)  # idempotent
             assert is_done(ticket)
         assert all(is_full(box, k) for k, box in enumerate(boxes))
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def edges_are_independent(make: Make) -> None:
@@ -71,7 +71,7 @@ def edges_are_independent(make: Make) -> None:
         for ticket in (take, stuck, free, blocked):
             ticket.wait(W)
         assert is_full(box, 9) and is_full(blocked_in, 3)
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def push_before_post(make: Make) -> None:
@@ -86,7 +86,7 @@ def push_before_post(make: Make) -> None:
         box = empty()
         t.post("P", 0, box).wait(W)
         assert is_full(box, 7)
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def post_before_push(make: Make) -> None:
@@ -101,7 +101,7 @@ def post_before_push(make: Make) -> None:
         agree(t)
         ticket.wait(W)
         assert is_full(box, 7)
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def ring_with_reused_buffers(make: Make, messages: int = 150, slots: int = 3) -> None:
@@ -111,7 +111,7 @@ def ring_with_reused_buffers(make: Make, messages: int = 150, slots: int = 3) ->
     dice, sizes = random.Random(t.rank), random.Random(1).choices([1, 64, 4096, 30000], k=messages)
     out, into = [empty(30000) for _ in range(slots)], [empty(30000) for _ in range(slots)]
     pushes: list[Any] = [None] * slots
-    posts = [t.post("G", before, into[k][:sizes[k]]) for k in range(slots)]
+    posts = [t.post("G", before, into[k][: sizes[k]]) for k in range(slots)]
     for k in range(messages):
         slot, size = k % slots, sizes[k]
         if pushes[slot] is not None:
@@ -124,8 +124,8 @@ def ring_with_reused_buffers(make: Make, messages: int = 150, slots: int = 3) ->
         assert is_full(into[slot][:size], k * 7 + before), f"message {k}"
         into[slot].fill_(255)
         if k + slots < messages:
-            posts[slot] = t.post("G", before, into[slot][:sizes[k + slots]])
-    t.close(linger=True)
+            posts[slot] = t.post("G", before, into[slot][: sizes[k + slots]])
+    t.close(drain=True)
 
 
 def sender_waits_for_the_copy(make: Make) -> None:
@@ -142,7 +142,7 @@ def sender_waits_for_the_copy(make: Make) -> None:
         agree(t)
         time.sleep(0.3)
         t.post("P", 0, empty(100)).wait(W)
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def zero_bytes(make: Make) -> None:
@@ -162,7 +162,7 @@ def zero_bytes(make: Make) -> None:
         assert (t.sent["P", 1], t.bytes_sent["P", 1]) == (5, 30)
     else:
         assert (t.received["P", 0], t.bytes_received["P", 0]) == (5, 30)
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def counters(make: Make) -> None:
@@ -194,7 +194,7 @@ def counters(make: Make) -> None:
         t.waited.clear()
         t.post("P", 0, empty()).wait(W)
         assert 0.15 < t.waited["P", 0] < 5
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def gather_and_broadcast(make: Make) -> None:
@@ -208,7 +208,7 @@ def gather_and_broadcast(make: Make) -> None:
             tensor = full(src + 1, size) if t.rank == src else empty(size)
             t.broadcast(tensor, src, W)
             assert is_full(tensor, src + 1)
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def reset_forgets(make: Make, resets: int = 2) -> None:
@@ -239,7 +239,7 @@ def reset_forgets(make: Make, resets: int = 2) -> None:
                 push.wait(W)
                 assert is_full(box, 50 + n + before)
         assert t.rendezvous or untouched(orphan_in)
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def many_resets(make: Make) -> None:
@@ -259,13 +259,13 @@ def two_at_once(make: Make) -> None:
             ticket.wait(W)
         assert is_full(in_a, k) and is_full(in_b, 100 + k)
         assert a.gather("a", W) == ["a"] * a.size and b.gather("b", W) == ["b"] * a.size
-    a.close(linger=True)
+    a.close(drain=True)
     box = empty()
     tickets = [b.post("P", before, box), b.push("P", after, full(3))]
     for ticket in tickets:
         ticket.wait(W)
     assert is_full(box, 3)
-    b.close(linger=True)
+    b.close(drain=True)
 
 
 def bad_peers(make: Make) -> None:
@@ -275,7 +275,7 @@ def bad_peers(make: Make) -> None:
             t.push("P", peer, full(0))
         with pytest.raises(ValueError, match="two different ranks"):
             t.post("P", peer, empty())
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def alone(make: Make) -> None:
@@ -286,19 +286,45 @@ def alone(make: Make) -> None:
     t.broadcast(tensor, 0, W)
     assert is_full(tensor, 2)
     t.reset(W)
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 SCENARIOS: list[tuple[Callable[[Make], None], int]] = [
-    (order_on_an_edge, 2), (edges_are_independent, 2), (edges_are_independent, 3), (push_before_post, 2), (post_before_push, 2),
-    (ring_with_reused_buffers, 2), (ring_with_reused_buffers, 4), (sender_waits_for_the_copy, 2), (zero_bytes, 2), (counters, 2),
-    (gather_and_broadcast, 4), (reset_forgets, 2), (reset_forgets, 4), (many_resets, 2), (close_lingers, 2),
-    (close_drops_what_nobody_takes, 3), (close_without_linger, 2), (silent_peer, 2), (nobody_takes, 2), (late_gather, 3),
-    (closed_peer, 2), (size_mismatch, 2), (two_at_once, 3), (bad_peers, 2), (alone, 1),
+    (order_on_an_edge, 2),
+    (edges_are_independent, 2),
+    (edges_are_independent, 3),
+    (push_before_post, 2),
+    (post_before_push, 2),
+    (ring_with_reused_buffers, 2),
+    (ring_with_reused_buffers, 4),
+    (sender_waits_for_the_copy, 2),
+    (zero_bytes, 2),
+    (counters, 2),
+    (gather_and_broadcast, 4),
+    (reset_forgets, 2),
+    (reset_forgets, 4),
+    (many_resets, 2),
+    (close_lingers, 2),
+    (close_drops_what_nobody_takes, 3),
+    (close_without_linger, 2),
+    (silent_peer, 2),
+    (nobody_takes, 2),
+    (late_gather, 3),
+    (closed_peer, 2),
+    (size_mismatch, 2),
+    (two_at_once, 3),
+    (bad_peers, 2),
+    (alone, 1),
 ]
 # Those in which random delays can bring out something new.
-DELAYED = [(order_on_an_edge, 2), (edges_are_independent, 2), (ring_with_reused_buffers, 4), (zero_bytes, 2), (reset_forgets, 4),
-           (two_at_once, 3)]
+DELAYED = [
+    (order_on_an_edge, 2),
+    (edges_are_independent, 2),
+    (ring_with_reused_buffers, 4),
+    (zero_bytes, 2),
+    (reset_forgets, 4),
+    (two_at_once, 3),
+]
 
 
 def names(cases: list[tuple[Callable[[Make], None], int]]) -> list[str]:

@@ -15,9 +15,9 @@ def close_lingers(make: Make) -> None:
         t.push("early", 1, full(5, 300000))
         t.push("late", 1, full(6, 300000))
         started = time.perf_counter()
-        t.close(linger=True)
+        t.close(drain=True)
         assert 0.3 < time.perf_counter() - started < 10
-        t.close(linger=True)
+        t.close(drain=True)
     else:
         early, late = empty(300000), empty(300000)
         ticket = t.post("early", 0, early)
@@ -26,7 +26,7 @@ def close_lingers(make: Make) -> None:
         time.sleep(0.5)  # rank 0 has left
         ticket.wait(W)
         assert is_full(early, 5) and is_full(late, 6)
-        t.close(linger=True)
+        t.close(drain=True)
 
 
 def close_drops_what_nobody_takes(make: Make) -> None:
@@ -37,7 +37,7 @@ def close_drops_what_nobody_takes(make: Make) -> None:
             t.push("P", peer, full(1, 100000))
             t.post("Q", peer, empty())
     started = time.perf_counter()
-    t.close(linger=True)
+    t.close(drain=True)
     assert time.perf_counter() - started < 5
 
 
@@ -45,7 +45,7 @@ def close_without_linger(make: Make) -> None:
     t = make()
     pushed, posted = t.push("P", 1 - t.rank, full(1)), t.post("Q", 1 - t.rank, empty())
     started = time.perf_counter()
-    t.close(linger=False)
+    t.close(drain=False)
     assert time.perf_counter() - started < 1
     for ticket in (pushed, posted):
         with pytest.raises(HandoffError):
@@ -65,7 +65,7 @@ def silent_peer(make: Make) -> None:
             ticket.wait("again")
     else:
         time.sleep(2)
-    t.close(linger=False)
+    t.close(drain=False)
 
 
 def nobody_takes(make: Make) -> None:
@@ -75,7 +75,7 @@ def nobody_takes(make: Make) -> None:
             t.push("P", 1, full(0)).wait("here")
     else:
         time.sleep(2)
-    t.close(linger=False)
+    t.close(drain=False)
 
 
 def late_gather(make: Make) -> None:
@@ -87,14 +87,14 @@ def late_gather(make: Make) -> None:
         with pytest.raises(HandoffError, match=r"^saving: rank\(s\) \[1\] missing after 1(\.0)? s"):
             t.gather(t.rank, "saving")
         assert time.perf_counter() - started < 3
-    t.close(linger=False)
+    t.close(drain=False)
 
 
 def closed_peer(make: Make) -> None:
     """What a peer that closed will never send is an error at once, also in a collective."""
     t = make(timeout_seconds=30)
     if t.rank == 0:
-        t.close(linger=True)
+        t.close(drain=True)
         return
     started = time.perf_counter()
     with pytest.raises(HandoffError, match="rank 0 (has closed|closed)"):
@@ -104,7 +104,7 @@ def closed_peer(make: Make) -> None:
     with pytest.raises(HandoffError, match="rank 0 has closed"):
         t.gather(1, "here")
     assert time.perf_counter() - started < 5
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def size_mismatch(make: Make) -> None:
@@ -115,4 +115,4 @@ def size_mismatch(make: Make) -> None:
         with pytest.raises(HandoffError):
             (t.push(stream, 1, full(0, pushed)) if t.rank == 0 else t.post(stream, 0, box)).wait("here")
         assert untouched(box)
-    t.close(linger=False)
+    t.close(drain=False)

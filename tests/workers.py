@@ -55,8 +55,9 @@ class Pool:
     def __init__(self) -> None:
         self._workers: list[_Worker] = []
 
-    def run(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 180,
-            env: dict[str, str] | None = None) -> list[Any]:
+    def run(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 180, env: dict[str, str] | None = None
+    ) -> list[Any]:
         """Call ``function(rank, world, *args)`` on ``world`` ranks with a gloo process group.
 
         Args:
@@ -73,8 +74,9 @@ class Pool:
             raise RemoteError("\n".join(self._report(rank, outcomes[rank]) for rank in bad))
         return [outcome[1] for outcome in outcomes]
 
-    def run_failing(self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 180,
-                    env: dict[str, str] | None = None) -> list[Any]:
+    def run_failing(
+        self, world: int, function: Callable[..., Any], *args: Any, timeout: float = 180, env: dict[str, str] | None = None
+    ) -> list[Any]:
         """As ``run``, for tests in which ranks fail.
 
         Returns:
@@ -105,8 +107,9 @@ class Pool:
             worker.kill()
         self._workers.clear()
 
-    def _call(self, world: int, function: Callable[..., Any], args: tuple, timeout: float, env: dict[str, str] | None,
-              stop_early: bool) -> list[tuple]:
+    def _call(
+        self, world: int, function: Callable[..., Any], args: tuple, timeout: float, env: dict[str, str] | None, stop_early: bool
+    ) -> list[tuple]:
         while len(self._workers) < world:
             self._workers.append(_Worker(len(self._workers)))
         for rank in range(world):
@@ -228,8 +231,17 @@ def _main(rank: int, connection: Connection, log: str) -> None:
             _, function, args, world, port, env, timeout = connection.recv()
         except EOFError:
             return
-        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world),
-                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **env})
+        os.environ.update(
+            {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(world),
+                "LOCAL_WORLD_SIZE": str(world),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                **env,
+            }
+        )
         torch.manual_seed(0)
         try:
             _start_group(rank, world, timeout)

@@ -1,1 +1,1 @@
-"""The ``deepspeed-cdp`` command: one file per subcommand, put together in main.py."""
+"""The command ``deepspeed-cdp``. Imports anything; nothing imports it."""

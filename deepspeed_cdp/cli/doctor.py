@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-from .output import UserError, columns, positive, show, whole
+from deepspeed_cdp.cli.output import UserError, columns, positive, show, whole
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "safetensors", "matplotlib")
 TOLERANCE = 1e-6  # of the largest weight, fp32
@@ -26,19 +26,28 @@ def add(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     parser.add_argument("--no-self-test", action="store_true", help="look only; train nothing")
     parser.add_argument("--ranks", type=whole, help="of the self-test; default: all GPUs, or 2 CPU processes")
-    parser.add_argument("--seconds", type=positive, default=180, help="how long the self-test may take; default: 180 (about 10 "
-                        "are enough once DeepSpeed has compiled its CPU operator)")
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=180,
+        help="how long the self-test may take; default: 180 (about 10 are enough once DeepSpeed has compiled its CPU operator)",
+    )
     parser.add_argument("--trace", metavar="FILE", help="record the self-test (see timeline --from)")
 
 
 def run(args: argparse.Namespace) -> int:
     """Look, test, print; exit code 1 if something does not work."""
-    result: dict[str, Any] = {"versions": versions(), "registration": registration(), "devices": devices(),
-                              "environment": environment()}
+    result: dict[str, Any] = {
+        "versions": versions(),
+        "registration": registration(),
+        "devices": devices(),
+        "environment": environment(),
+    }
     problems = list(result["environment"])
     if not result["registration"]["active"]:
-        problems.append('a "cyclic" block has no effect in scripts that do not import deepspeed_cdp: '
-                        + result["registration"]["why"])
+        problems.append(
+            'a "cyclic" block has no effect in scripts that do not import deepspeed_cdp: ' + result["registration"]["why"]
+        )
     if result["versions"]["deepspeed"] is None:
         problems.append("deepspeed is not installed: pip install deepspeed")
     if args.no_self_test:
@@ -57,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 def versions() -> dict[str, str | None]:
     """Installed versions; None where there is none."""
-    from deepspeed_cdp import __version__
+    from deepspeed_cdp.version import __version__
 
     def version(name: str) -> str | None:
         try:
@@ -94,6 +103,7 @@ def registration() -> dict[str, Any]:
 def devices() -> dict[str, Any]:
     """GPUs, which reach whose memory, and the transport that ``auto`` takes for all of them."""
     from deepspeed_cdp.transport.choose import choose, observe
+
     count = torch.cuda.device_count()
     if not count:
         return {"gpus": [], "peer_access": [], "transport": "gloo", "why": "the ranks compute on CPUs", "troubles": {}}
@@ -104,8 +114,13 @@ def devices() -> dict[str, Any]:
         transport, why = choose("auto", facts)
     except ValueError as error:
         transport, why = None, str(error)
-    return {"gpus": [torch.cuda.get_device_name(i) for i in range(count)], "peer_access": access, "transport": transport,
-            "why": why, "troubles": {k: v for k, v in troubles.items() if v}}
+    return {
+        "gpus": [torch.cuda.get_device_name(i) for i in range(count)],
+        "peer_access": access,
+        "transport": transport,
+        "why": why,
+        "troubles": {k: v for k, v in troubles.items() if v},
+    }
 
 
 def environment() -> list[str]:
@@ -125,13 +140,21 @@ def self_test(ranks: int, seconds: float, trace: str | None = None) -> dict[str,
         result = os.path.join(folder, "result.json")
         command = [sys.executable, "-m", f"{__package__}.selftest", kind, result, *([os.path.abspath(trace)] if trace else [])]
         root = str(Path(__file__).parents[2])
-        base = {**os.environ, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True", "DS_ACCELERATOR": kind,
-                "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
+        base = {
+            **os.environ,
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "DS_ACCELERATOR": kind,
+            "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        }
         base.setdefault("OMP_NUM_THREADS", "1")
         logs = [open(os.path.join(folder, f"{r}.log"), "w+") for r in range(ranks)]  # noqa: SIM115
-        started = [subprocess.Popen(command, env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=logs[r], stderr=logs[r])
-                   for r in range(ranks)]
+        started = [
+            subprocess.Popen(command, env={**base, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=logs[r], stderr=logs[r])
+            for r in range(ranks)
+        ]
         why = _wait(started, began + seconds)
         if why:
             failed = next((r for r, p in enumerate(started) if p.returncode not in (0, -9)), 0)
@@ -145,8 +168,14 @@ def self_test(ranks: int, seconds: float, trace: str | None = None) -> dict[str,
     if found:
         passed = found["difference"] <= TOLERANCE * max(found["largest"], 1.0) and not found["collectives"]
         why = "" if passed else f"weights differ by {found['difference']:.3g}, {found['collectives']} collectives in a step"
-    return {"passed": passed, "why": why or "" if passed else why or "no result was written", "device": kind, "ranks": ranks,
-            "seconds": time.monotonic() - began, **found}
+    return {
+        "passed": passed,
+        "why": why or "" if passed else why or "no result was written",
+        "device": kind,
+        "ranks": ranks,
+        "seconds": time.monotonic() - began,
+        **found,
+    }
 
 
 def _wait(started: list[subprocess.Popen], until: float) -> str:
@@ -169,8 +198,10 @@ def _wait(started: list[subprocess.Popen], until: float) -> str:
 def text(r: dict[str, Any]) -> str:
     """For people."""
     d, t = r["devices"], r["self_test"]
-    lines = ["versions      " + ", ".join(f"{k} {v}" for k, v in r["versions"].items() if v),
-             f"registration  {'active' if r['registration']['active'] else 'not active'}: {r['registration']['why']}"]
+    lines = [
+        "versions      " + ", ".join(f"{k} {v}" for k, v in r["versions"].items() if v),
+        f"registration  {'active' if r['registration']['active'] else 'not active'}: {r['registration']['why']}",
+    ]
     if d["gpus"]:
         lines.append("GPUs          " + ", ".join(f"{i}: {name}" for i, name in enumerate(d["gpus"])))
         rows = [("peer access", *range(len(d["gpus"])))]
@@ -183,8 +214,10 @@ def text(r: dict[str, Any]) -> str:
     else:
         what = f"{t['ranks']} ranks on {t['device']}, {t['seconds']:.0f} s"
         if t["passed"]:
-            lines.append(f"self-test     passed: {what}, over {t['transport']}: {t['steps']} steps equal the oracle's to "
-                         f"{t['difference']:.1g}, no collective in a step")
+            lines.append(
+                f"self-test     passed: {what}, over {t['transport']}: {t['steps']} steps equal the oracle's to "
+                f"{t['difference']:.1g}, no collective in a step"
+            )
         else:
             lines.append(f"self-test     FAILED: {what}: {t['why']}")
     lines += [f"problem: {p}" for p in r["problems"]]

@@ -1,6 +1,6 @@
 """``deepspeed-cdp COMMAND``: see a plan, predict it, draw it, and check this machine, without training.
 
-Built on argparse: it is in the standard library, and ``python -m deepspeed_cdp.convert`` uses it already. Each command is a
+Built on argparse: it is in the standard library, and ``python -m deepspeed_cdp.cli.convert`` uses it already. Each command is a
 module with ``add(parser)`` and ``run(args) -> int`` (its exit code), imported only when it is asked for, so that ``costs``
 needs no torch.
 
@@ -14,7 +14,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from .output import Parser, UserError, complain
+from deepspeed_cdp.cli.output import Parser, UserError, complain
 
 COMMANDS = {
     "plan": "what a model and a ds_config come to on N ranks: stages, memory, traffic, time, beside ZeRO-3, FSDP2 and DDP",
@@ -23,7 +23,7 @@ COMMANDS = {
     "timeline": "Figure 1 of the paper for N ranks and a rule, or a recorded run",
     "memory": "activation memory of a model over time, and of N workers together and in turn (Figure 4)",
     "doctor": "versions, registration, transports, and a self-test on this machine",
-    "convert": "checkpoints to and from ZeRO-3, universal and fp32 (python -m deepspeed_cdp.convert)",
+    "convert": "checkpoints to and from ZeRO-3, universal and fp32 (python -m deepspeed_cdp.cli.convert)",
 }
 
 
@@ -56,11 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if argv else 2
     if argv[0] == "--version":
-        from deepspeed_cdp import __version__
+        from deepspeed_cdp.version import __version__
+
         print(f"deepspeed-cdp {__version__}")
         return 0
     if argv[0] == "convert":
-        from deepspeed_cdp import convert
+        from deepspeed_cdp.cli import convert
+
         return convert.main(argv[1:], "deepspeed-cdp convert")
     disabled = logging.root.manager.disable
     logging.disable(logging.WARNING)  # what DeepSpeed says when it is imported; errors are still shown

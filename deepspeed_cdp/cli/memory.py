@@ -8,11 +8,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from deepspeed_cdp.activations import Profile, track
-from deepspeed_cdp.discover import Example
-
-from . import models
-from .output import UserError, columns, human, several, show, whole
+from deepspeed_cdp.analysis.activations import Profile, track
+from deepspeed_cdp.cli import models
+from deepspeed_cdp.cli.output import UserError, columns, human, several, show, whole
+from deepspeed_cdp.model.discover import Example
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -22,10 +21,17 @@ def add(parser: argparse.ArgumentParser) -> None:
     models.add(parser)
     parser.add_argument("--workers", type=several(whole), default=[4, 8, 32], metavar="N,...", help="default: 4,8,32")
     parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of parameters and floating-point inputs; default: fp32")
-    parser.add_argument("--device", default="meta", help="meta (default): nothing is computed; cpu or cuda: a real forward and "
-                        "backward with random weights")
-    parser.add_argument("--clock", choices=("flops", "seconds"), default="flops", help="what a step's time is measured in; "
-                        "default: flops, the same on every machine")
+    parser.add_argument(
+        "--device",
+        default="meta",
+        help="meta (default): nothing is computed; cpu or cuda: a real forward and backward with random weights",
+    )
+    parser.add_argument(
+        "--clock",
+        choices=("flops", "seconds"),
+        default="flops",
+        help="what a step's time is measured in; default: flops, the same on every machine",
+    )
     parser.add_argument("--out", metavar="FILE", help="write the figure to FILE.png and .svg, and its rows to FILE.csv")
     parser.add_argument("--title", help="of the figure; default: the model's class")
 
@@ -41,15 +47,31 @@ def run(args: argparse.Namespace) -> int:
     except Exception as error:  # whatever a user's model raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"a forward and backward of {loaded.name} fails ({reason[:200]}); give a batch that works") from None
-    rows = [{"workers": n, "together": profile.together(n), "in_turn": max(profile.in_turn(n)), "saving": profile.saving(n)}
-            for n in args.workers]
+    rows = [
+        {"workers": n, "together": profile.together(n), "in_turn": max(profile.in_turn(n)), "saving": profile.saving(n)}
+        for n in args.workers
+    ]
     result: dict[str, Any] = {
-        "model": loaded.name, "batch": loaded.batch, "dtype": args.dtype, "device": args.device, "clock": profile.clock,
-        "total": profile.total, "peak": profile.peak, "forward_ends": profile.turn, "workers": rows}
-    lines = [f"{loaded.name}, micro-batch {loaded.batch}, {args.dtype}, on {args.device}; time in {profile.clock}, the forward "
-             f"takes {100 * profile.turn:.0f} %", f"one worker: {human(profile.peak)} at its peak", ""]
-    lines += columns([("workers", "together", "in turn", "less")] +
-                     [(r["workers"], human(r["together"]), human(r["in_turn"]), f"{100 * r['saving']:.1f} %") for r in rows])
+        "model": loaded.name,
+        "batch": loaded.batch,
+        "dtype": args.dtype,
+        "device": args.device,
+        "clock": profile.clock,
+        "total": profile.total,
+        "peak": profile.peak,
+        "forward_ends": profile.turn,
+        "workers": rows,
+    }
+    lines = [
+        f"{loaded.name}, micro-batch {loaded.batch}, {args.dtype}, on {args.device}; time in {profile.clock}, the forward "
+        f"takes {100 * profile.turn:.0f} %",
+        f"one worker: {human(profile.peak)} at its peak",
+        "",
+    ]
+    lines += columns(
+        [("workers", "together", "in turn", "less")]
+        + [(r["workers"], human(r["together"]), human(r["in_turn"]), f"{100 * r['saving']:.1f} %") for r in rows]
+    )
     if args.out:
         files = write(args.out, profile, rows, args.title or f"{loaded.name}, {loaded.batch}")
         result["files"] = files
@@ -77,8 +99,11 @@ def on_device(loaded: models.Loaded, device: str) -> tuple[torch.nn.Module, Exam
                 t.normal_(0, 0.02, generator=generator).abs_()
             else:
                 t.zero_()
-    args, kwargs = tree_map_only(torch.Tensor, lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device),
-                                 (tuple(loaded.example.args), dict(loaded.example.kwargs)))
+    args, kwargs = tree_map_only(
+        torch.Tensor,
+        lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device),
+        (tuple(loaded.example.args), dict(loaded.example.kwargs)),
+    )
     return module, Example(args, kwargs)
 
 
@@ -86,6 +111,7 @@ def write(out: str, profile: Profile, rows: list[dict[str, Any]], title: str) ->
     """The figure and the curve's rows."""
     try:
         import matplotlib
+
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
     except ImportError:
@@ -101,20 +127,40 @@ def write(out: str, profile: Profile, rows: list[dict[str, Any]], title: str) ->
         one = panels[0]
         one.step([100 * t for t in profile.times], [b / 2**20 for b in profile.live], where="post", color="#555555", lw=1.4)
         one.axvline(100 * profile.turn, color="#bbbbbb", lw=0.8, ls=":")
-        one.text(100 * profile.turn + 2, 0.03, "backward begins", fontsize=7, color="#777777", va="bottom",
-                 transform=one.get_xaxis_transform())
+        one.text(
+            100 * profile.turn + 2,
+            0.03,
+            "backward begins",
+            fontsize=7,
+            color="#777777",
+            va="bottom",
+            transform=one.get_xaxis_transform(),
+        )
         one.set(title="one worker", xlabel=f"% of a step ({profile.clock})", ylabel="live activations, MiB", xlim=(0, 100))
         one.set_ylim(bottom=0)
         for panel, row in zip(panels[1:], rows):
             n, points = row["workers"], 512
             xs = [i / points for i in range(points + 1)]
-            panel.plot([100 * x for x in xs], [n * profile.at(min(x, 1 - 1e-9)) / scale for x in xs], color="#c44e52", lw=1.4,
-                       label="together")
-            panel.plot([100 * x for x in xs], [sum(profile.at(x + i / n) for i in range(n)) / scale for x in xs], color="#4c72b0",
-                       lw=1.4, label="in turn")
-            panel.set(title=f"{n} workers: {100 * row['saving']:.0f} % less", xlabel=f"% of a step ({profile.clock})",
-                      xlim=(0, 100),
-                      ylabel=unit)
+            panel.plot(
+                [100 * x for x in xs],
+                [n * profile.at(min(x, 1 - 1e-9)) / scale for x in xs],
+                color="#c44e52",
+                lw=1.4,
+                label="together",
+            )
+            panel.plot(
+                [100 * x for x in xs],
+                [sum(profile.at(x + i / n) for i in range(n)) / scale for x in xs],
+                color="#4c72b0",
+                lw=1.4,
+                label="in turn",
+            )
+            panel.set(
+                title=f"{n} workers: {100 * row['saving']:.0f} % less",
+                xlabel=f"% of a step ({profile.clock})",
+                xlim=(0, 100),
+                ylabel=unit,
+            )
             panel.set_ylim(0, 1.15 * row["together"] / scale)
             panel.legend(frameon=False, fontsize=8, loc="upper right", ncols=2, borderaxespad=0)
         for suffix in (".png", ".svg"):

@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from deepspeed_cdp.discover import Example, example_of
-
-from .output import UserError, whole
+from deepspeed_cdp.cli.output import UserError, whole
+from deepspeed_cdp.model.discover import Example, example_of
 
 
 class Loaded(NamedTuple):
@@ -30,20 +29,38 @@ class Loaded(NamedTuple):
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Options that say which model and which batch."""
-    parser.add_argument("--model", required=True, metavar="hf:PATH|python:MODULE:FUNC",
-                        help="a Hugging Face config (its folder or JSON file), or a function that returns a module, or a module "
-                        "and one micro-batch (a tensor, a tuple or a dict of keyword arguments); it is called under "
-                        "torch.device('meta')")
-    parser.add_argument("--class", dest="class_name", metavar="NAME", help="hf: the class of transformers; default: the first of "
-                        "the config's architectures")
-    parser.add_argument("--micro-batch", type=whole, metavar="B", help="hf: samples per micro-batch; default: the ds_config's "
-                        "train_micro_batch_size_per_gpu, else 1")
-    parser.add_argument("--sequence", type=whole, metavar="S", help="hf: tokens per sample; default: 2048, or what the model "
-                        "allows")
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="hf:PATH|python:MODULE:FUNC",
+        help="a Hugging Face config (its folder or JSON file), or a function that returns a module, or a module "
+        "and one micro-batch (a tensor, a tuple or a dict of keyword arguments); it is called under "
+        "torch.device('meta')",
+    )
+    parser.add_argument(
+        "--class",
+        dest="class_name",
+        metavar="NAME",
+        help="hf: the class of transformers; default: the first of the config's architectures",
+    )
+    parser.add_argument(
+        "--micro-batch",
+        type=whole,
+        metavar="B",
+        help="hf: samples per micro-batch; default: the ds_config's train_micro_batch_size_per_gpu, else 1",
+    )
+    parser.add_argument(
+        "--sequence", type=whole, metavar="S", help="hf: tokens per sample; default: 2048, or what the model allows"
+    )
 
 
-def load(spec: str, dtype: torch.dtype = torch.float32, micro_batch: int = 1, sequence: int | None = None,
-         class_name: str | None = None) -> Loaded:
+def load(
+    spec: str,
+    dtype: torch.dtype = torch.float32,
+    micro_batch: int = 1,
+    sequence: int | None = None,
+    class_name: str | None = None,
+) -> Loaded:
     """Build the model that ``spec`` names.
 
     Raises:
@@ -104,8 +121,10 @@ def _python(module_name: str, function: str, dtype: torch.dtype) -> Loaded:
     try:
         found = importlib.import_module(module_name)
     except ImportError as error:
-        raise UserError(f"--model names the module {module_name!r}, which cannot be imported ({error}); run from the folder that "
-                        "holds it, or set PYTHONPATH") from None
+        raise UserError(
+            f"--model names the module {module_name!r}, which cannot be imported ({error}); run from the folder that "
+            "holds it, or set PYTHONPATH"
+        ) from None
     finally:
         sys.path.remove(os.getcwd())
     make = getattr(found, function, None)
@@ -148,6 +167,9 @@ def _example(batch: Any) -> Example:
 
 
 def _on_meta(example: Example, dtype: torch.dtype) -> Example:
-    args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to("meta", dtype if t.is_floating_point() else t.dtype),
-                                 (tuple(example.args), dict(example.kwargs)))
+    args, kwargs = tree_map_only(
+        torch.Tensor,
+        lambda t: t.to("meta", dtype if t.is_floating_point() else t.dtype),
+        (tuple(example.args), dict(example.kwargs)),
+    )
     return Example(args, kwargs)

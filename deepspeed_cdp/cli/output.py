@@ -32,6 +32,7 @@ def size(text: str) -> int:
 
 def at_least(low: float, whole: bool = False) -> Callable[[str], Any]:
     """An argparse type: a number of at least ``low``."""
+
     def parse(text: str) -> Any:
         try:
             value = int(text) if whole else float(text)
@@ -40,6 +41,7 @@ def at_least(low: float, whole: bool = False) -> Callable[[str], Any]:
         if value is None or not low <= value < float("inf"):
             raise argparse.ArgumentTypeError(f"{text!r} is not a {'whole ' if whole else ''}number of at least {low:g}")
         return value
+
     return parse
 
 
@@ -83,8 +85,10 @@ def columns(rows: Sequence[Sequence[Any]], left: int = 1) -> list[str]:
     """Lines of a table; the first ``left`` columns are flush left, numbers flush right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[c]) for row in cells) for c in range(len(cells[0]))]
-    return ["  ".join(cell.ljust(w) if c < left else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths))).rstrip()
-            for row in cells]
+    return [
+        "  ".join(cell.ljust(w) if c < left else cell.rjust(w) for c, (cell, w) in enumerate(zip(row, widths))).rstrip()
+        for row in cells
+    ]
 
 
 def show(result: dict[str, Any], text: str, as_json: bool) -> None:

@@ -3,17 +3,18 @@
 import argparse
 from typing import Any
 
-from deepspeed_cdp.activations import track
-from deepspeed_cdp.plan import HELD, Plan
-from deepspeed_cdp.program import build
-from deepspeed_cdp.rings import across_bytes
-from deepspeed_cdp.simulation import waves
-from deepspeed_cdp.simulation.events import simulate
-from deepspeed_cdp.simulation.rivals import rivals
-
-from . import prediction
-from .output import UserError, columns, human, milliseconds, show
-from .prediction import Prediction, predict
+from deepspeed_cdp.analysis.activations import track
+from deepspeed_cdp.analysis.timing import waves
+from deepspeed_cdp.analysis.timing.baselines import rivals
+from deepspeed_cdp.analysis.timing.events import simulate
+from deepspeed_cdp.cli import prediction
+from deepspeed_cdp.cli.output import UserError, columns, human, milliseconds, show
+from deepspeed_cdp.cli.prediction import Prediction, predict
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.cross_ring import across_bytes
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import build
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -35,15 +36,21 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
     total = sum(w.forward for w in p.work) or 1.0
     stages = []
     for stage in range(s.ranks):
-        members = [i for i in plan.members(stage) if i != HELD]
-        held = plan.held if plan.held and stage == 0 else None
-        stages.append({
-            "stage": stage, "owner": s.owner(stage), "units": len(members),
-            "from": plan.units[members[0]].modules[0], "to": plan.units[members[-1]].modules[-1],
-            "parameter_bytes": sum(plan.units[i].p_bytes for i in members) + (held.p_bytes if held else 0),
-            "trained": sum(p.work[i].parameters for i in members) + (p.held if held else 0),
-            "flops_fraction": sum(p.work[i].forward for i in members) / total,
-            "seconds": sum(p.times.passes[i, b] for i in members for b in (False, True))})
+        members = [i for i in plan.members(stage) if i != PERSISTENT]
+        persistent = plan.persistent if plan.persistent and stage == 0 else None
+        stages.append(
+            {
+                "stage": stage,
+                "owner": s.owner(stage),
+                "units": len(members),
+                "from": plan.units[members[0]].modules[0],
+                "to": plan.units[members[-1]].modules[-1],
+                "parameter_bytes": sum(plan.units[i].p_bytes for i in members) + (persistent.p_bytes if persistent else 0),
+                "trained": sum(p.work[i].parameters for i in members) + (p.persistent if persistent else 0),
+                "flops_fraction": sum(p.work[i].forward for i in members) / total,
+                "seconds": sum(p.times.passes[i, b] for i in members for b in (False, True)),
+            }
+        )
     activations, trouble = _activations(p)
     memory = _memory(p, stages, activations)
     received = [plan.received_bytes(r) for r in range(s.ranks)]
@@ -56,32 +63,71 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
     else:
         raise UserError("gradient accumulation on several rings cannot be simulated; plan one ring, or accumulate 1")
     period = run.period()
-    psi = sum(u.p_bytes for u in plan.units) + (plan.held.p_bytes if plan.held else 0)
+    psi = sum(u.p_bytes for u in plan.units) + (plan.persistent.p_bytes if plan.persistent else 0)
     sent = max(sum(x.values()) for x in received)
-    parts = {"passes": p.times.compute, "adding gradients": p.times.adds, "memory traffic beside the passes": p.times.contention,
-             "waiting": max(0.0, period - sum(p.times.passes.values()) * s.rounds)}
-    held = plan.held.p_bytes if plan.held else 0
+    parts = {
+        "passes": p.times.compute,
+        "adding gradients": p.times.adds,
+        "memory traffic beside the passes": p.times.contention,
+        "waiting": max(0.0, period - sum(p.times.passes.values()) * s.rounds),
+    }
+    persistent = plan.persistent.p_bytes if plan.persistent else 0
     sizes = [u.p_bytes for u in plan.units]
-    others = rivals([*p.work, *([type(p.work[0])(0.0, p.held)] if held else [])], sizes + ([held] if held else []),
-                    [u.g_bytes for u in plan.units] + ([plan.held.g_bytes] if plan.held else []),
-                    s.ranks * plan.rings, p.hardware,
-                    p.times.compute, s.rounds, 4 + 4 * p.config.states)
+    others = rivals(
+        [*p.work, *([type(p.work[0])(0.0, p.persistent)] if persistent else [])],
+        sizes + ([persistent] if persistent else []),
+        [u.g_bytes for u in plan.units] + ([plan.persistent.g_bytes] if plan.persistent else []),
+        s.ranks * plan.rings,
+        p.hardware,
+        p.times.compute,
+        s.rounds,
+        4 + 4 * p.config.states,
+    )
     result = {
-        "model": {"name": p.loaded.name, "parameters": sum(x.numel() for x in p.loaded.module.parameters()), "bytes": psi,
-                  "dtype": str(p.config.dtype).removeprefix("torch."), "batch": p.loaded.batch,
-                  "flops": 3 * sum(w.forward for w in p.work)},
-        "rule": p.config.settings.rule, "threshold": s.threshold, "ranks": s.ranks, "rounds": s.rounds,
-        "rings": plan.rings, "across": [across_bytes(plan, r, plan.rings // 2) for r in range(s.ranks)],
+        "model": {
+            "name": p.loaded.name,
+            "parameters": sum(x.numel() for x in p.loaded.module.parameters()),
+            "bytes": psi,
+            "dtype": str(p.config.dtype).removeprefix("torch."),
+            "batch": p.loaded.batch,
+            "flops": 3 * sum(w.forward for w in p.work),
+        },
+        "rule": p.config.settings.rule,
+        "threshold": s.threshold,
+        "ranks": s.ranks,
+        "rounds": s.rounds,
+        "rings": plan.rings,
+        "across": [across_bytes(plan, r, plan.rings // 2) for r in range(s.ranks)],
         "exchange": max(p.exchange()) if plan.rings > 1 else 0.0,
         "units": [{"name": u.name, "stage": u.stage, "bytes": u.p_bytes, "flops": w.forward} for u, w in zip(plan.units, p.work)],
-        "held": None if plan.held is None else {"bytes": held, "names": [*plan.held.trainable, *plan.held.frozen]},
-        "stages": stages, "memory": memory, "activations": activations,
+        "persistent": None
+        if plan.persistent is None
+        else {"bytes": persistent, "names": [*plan.persistent.trainable, *plan.persistent.frozen]},
+        "stages": stages,
+        "memory": memory,
+        "activations": activations,
         "traffic": {"received": received, "messages": received_messages, "link_busy": sent / p.hardware.bandwidth / period},
-        "time": {"step": period, "parts": parts, "compute_only": p.times.compute, "from": p.source, "of_compute": p.times.compute
-                 / period, "idle": run.idle(), "offsets": run.offsets()},
-        "others": [{"name": o.name, "memory": o.states + o.working + activations, "received": o.received, "messages": o.messages,
-                    "step": o.seconds} for o in others],
-        "hardware": p.hardware.__dict__}
+        "time": {
+            "step": period,
+            "parts": parts,
+            "compute_only": p.times.compute,
+            "from": p.source,
+            "of_compute": p.times.compute / period,
+            "idle": run.idle(),
+            "offsets": run.offsets(),
+        },
+        "others": [
+            {
+                "name": o.name,
+                "memory": o.states + o.working + activations,
+                "received": o.received,
+                "messages": o.messages,
+                "step": o.seconds,
+            }
+            for o in others
+        ],
+        "hardware": p.hardware.__dict__,
+    }
     result["dominates"] = max((k for k in parts if k != "passes"), key=parts.__getitem__)
     result["warnings"] = p.warnings + trouble + warnings(result, device_memory)
     return result
@@ -93,18 +139,20 @@ def _activations(p: Prediction) -> tuple[int, list[str]]:
         return track(p.loaded.module, p.loaded.example).peak, []
     except Exception as error:  # whatever a user's model raises
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return 0, [f"activations are not known, since a forward and backward with this batch fails ({reason[:120]}); give a "
-                   "batch that works"]
+        return 0, [
+            f"activations are not known, since a forward and backward with this batch fails ({reason[:120]}); give a "
+            "batch that works"
+        ]
 
 
 def messages(plan: Plan, rank: int) -> int:
     """Messages that a rank receives in a steady step, scalars included: units, sums, finished sums, norms."""
     count = 0
     for a in build(plan, rank, False):
-        if a.peer is None or (a.kind == "READ" and a.backward and plan.kept(a.unit)):
+        if a.peer is None or (a.kind == Kind.WAIT_PARAM and a.backward and plan.kept(a.unit)):
             continue
-        count += a.kind in ("READ", "SUM", "SUM_HELD", "NORM", "UPDATE")
-        if a.kind == "NORM" and rank != plan.schedule.ranks - 1:
+        count += a.kind in (Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
+        if a.kind == Kind.GRAD_NORM and rank != plan.schedule.ranks - 1:
             count += sum(plan.unit(i).g_bytes > 0 for i in plan.members(plan.schedule.owned(rank)))
     return count
 
@@ -115,8 +163,13 @@ def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[st
     for rank in range(p.plan.schedule.ranks):
         stage = stages[p.plan.schedule.owned(rank)]
         state = 0 if p.config.offload else 4 * (1 + p.config.states) * stage["trained"]
-        row = {"in flight": ours["in flight"], "sums apart": ours["sums"], "published": ours["published"],
-               "masters and optimizer": state, "activations": activations}
+        row = {
+            "in flight": ours["in flight"],
+            "sums apart": ours["sums"],
+            "published": ours["published"],
+            "masters and optimizer": state,
+            "activations": activations,
+        }
         rows.append({**row, "total": sum(row.values())})
     return rows
 
@@ -127,75 +180,128 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
     sizes, times = [x["parameter_bytes"] for x in stages], [x["seconds"] for x in stages]
     big = max(stages, key=lambda x: x["parameter_bytes"])
     if max(sizes) > 1.25 * sum(sizes) / n:
-        found.append(f"stage {big['stage']} holds {max(sizes) / (sum(sizes) / n):.2f} times the mean stage's bytes, and every "
-                     "rank allocates buffers for the largest; set cyclic.partition_method to 'parameters', or split its largest "
-                     "module with cyclic.units")
+        found.append(
+            f"stage {big['stage']} holds {max(sizes) / (sum(sizes) / n):.2f} times the mean stage's bytes, and every "
+            "rank allocates buffers for the largest; set cyclic.partition_method to 'parameters', or split its largest "
+            "module with cyclic.units"
+        )
     if max(times) > 1.25 * sum(times) / n:
         slow = max(stages, key=lambda x: x["seconds"])["stage"]
-        found.append(f"stage {slow} takes {max(times) / (sum(times) / n):.2f} times the mean stage's time, which leaves "
-                     "stragglers less slack; set cyclic.partition_method to 'flops', or list finer modules in cyclic.units")
-    if r["held"] and r["held"]["bytes"] > 0.1 * r["model"]["bytes"]:
-        found.append(f"held parameters ({', '.join(r['held']['names'][:2])}{', ...' if len(r['held']['names']) > 2 else ''}) are "
-                     f"{100 * r['held']['bytes'] / r['model']['bytes']:.0f} % of the model and stay on every rank through each "
-                     "micro-batch, twice; untie them (tie_word_embeddings), or call their modules once")
+        found.append(
+            f"stage {slow} takes {max(times) / (sum(times) / n):.2f} times the mean stage's time, which leaves "
+            "stragglers less slack; set cyclic.partition_method to 'flops', or list finer modules in cyclic.units"
+        )
+    if r["persistent"] and r["persistent"]["bytes"] > 0.1 * r["model"]["bytes"]:
+        names = ", ".join([*r["persistent"]["names"][:2], *(["..."] if len(r["persistent"]["names"]) > 2 else [])])
+        found.append(
+            f"persistent parameters ({names}) are "
+            f"{100 * r['persistent']['bytes'] / r['model']['bytes']:.0f} % of the model and stay on every rank through each "
+            "micro-batch, twice; untie them (tie_word_embeddings), or call their modules once"
+        )
     if n > 1 and min(x["units"] for x in stages) < 2:
         fewer = len(r["units"]) // 2
-        found.append("a stage has a single unit, so buffers take whole stages and hand-offs begin late; list finer modules in "
-                     "cyclic.units" + (f", or use at most {fewer} ranks" if 0 < fewer < n else ""))
+        found.append(
+            "a stage has a single unit, so buffers take whole stages and hand-offs begin late; list finer modules in "
+            "cyclic.units" + (f", or use at most {fewer} ranks" if 0 < fewer < n else "")
+        )
     if len(r["units"]) > 1 and r["model"]["bytes"] / len(r["units"]) < 2**20 and n > 1:
-        found.append("units hold less than 1 MiB on average, so the host's work per message will weigh more than predicted; set "
-                     "cyclic.min_unit_mb to 4")
+        found.append(
+            "units hold less than 1 MiB on average, so the host's work per message will weigh more than predicted; set "
+            "cyclic.min_unit_mb to 4"
+        )
     if r["traffic"]["link_busy"] > 0.5:
-        found.append(f"the link to the next rank is busy {100 * r['traffic']['link_busy']:.0f} % of the time; set "
-                     "cyclic.keep_after_forward to true, use a larger micro-batch, or more gradient accumulation")
+        found.append(
+            f"the link to the next rank is busy {100 * r['traffic']['link_busy']:.0f} % of the time; set "
+            "cyclic.keep_after_forward to true, use a larger micro-batch, or more gradient accumulation"
+        )
     most = max(row["total"] for row in r["memory"])
     if most > device_memory:
-        found.append(f"a rank needs {human(most)} of {human(device_memory)}; use more ranks, a smaller micro-batch, activation "
-                     "checkpointing, or offload_optimizer")
+        found.append(
+            f"a rank needs {human(most)} of {human(device_memory)}; use more ranks, a smaller micro-batch, activation "
+            "checkpointing, or offload_optimizer"
+        )
     if r["rings"] > 1 and r["exchange"] > 0.05 * r["time"]["step"] and r["threshold"] == n - 1:
-        found.append(f"the last rank of each ring waits up to {milliseconds(r['exchange'])} a step for stage 0's sums to come "
-                     f"along {r['rings']} rings and back; use larger rings, finer units, or cyclic.rule 'cdp-v1', which hides it")
+        found.append(
+            f"the last rank of each ring waits up to {milliseconds(r['exchange'])} a step for stage 0's sums to come "
+            f"along {r['rings']} rings and back; use larger rings, finer units, or cyclic.rule 'cdp-v1', which hides it"
+        )
     if r["threshold"] < n - 1:
-        found.append(f"rule {r['rule']} (K = {r['threshold']}) stalls in every step, since it reads versions before they exist; "
-                     "use cdp-v2 if a delay of one update is allowed")
+        found.append(
+            f"rule {r['rule']} (K = {r['threshold']}) stalls in every step, since it reads versions before they exist; "
+            "use cdp-v2 if a delay of one update is allowed"
+        )
     return found
 
 
 def text(r: dict[str, Any]) -> str:
     """For people."""
     m, time, h = r["model"], r["time"], r["hardware"]
-    held = f" and {human(r['held']['bytes'])} held" if r["held"] else ""
+    persistent = f" and {human(r['persistent']['bytes'])} persistent" if r["persistent"] else ""
     rings = f" in each of {r['rings']} rings" if r["rings"] > 1 else ""
-    lines = [f"{m['name']}: {m['parameters']:,} parameters, {human(m['bytes'])} in {m['dtype']}, {len(r['units'])} units{held}; "
-             f"micro-batch {m['batch']}",
-             f"{r['ranks']} ranks{rings}, rule {r['rule']} (K = {r['threshold']}), {r['rounds']} micro-batch(es) per rank and "
-             "step", ""]
+    lines = [
+        f"{m['name']}: {m['parameters']:,} parameters, {human(m['bytes'])} in {m['dtype']}, {len(r['units'])} units{persistent}; "
+        f"micro-batch {m['batch']}",
+        f"{r['ranks']} ranks{rings}, rule {r['rule']} (K = {r['threshold']}), {r['rounds']} micro-batch(es) per rank and step",
+        "",
+    ]
     rows: list[tuple] = [("stage", "owner", "units", "parameters", "of FLOPs", "passes", "from", "to")]
-    rows += [(x["stage"], f"rank {x['owner']}", x["units"], human(x["parameter_bytes"]), f"{100 * x['flops_fraction']:.1f} %",
-              milliseconds(x["seconds"]), x["from"], x["to"]) for x in r["stages"]]
+    rows += [
+        (
+            x["stage"],
+            f"rank {x['owner']}",
+            x["units"],
+            human(x["parameter_bytes"]),
+            f"{100 * x['flops_fraction']:.1f} %",
+            milliseconds(x["seconds"]),
+            x["from"],
+            x["to"],
+        )
+        for x in r["stages"]
+    ]
     lines += columns(rows) + ["", "memory per rank:"]
     kinds = list(r["memory"][0])
     lines += columns([("rank", *kinds)] + [(i, *(human(row[k]) for k in kinds)) for i, row in enumerate(r["memory"])])
     received = r["traffic"]["received"]
     mean = {k: sum(x[k] for x in received) / len(received) for k in received[0]}
-    lines += ["", f"received per rank and step, on average: {human(sum(mean.values()))} ("
-              + ", ".join(f"{k} {human(v)}" for k, v in mean.items())
-              + f"; F, B parameters, G running sums, O finished ones) in up to {max(r['traffic']['messages'])} messages; "
-              f"the link is busy {100 * r['traffic']['link_busy']:.0f} % of a step",
-              *([f"from other rings: up to {human(max(r['across']))} more; a unit's sums take {milliseconds(r['exchange'])} "
-                 "along all rings and back"] if r["rings"] > 1 else []), "",
-              f"predicted step: {milliseconds(time['step'])}, {time['of_compute']:.3f} of compute-only speed; beyond the passes, "
-              f"{r['dominates']} is most"]
+    lines += [
+        "",
+        f"received per rank and step, on average: {human(sum(mean.values()))} ("
+        + ", ".join(f"{k} {human(v)}" for k, v in mean.items())
+        + f"; F, B parameters, G running sums, O finished ones) in up to {max(r['traffic']['messages'])} messages; "
+        f"the link is busy {100 * r['traffic']['link_busy']:.0f} % of a step",
+        *(
+            [
+                f"from other rings: up to {human(max(r['across']))} more; a unit's sums take {milliseconds(r['exchange'])} "
+                "along all rings and back"
+            ]
+            if r["rings"] > 1
+            else []
+        ),
+        "",
+        f"predicted step: {milliseconds(time['step'])}, {time['of_compute']:.3f} of compute-only speed; beyond the passes, "
+        f"{r['dominates']} is most",
+    ]
     rows = [(k, milliseconds(v), f"{100 * v / time['step']:.1f} %") for k, v in time["parts"].items()]
     lines += columns([(f"  {a}", b, c) for a, b, c in rows])
-    lines += [f"  (passes: {time['from']}; hand-offs at {h['bandwidth'] / 1e9:.0f} GB/s and {h['latency'] * 1e6:.0f} us, device "
-              f"memory at {h['memory'] / 1e9:.0f} GB/s; the host's time is not in it)", ""]
+    lines += [
+        f"  (passes: {time['from']}; hand-offs at {h['bandwidth'] / 1e9:.0f} GB/s and {h['latency'] * 1e6:.0f} us, device "
+        f"memory at {h['memory'] / 1e9:.0f} GB/s; the host's time is not in it)",
+        "",
+    ]
     most = max(row["total"] for row in r["memory"])
-    rows = [("engine", "most memory", "most received", "messages", "step"),
-            ("cyclic", human(most), human(max(sum(x.values()) for x in received)), max(r["traffic"]["messages"]),
-             milliseconds(time["step"]))]
-    rows += [(o["name"], human(o["memory"]), human(o["received"]), o["messages"], f">= {milliseconds(o['step'])}")
-             for o in r["others"]]
+    rows = [
+        ("engine", "most memory", "most received", "messages", "step"),
+        (
+            "cyclic",
+            human(most),
+            human(max(sum(x.values()) for x in received)),
+            max(r["traffic"]["messages"]),
+            milliseconds(time["step"]),
+        ),
+    ]
+    rows += [
+        (o["name"], human(o["memory"]), human(o["received"]), o["messages"], f">= {milliseconds(o['step'])}") for o in r["others"]
+    ]
     lines += columns(rows)
     lines += [f"  (collectives at {h['collective'] / 1e9:.0f} GB/s beside the passes: lower bounds)"]
     lines += [""] + [f"warning: {w}" for w in r["warnings"]] if r["warnings"] else []

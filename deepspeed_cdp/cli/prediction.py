@@ -9,30 +9,30 @@ from typing import NamedTuple
 
 import torch
 
-from deepspeed_cdp import discover
-from deepspeed_cdp.plan import HELD, Plan
-from deepspeed_cdp.runtime import make_plan
-from deepspeed_cdp.simulation import waves
-from deepspeed_cdp.simulation.times import Hardware, Times, Work, changed, times
-from deepspeed_cdp.sums import fusible
-from deepspeed_cdp.units import Layout
-
-from . import models, settings
-from .output import UserError, positive, rule, size, whole
+from deepspeed_cdp.analysis.timing import waves
+from deepspeed_cdp.analysis.timing.times import Hardware, Times, Work, changed, times
+from deepspeed_cdp.cli import models, settings
+from deepspeed_cdp.cli.output import UserError, positive, rule, size, whole
+from deepspeed_cdp.model import discover
+from deepspeed_cdp.model.flat_layout import Layout
+from deepspeed_cdp.model.make_plan import make_plan
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.runtime.grad_accumulation import fusible
 
 
 class Prediction(NamedTuple):
     """What plan and simulate print from.
 
     Attributes:
-        held: trained parameters that are held; compute: seconds of a step's passes alone, and where that comes from.
+        persistent: trained parameters that are persistent; compute: seconds of a step's passes alone, and where that comes from.
     """
 
     loaded: models.Loaded
     config: settings.Config
     plan: Plan
     work: list[Work]
-    held: int
+    persistent: int
     times: Times
     hardware: Hardware
     source: str
@@ -50,28 +50,51 @@ class Prediction(NamedTuple):
 def add_hardware(parser: argparse.ArgumentParser) -> None:
     """Options for speeds; the defaults are an H100 host's."""
     h = Hardware()
-    parser.add_argument("--step-ms", type=positive, metavar="MS", help="measured time of a step's passes alone (forward and "
-                        "backward, no communication, no optimizer); default: from operations and --tflops")
-    parser.add_argument("--tflops", type=positive, metavar="T", help=f"what passes reach; default: {h.flops / 1e12:.0f}, 40 %% "
-                        "of an H100's dense bf16")
-    parser.add_argument("--bandwidth", type=positive, metavar="GB/S", help=f"of a hand-off; default: {h.bandwidth / 1e9:.0f}, "
-                        "copy engines over NVLink")
+    parser.add_argument(
+        "--step-ms",
+        type=positive,
+        metavar="MS",
+        help="measured time of a step's passes alone (forward and "
+        "backward, no communication, no optimizer); default: from operations and --tflops",
+    )
+    parser.add_argument(
+        "--tflops",
+        type=positive,
+        metavar="T",
+        help=f"what passes reach; default: {h.flops / 1e12:.0f}, 40 %% of an H100's dense bf16",
+    )
+    parser.add_argument(
+        "--bandwidth",
+        type=positive,
+        metavar="GB/S",
+        help=f"of a hand-off; default: {h.bandwidth / 1e9:.0f}, copy engines over NVLink",
+    )
     parser.add_argument("--latency-us", type=positive, metavar="US", help=f"of a hand-off; default: {h.latency * 1e6:.0f}")
     parser.add_argument("--memory-bandwidth", type=positive, metavar="GB/S", help=f"of the device; default: {h.memory / 1e9:.0f}")
-    parser.add_argument("--collective-bandwidth", type=positive, metavar="GB/S",
-                        help=f"of an all-gather, for ZeRO-3, FSDP2 and DDP; default: {h.collective / 1e9:.0f}")
+    parser.add_argument(
+        "--collective-bandwidth",
+        type=positive,
+        metavar="GB/S",
+        help=f"of an all-gather, for ZeRO-3, FSDP2 and DDP; default: {h.collective / 1e9:.0f}",
+    )
 
 
 def hardware_of(args: argparse.Namespace, update_bytes: float | None = None) -> Hardware:
     """The speeds that the options say."""
+
     def scaled(name: str, factor: float) -> float | None:
         value = getattr(args, name)
         return None if value is None else value * factor
 
-    return changed(Hardware(), flops=scaled("tflops", 1e12), bandwidth=scaled("bandwidth", 1e9),
-                   latency=scaled("latency_us", 1e-6),
-                   memory=scaled("memory_bandwidth", 1e9), collective=scaled("collective_bandwidth", 1e9),
-                   update_bytes=update_bytes)
+    return changed(
+        Hardware(),
+        flops=scaled("tflops", 1e12),
+        bandwidth=scaled("bandwidth", 1e9),
+        latency=scaled("latency_us", 1e-6),
+        memory=scaled("memory_bandwidth", 1e9),
+        collective=scaled("collective_bandwidth", 1e9),
+        update_bytes=update_bytes,
+    )
 
 
 def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -80,10 +103,19 @@ def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
     if not required:
         next(a for a in parser._actions if a.dest == "model").required = False
     parser.add_argument("--ranks", type=whole, required=True, metavar="N", help="ranks of all rings")
-    parser.add_argument("--ring-size", type=whole, metavar="R", help="ranks per ring, in the place of cyclic.ring_size; default: "
-                        "all ranks are one ring")
-    parser.add_argument("--ring-bandwidth", type=positive, default=50.0, metavar="GB/S", help="between the owners of a stage in "
-                        "different rings; default: 50, a network card of 400 Gbit/s")
+    parser.add_argument(
+        "--ring-size",
+        type=whole,
+        metavar="R",
+        help="ranks per ring, in the place of cyclic.ring_size; default: all ranks are one ring",
+    )
+    parser.add_argument(
+        "--ring-bandwidth",
+        type=positive,
+        default=50.0,
+        metavar="GB/S",
+        help="between the owners of a stage in different rings; default: 50, a network card of 400 Gbit/s",
+    )
     parser.add_argument("--config", metavar="FILE", help="ds_config.json; default: bf16, AdamW, no clipping")
     parser.add_argument("--rule", type=rule, help="in the place of cyclic.rule: dp, cdp-v1, cdp-v2 or K")
     add_hardware(parser)
@@ -99,16 +131,19 @@ def predict(args: argparse.Namespace) -> Prediction:
     with contextlib.redirect_stdout(io.StringIO()):
         config = settings.read(args.config, args.ranks, args.rule, args.ring_size)
         ranks = args.ranks if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
-        loaded = models.load(args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence,
-                             args.class_name)
+        loaded = models.load(
+            args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence, args.class_name
+        )
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
         plan, layouts = make_plan(loaded.module, trained, config.settings, ranks, args.ranks // ranks)
     trace = discover.trace(loaded.module, loaded.example)
     flops = {} if trace is None else by_path(trace, [path for unit in plan.units for path in unit.modules])
     traced = any(flops.values())
     if not traced and args.step_ms is None:
-        raise UserError("the model's forward could not be followed with this batch, so its operations are not known; give a "
-                        "measured time with --step-ms, or a batch that works")
+        raise UserError(
+            "the model's forward could not be followed with this batch, so its operations are not known; give a "
+            "measured time with --step-ms, or a batch that works"
+        )
     hardware = hardware_of(args, settings.UPDATE_BYTES[config.states])
     fused = fused_bytes(loaded.module, layouts) if config.cyclic.gradient_accumulation_fusion else Counter[int]()
     work = []
@@ -116,16 +151,32 @@ def predict(args: argparse.Namespace) -> Prediction:
         elements = sum(s.shape.numel() for s in layouts[i].trained)
         every = sum(s.shape.numel() for s in layouts[i].slots)
         work.append(Work(sum(flops.get(p, 0) for p in unit.modules) if traced else 2.0 * every, elements, fused[i]))
-    held = sum(s.shape.numel() for s in layouts[HELD].trained) if plan.held else 0
+    persistent = sum(s.shape.numel() for s in layouts[PERSISTENT].trained) if plan.persistent else 0
     compute = None if args.step_ms is None else args.step_ms / 1e3
-    given = times(plan, work, hardware, held, compute)
+    given = times(plan, work, hardware, persistent, compute)
     total = sum(w.forward for w in work) * 3
     what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"
     assumed = [k for k in config.assumed if k != "train_micro_batch_size_per_gpu" or args.micro_batch is None]
-    warnings = [f"{' and '.join(assumed)} {'are' if assumed[1:] else 'is'} \"auto\" in the ds_config, for which 1 is taken here; "
-                "write what your training fills in"] if assumed else []
-    return Prediction(loaded, config, plan, work, held, given, hardware, what, warnings + read_outside(plan, trace),
-                      args.ring_bandwidth * 1e9)
+    warnings = (
+        [
+            f'{" and ".join(assumed)} {"are" if assumed[1:] else "is"} "auto" in the ds_config, for which 1 is taken here; '
+            "write what your training fills in"
+        ]
+        if assumed
+        else []
+    )
+    return Prediction(
+        loaded,
+        config,
+        plan,
+        work,
+        persistent,
+        given,
+        hardware,
+        what,
+        warnings + read_outside(plan, trace),
+        args.ring_bandwidth * 1e9,
+    )
 
 
 def fused_bytes(module: torch.nn.Module, layouts: Mapping[int, Layout]) -> Counter[int]:
@@ -150,7 +201,9 @@ def read_outside(plan: Plan, trace: discover.Trace | None) -> list[str]:
     for unit in plan.units if trace else ():
         names = [n for n in (*unit.trainable, *unit.frozen) if n in trace.inside and not trace.inside[n] & {*unit.modules}]
         if names:
-            found.append(f"parameter {names[0]!r} is read outside unit {unit.name!r}, which the engine finds out only while it "
-                         "trains, since the model carries no example; set its example_input_array, or list cyclic.units without "
-                         f"{unit.name!r}")
+            found.append(
+                f"parameter {names[0]!r} is read outside unit {unit.name!r}, which the engine finds out only while it "
+                "trains, since the model carries no example; set its example_input_array, or list cyclic.units without "
+                f"{unit.name!r}"
+            )
     return found

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from deepspeed_cdp import reference, register
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp import register
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.schedule import threshold
 
 STEPS, WIDTH, RULE = 6, 16, "cdp-v2"
 
@@ -24,8 +25,9 @@ class Net(nn.Module):
 
     def __init__(self, blocks: int):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH))
-                                    for _ in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.Tanh(), nn.Linear(4 * WIDTH, WIDTH)) for _ in range(blocks)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -55,10 +57,14 @@ def main(kind: str, result: str, trace: str | None = None) -> None:
     model = Net(2 * ranks)
     start = Net(2 * ranks)
     start.load_state_dict(model.state_dict())
-    config = {"train_micro_batch_size_per_gpu": 8, "gradient_clipping": 0, "zero_optimization": {"stage": 3},
-              "log_level": "error",
-              "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}}, "cyclic": {"enabled": True, "rule": RULE,
-                                                                                               "timeout_seconds": 60}}
+    config = {
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_clipping": 0,
+        "zero_optimization": {"stage": 3},
+        "log_level": "error",
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9}},
+        "cyclic": {"enabled": True, "rule": RULE, "timeout_seconds": 60},
+    }
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
     with engine.cyclic_trace(trace) if trace else contextlib.nullcontext():
         for step in range(STEPS):
@@ -67,14 +73,22 @@ def main(kind: str, result: str, trace: str | None = None) -> None:
     name, collectives = engine._transport.name, engine._runtime.collectives_in_steps
     state = engine.module_state_dict()
     if rank == 0:
-        oracle = reference.train(start.to(device), engine.cyclic_plan.stages, threshold(RULE, ranks),
-                                 lambda step, _, r: batch(step, r).to(device), loss,
-                                 lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9), STEPS)
+        oracle = reference.train(
+            start.to(device),
+            engine.cyclic_plan.stages,
+            threshold(RULE, ranks),
+            lambda step, _, r: batch(step, r).to(device),
+            loss,
+            lambda named: torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9),
+            STEPS,
+        )
         difference = max(float((state[n].float() - p).abs().max()) for n, p in oracle.masters.items())
         largest = max(float(p.detach().abs().max()) for p in oracle.masters.values())
         with open(result, "w") as file:
-            json.dump({"transport": name, "collectives": collectives, "difference": difference, "largest": largest,
-                       "steps": STEPS}, file)
+            json.dump(
+                {"transport": name, "collectives": collectives, "difference": difference, "largest": largest, "steps": STEPS},
+                file,
+            )
     engine.destroy()
     dist.destroy_process_group()
 

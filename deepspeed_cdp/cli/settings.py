@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
-from deepspeed_cdp.config import CYCLIC, CyclicConfig, parse_cyclic
-from deepspeed_cdp.runtime import Settings
-
-from .output import UserError
+from deepspeed_cdp.cli.output import UserError
+from deepspeed_cdp.integration.config import CYCLIC, CyclicConfig, parse_cyclic
+from deepspeed_cdp.model.make_plan import Settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STATES = {"adam": 2, "adamw": 2, "fusedadam": 2, "lamb": 2, "lion": 1, "muon": 1, "sgd": 1, "adagrad": 1, "rmsprop": 1}
@@ -55,6 +54,7 @@ def _block(config: dict[str, Any], key: str) -> dict[str, Any]:
 def _refuse(config: dict[str, Any]) -> None:
     """Raises what the engine would say of settings that it refuses, by DeepSpeed's own parser and the package's table."""
     import deepspeed
+
     written = {k: v for k, v in _without_auto(config).items() if k not in ("train_batch_size", "train_micro_batch_size_per_gpu")}
     block = dict(_block(written, CYCLIC), enabled=True)
     block.pop("ring_size", None)
@@ -93,8 +93,10 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
     if path is not None:
         stage = _block(config, "zero_optimization").get("stage", 0)
         if stage != 3:
-            raise UserError(f"zero_optimization.stage is {stage} in the ds_config, under which every rank keeps all parameters, "
-                            "but only stage 3 can be predicted so far; set it to 3")
+            raise UserError(
+                f"zero_optimization.stage is {stage} in the ds_config, under which every rank keeps all parameters, "
+                "but only stage 3 can be predicted so far; set it to 3"
+            )
     block = dict(_block(config, CYCLIC), enabled=True)
     if rule is not None:
         block["rule"] = rule
@@ -112,14 +114,27 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
         states = 0
     zero = _block(config, "zero_optimization")
     offload = zero.get("offload_optimizer") or {}
-    settings = Settings(cyclic.rule, cyclic.partition_method, cyclic.units,
-                        int(_number(config, "gradient_accumulation_steps", 1) or 1),
-                        float(_number(config, "gradient_clipping", 1.0) or 0.0),  # 1.0 is DeepSpeed's own default
-                        DTYPES.get(sums), cyclic.keep_after_forward, int(cyclic.min_unit_mb * 2 ** 20),
-                        warmup_steps=cyclic.warmup_steps)
+    settings = Settings(
+        cyclic.rule,
+        cyclic.partition_method,
+        cyclic.units,
+        int(_number(config, "gradient_accumulation_steps", 1) or 1),
+        float(_number(config, "gradient_clipping", 1.0) or 0.0),  # 1.0 is DeepSpeed's own default
+        DTYPES.get(sums),
+        cyclic.keep_after_forward,
+        int(cyclic.min_unit_mb * 2**20),
+        warmup_steps=cyclic.warmup_steps,
+    )
     micro = _number(config, "train_micro_batch_size_per_gpu", None)
     if micro is None and (batch := _number(config, "train_batch_size", None)):
         micro = batch // (ranks * settings.rounds) or None
-    return Config(dtype, settings, None if micro is None else int(micro), optimizer, states,
-                  isinstance(offload, dict) and offload.get("device") == "cpu", cyclic,
-                  tuple(k for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps") if config.get(k) == "auto"))
+    return Config(
+        dtype,
+        settings,
+        None if micro is None else int(micro),
+        optimizer,
+        states,
+        isinstance(offload, dict) and offload.get("device") == "cpu",
+        cyclic,
+        tuple(k for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps") if config.get(k) == "auto"),
+    )

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from deepspeed_cdp.plan import Plan, Unit
-from deepspeed_cdp.schedule import Schedule, threshold
-from deepspeed_cdp.simulation import waves
-from deepspeed_cdp.simulation.events import simulate
-from deepspeed_cdp.simulation.times import Hardware, Times, Work, times
-
-from . import prediction
-from .output import UserError, at_least, columns, milliseconds, positive, several, show, whole
-from .prediction import hardware_of
+from deepspeed_cdp.analysis.timing import waves
+from deepspeed_cdp.analysis.timing.events import simulate
+from deepspeed_cdp.analysis.timing.times import Hardware, Times, Work, times
+from deepspeed_cdp.cli import prediction
+from deepspeed_cdp.cli.output import UserError, at_least, columns, milliseconds, positive, several, show, whole
+from deepspeed_cdp.cli.prediction import hardware_of
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.schedule import Schedule, threshold
+from deepspeed_cdp.plan.unit_schedule import Unit
 
 EXACT = 8192  # passes of units per step up to which programs are walked action by action
 STEPS = 24
@@ -23,17 +23,31 @@ STEPS = 24
 def add(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     prediction.add(parser, required=False)
-    parser.add_argument("--parameters", type=positive, metavar="COUNT", help="without a model: parameters of a model of equal "
-                        "stages (1.35e9); --step-ms gives its time")
+    parser.add_argument(
+        "--parameters",
+        type=positive,
+        metavar="COUNT",
+        help="without a model: parameters of a model of equal stages (1.35e9); --step-ms gives its time",
+    )
     parser.add_argument("--bytes-per-parameter", type=positive, default=2.0, help="without a model; default: 2")
     parser.add_argument("--units", type=whole, default=4, help="without a model: units per stage; default: 4")
-    parser.add_argument("--jitter-ms", type=several(at_least(0)), default=None, metavar="MS,...", help="each rank begins each "
-                        "step late by a time between 0 and this, uniform; default: 5, 10 and 20 %% of a step")
-    parser.add_argument("--steps", type=at_least(4, True), default=None, help=f"steps to simulate; default: {STEPS}, fewer for "
-                        "large rings")
+    parser.add_argument(
+        "--jitter-ms",
+        type=several(at_least(0)),
+        default=None,
+        metavar="MS,...",
+        help="each rank begins each step late by a time between 0 and this, uniform; default: 5, 10 and 20 %% of a step",
+    )
+    parser.add_argument(
+        "--steps", type=at_least(4, True), default=None, help=f"steps to simulate; default: {STEPS}, fewer for large rings"
+    )
     parser.add_argument("--seed", type=at_least(0, True), default=0, help="of the delays; default: 0")
-    parser.add_argument("--method", choices=("auto", "events", "waves"), default="auto", help="events: every action of the plan; "
-                        "waves: whole stages, for large rings; default: auto")
+    parser.add_argument(
+        "--method",
+        choices=("auto", "events", "waves"),
+        default="auto",
+        help="events: every action of the plan; waves: whole stages, for large rings; default: auto",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -101,11 +115,13 @@ def _delays(jitter: float, seed: int, victim: tuple[int, int, float] | None) -> 
     def delay(rank: int, step: int) -> float:
         x = random.Random(f"{seed} {rank} {step}").uniform(0, jitter) if jitter else 0.0
         return x + (victim[2] if victim and victim[:2] == (rank, step) else 0.0)
+
     return delay
 
 
-def figures(args: argparse.Namespace, go: Callable[..., Any], schedule: Schedule, rings: int, stages: waves.Stages, exact: bool,
-            ring: int) -> dict[str, Any]:
+def figures(
+    args: argparse.Namespace, go: Callable[..., Any], schedule: Schedule, rings: int, stages: waves.Stages, exact: bool, ring: int
+) -> dict[str, Any]:
     """Everything that is printed, as plain data; seconds."""
     calm = go()
     period, once = calm.period(), sum(stages.forward) + sum(stages.backward)
@@ -115,17 +131,37 @@ def figures(args: argparse.Namespace, go: Callable[..., Any], schedule: Schedule
     for jitter in jitters if ring <= 1024 else ():
         got = go(jitter=jitter, steps=max(args.steps or 60, 8) if ring <= 128 else args.steps or 8).period()
         n = ring * rings
-        disturbed.append({"jitter": jitter, "period": got, "longer": got - period, "own_delay": jitter / 2,
-                          "with_barrier": jitter * n / (n + 1)})
+        disturbed.append(
+            {
+                "jitter": jitter,
+                "period": got,
+                "longer": got - period,
+                "own_delay": jitter / 2,
+                "with_barrier": jitter * n / (n + 1),
+            }
+        )
     late = []
     for x in [f * pass_time for f in sorted({0.25, 0.5, 1, 2, 4, ring, 2 * ring})] if ring <= 512 else ():
         after = go(late=x)
         lost = [b - a for a, b in zip(_ends(calm, exact), _ends(after, exact))]
-        late.append({"late": x, "others_end_later": max(lost[:ring // 2] + lost[ring // 2 + 1:], default=lost[0])})
+        late.append({"late": x, "others_end_later": max(lost[: ring // 2] + lost[ring // 2 + 1 :], default=lost[0])})
     felt = [e["late"] for e in late if e["others_end_later"] < 0.1 * e["late"]]
-    return {"ranks": args.ranks, "ring_size": ring, "rings": rings, "threshold": schedule.threshold, "rounds": schedule.rounds,
-            "method": "events" if exact else "waves", "period": period, "busy": busy, "pass": pass_time, "idle": calm.idle(),
-            "offsets": calm.offsets(), "jitter": disturbed, "late_once": late, "slack": max(felt, default=0.0)}
+    return {
+        "ranks": args.ranks,
+        "ring_size": ring,
+        "rings": rings,
+        "threshold": schedule.threshold,
+        "rounds": schedule.rounds,
+        "method": "events" if exact else "waves",
+        "period": period,
+        "busy": busy,
+        "pass": pass_time,
+        "idle": calm.idle(),
+        "offsets": calm.offsets(),
+        "jitter": disturbed,
+        "late_once": late,
+        "slack": max(felt, default=0.0),
+    }
 
 
 def _ends(run: Any, exact: bool) -> list[float]:
@@ -143,22 +179,38 @@ def text(r: dict[str, Any]) -> str:
     """For people."""
     where = f"{r['ranks']} ranks" + (f" in {r['rings']} rings of {r['ring_size']}" if r["rings"] > 1 else "")
     how = "every action of the plan" if r["method"] == "events" else "whole stages, by logical time"
-    lines = [f"{r['source']}", f"{where}, K = {r['threshold']}; simulated: {how}", "",
-             f"period          {milliseconds(r['period'])} per step; a rank's passes take {milliseconds(r['busy'])} of it",
-             f"idle            {_spread([100 * x for x in r['idle']], lambda x: f'{x:.1f} %')}",
-             f"delay D         {_spread([1e3 * x for x in r['offsets']], lambda x: f'{x:.1f}')} ms behind the rank before; a "
-             f"stage's pass takes {milliseconds(r['pass'])}" if r["offsets"] else "delay D         one rank"]
+    lines = [
+        f"{r['source']}",
+        f"{where}, K = {r['threshold']}; simulated: {how}",
+        "",
+        f"period          {milliseconds(r['period'])} per step; a rank's passes take {milliseconds(r['busy'])} of it",
+        f"idle            {_spread([100 * x for x in r['idle']], lambda x: f'{x:.1f} %')}",
+        f"delay D         {_spread([1e3 * x for x in r['offsets']], lambda x: f'{x:.1f}')} ms behind the rank before; a "
+        f"stage's pass takes {milliseconds(r['pass'])}"
+        if r["offsets"]
+        else "delay D         one rank",
+    ]
     if r["exchange"]:
         lines.append(f"between rings   {milliseconds(r['exchange'])} until a unit's sums have been along all rings and back")
     if r["jitter"]:
         lines += ["", "every rank late in every step, uniformly:"]
         rows = [("  up to", "period", "longer by", "mean own delay", "longer with a barrier per step")]
-        rows += [(f"  {milliseconds(e['jitter'])}", milliseconds(e["period"]), milliseconds(e["longer"]),
-                  milliseconds(e["own_delay"]), milliseconds(e["with_barrier"])) for e in r["jitter"]]
+        rows += [
+            (
+                f"  {milliseconds(e['jitter'])}",
+                milliseconds(e["period"]),
+                milliseconds(e["longer"]),
+                milliseconds(e["own_delay"]),
+                milliseconds(e["with_barrier"]),
+            )
+            for e in r["jitter"]
+        ]
         lines += columns(rows)
     if r["late_once"]:
-        lines += ["", f"rank {r['ring_size'] // 2} late once; the last step of the other ranks of its ring then ends later by up "
-                  "to:"]
+        lines += [
+            "",
+            f"rank {r['ring_size'] // 2} late once; the last step of the other ranks of its ring then ends later by up to:",
+        ]
         rows = [("  late by", "others end later by")]
         lines += columns(rows + [(f"  {milliseconds(e['late'])}", milliseconds(e["others_end_later"])) for e in r["late_once"]])
         lines.append(f"slack: others feel less than a tenth of a single delay of up to {milliseconds(r['slack'])}")

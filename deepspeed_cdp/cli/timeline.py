@@ -6,10 +6,9 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from deepspeed_cdp.schedule import Schedule, grid, threshold
-
-from .output import UserError, columns, rule, show, whole
-from .pictures import Arrow, Bar, draw
+from deepspeed_cdp.cli.output import UserError, columns, rule, show, whole
+from deepspeed_cdp.cli.pictures import Arrow, Bar, draw
+from deepspeed_cdp.plan.schedule import Schedule, grid, threshold
 
 SUFFIXES = (".png", ".svg", ".json", ".txt")
 
@@ -21,8 +20,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=whole, default=1, help="micro-batches per rank and step; default: 1")
     parser.add_argument("--steps", type=whole, default=2, help="default: 2; of a recording: the last so many")
     parser.add_argument("--from", dest="files", nargs="+", metavar="FILE", help="files of engine.cyclic_trace, one of every rank")
-    parser.add_argument("--out", nargs="+", default=[], metavar="FILE", help=f"also write it as {', '.join(SUFFIXES)}; .json is "
-                        "a Chrome trace (chrome://tracing, ui.perfetto.dev)")
+    parser.add_argument(
+        "--out",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help=f"also write it as {', '.join(SUFFIXES)}; .json is a Chrome trace (chrome://tracing, ui.perfetto.dev)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,21 +57,44 @@ def run(args: argparse.Namespace) -> int:
 def planned(args: argparse.Namespace) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]:
     """A schedule: logical time, an order and not a clock."""
     if args.ranks * args.ranks * args.steps > 40_000:
-        raise UserError(f"--ranks {args.ranks} with --steps {args.steps} is too large to look at; use fewer (simulate has no "
-                        "limit)")
+        raise UserError(
+            f"--ranks {args.ranks} with --steps {args.steps} is too large to look at; use fewer (simulate has no limit)"
+        )
     schedule = Schedule(args.ranks, threshold(args.rule, args.ranks), args.rounds)
     reads = sorted(schedule.reads(args.steps))
-    bars = [Bar(x.rank, x.time, x.time + 1, x.stage, x.backward, x.version < x.step, f"{'B' if x.backward else 'F'}{x.stage}")
-            for x in reads]
+    bars = [
+        Bar(x.rank, x.time, x.time + 1, x.stage, x.backward, x.version < x.step, f"{'B' if x.backward else 'F'}{x.stage}")
+        for x in reads
+    ]
     title = f"{args.rule} (K = {schedule.threshold}), {args.ranks} ranks: who computes what when"
-    text = "\n".join([title, f"F, B: forward and backward of a stage; ': one update behind; a step takes {schedule.period} "
-                      "logical times", "", grid(schedule, args.steps)])
+    text = "\n".join(
+        [
+            title,
+            f"F, B: forward and backward of a stage; ': one update behind; a step takes {schedule.period} logical times",
+            "",
+            grid(schedule, args.steps),
+        ]
+    )
     events = [{"ph": "M", "name": "process_name", "pid": r, "args": {"name": f"rank {r}"}} for r in range(args.ranks)]
-    events += [{"ph": "X", "name": b.text + ("'" if b.stale else ""), "pid": b.rank, "tid": 0, "ts": 1000 * b.begin, "dur": 1000,
-                "args": {"stage": b.stage, "backward": b.backward, "step": x.step, "version": x.version}}
-               for b, x in zip(bars, reads)]
-    result = {"ranks": args.ranks, "rule": args.rule, "threshold": schedule.threshold, "period": schedule.period,
-              "passes": [x._asdict() for x in reads]}
+    events += [
+        {
+            "ph": "X",
+            "name": b.text + ("'" if b.stale else ""),
+            "pid": b.rank,
+            "tid": 0,
+            "ts": 1000 * b.begin,
+            "dur": 1000,
+            "args": {"stage": b.stage, "backward": b.backward, "step": x.step, "version": x.version},
+        }
+        for b, x in zip(bars, reads)
+    ]
+    result = {
+        "ranks": args.ranks,
+        "rule": args.rule,
+        "threshold": schedule.threshold,
+        "period": schedule.period,
+        "passes": [x._asdict() for x in reads],
+    }
     picture = {"bars": bars, "ranks": args.ranks, "title": title, "axis": "logical time", "labels": args.ranks <= 12}
     return result, text, {"traceEvents": events, "displayTimeUnit": "ms"}, picture
 
@@ -147,36 +174,87 @@ def recorded(files: list[str], steps: int) -> tuple[dict[str, Any], str, dict[st
         starts.append(by_step)
         t = list(by_step)
         period = (by_step[t[-1]] - by_step[t[0]]) / max(len(t) - 1, 1)
-        sums = {cat: sum(e["dur"] for e in one["traceEvents"] if e.get("cat") == cat) / len(t)
-                for cat in ("passes", "waits", "owner")}
+        sums = {
+            cat: sum(e["dur"] for e in one["traceEvents"] if e.get("cat") == cat) / len(t) for cat in ("passes", "waits", "owner")
+        }
         both = [by_step[x] - starts[rank - 1][x] for x in t if rank and x in starts[rank - 1]]
         offset = sum(both) / len(both) if both else None
-        ranks.append({"rank": rank, "steps": len(t), "period_ms": period / 1e3,
-                      "offset_ms": None if offset is None else offset / 1e3, **{f"{k}_ms": v / 1e3 for k, v in sums.items()}})
+        ranks.append(
+            {
+                "rank": rank,
+                "steps": len(t),
+                "period_ms": period / 1e3,
+                "offset_ms": None if offset is None else offset / 1e3,
+                **{f"{k}_ms": v / 1e3 for k, v in sums.items()},
+            }
+        )
         r = ranks[-1]
-        rows.append((rank, len(t), f"{r['period_ms']:.2f}", *(f"{r[k + '_ms']:.2f}" for k in sums),
-                     "" if offset is None else f"{r['offset_ms']:.2f} ms"))
+        rows.append(
+            (
+                rank,
+                len(t),
+                f"{r['period_ms']:.2f}",
+                *(f"{r[k + '_ms']:.2f}" for k in sums),
+                "" if offset is None else f"{r['offset_ms']:.2f} ms",
+            )
+        )
     matched = pairs(found)
     hosts = len({one["deepspeed_cdp"]["host"] for one in found})
-    text = "\n".join([f"{total} ranks, K = {found[0]['deepspeed_cdp']['threshold']}, steps {min(starts[0])} to {last}; "
-                      f"{len(matched)} hand-offs; clock: {found[0]['deepspeed_cdp']['clock']}; "
-                      + ("one host, one clock" if hosts == 1 else f"{hosts} hosts, aligned by their wall clocks"), "",
-                      *columns(rows), "(ms per step, by the host's or device's clock)"])
+    text = "\n".join(
+        [
+            f"{total} ranks, K = {found[0]['deepspeed_cdp']['threshold']}, steps {min(starts[0])} to {last}; "
+            f"{len(matched)} hand-offs; clock: {found[0]['deepspeed_cdp']['clock']}; "
+            + ("one host, one clock" if hosts == 1 else f"{hosts} hosts, aligned by their wall clocks"),
+            "",
+            *columns(rows),
+            "(ms per step, by the host's or device's clock)",
+        ]
+    )
     events = [e for one in found for e in one["traceEvents"]]
     for number, (a, src, b, dst) in enumerate(matched):
         flow = {"cat": "hand-off", "name": a["stream"], "id": number}
-        events += [{**flow, "ph": "s", "pid": src, "tid": 0, "ts": a["ts"]},
-                   {**flow, "ph": "f", "bp": "e", "pid": dst, "tid": 0, "ts": b["ts"]}]
-    bars = [Bar(rank, e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3, e["args"]["stage"], e["args"]["backward"],
-                e["args"]["version"] < e["args"]["step"], "")
-            for rank, mine in enumerate(passes) for e in mine if first <= e["args"]["step"]]
+        events += [
+            {**flow, "ph": "s", "pid": src, "tid": 0, "ts": a["ts"]},
+            {**flow, "ph": "f", "bp": "e", "pid": dst, "tid": 0, "ts": b["ts"]},
+        ]
+    bars = [
+        Bar(
+            rank,
+            e["ts"] / 1e3,
+            (e["ts"] + e["dur"]) / 1e3,
+            e["args"]["stage"],
+            e["args"]["backward"],
+            e["args"]["version"] < e["args"]["step"],
+            "",
+        )
+        for rank, mine in enumerate(passes)
+        for e in mine
+        if first <= e["args"]["step"]
+    ]
     low = min(b.begin for b in bars)
-    waits = [(rank, e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3) for rank, one in enumerate(found) for e in one["traceEvents"]
-             if e.get("cat") == "waits" and first <= e["args"]["step"]]
-    arrows = [Arrow(src, a["ts"] / 1e3, dst, b["ts"] / 1e3) for a, src, b, dst in matched
-              if a["ts"] / 1e3 >= low and first <= b["step"]]
-    picture = {"bars": bars, "ranks": total, "title": f"recorded: steps {first} to {last}", "axis": "ms",
-               "waits": waits, "arrows": arrows if len(arrows) <= 400 else [], "labels": False}
-    result = {"ranks": total, "threshold": found[0]["deepspeed_cdp"]["threshold"], "hosts": hosts, "per_rank": ranks,
-              "handoffs": len(matched)}
+    waits = [
+        (rank, e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
+        for rank, one in enumerate(found)
+        for e in one["traceEvents"]
+        if e.get("cat") == "waits" and first <= e["args"]["step"]
+    ]
+    arrows = [
+        Arrow(src, a["ts"] / 1e3, dst, b["ts"] / 1e3) for a, src, b, dst in matched if a["ts"] / 1e3 >= low and first <= b["step"]
+    ]
+    picture = {
+        "bars": bars,
+        "ranks": total,
+        "title": f"recorded: steps {first} to {last}",
+        "axis": "ms",
+        "waits": waits,
+        "arrows": arrows if len(arrows) <= 400 else [],
+        "labels": False,
+    }
+    result = {
+        "ranks": total,
+        "threshold": found[0]["deepspeed_cdp"]["threshold"],
+        "hosts": hosts,
+        "per_rank": ranks,
+        "handoffs": len(matched),
+    }
     return result, text, {"traceEvents": events, "displayTimeUnit": "ms"}, picture

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_cdp.transport.timing import DeviceWaits
+from deepspeed_cdp.transport.wait_timing import DeviceWaits
 
 Edge = tuple[str, int, int]  # (stream, source, destination)
 PULLED = ("P0", "H0")  # offers: pushed when published, begun when the reader takes them
@@ -59,7 +59,7 @@ class Transport(ABC):
 
     Attributes:
         rank, size: this rank and the number of ranks in the ring.
-        label: this rank's number in the world, for people; rings: how many there are, ring: this rank's (rings.py).
+        label: this rank's number in the world, for people; rings: how many there are, ring: this rank's (cross_ring.py).
         sent: messages pushed, by (stream, peer).
         received: messages waited for and landed, by (stream, peer).
         bytes_sent, bytes_received: the same in bytes.
@@ -105,10 +105,11 @@ class Transport(ABC):
 
         Args:
             edges: all of the ring's, the same list on all ranks.
-            deferred: messages that the peer initiates begin at ``meet``, not when they are named (only where ``rendezvous``).
+            deferred: messages that the peer initiates begin at ``start_peer``, not when they are named (only where
+            ``rendezvous``).
         """
 
-    def meet(self, stream: str, peer: int, incoming: bool) -> None:  # noqa: B027
+    def start_peer(self, stream: str, peer: int, incoming: bool) -> None:  # noqa: B027
         """The peer begins its next message on this edge about now, so this rank's side may begin too (``rendezvous`` only).
 
         Args:
@@ -127,8 +128,9 @@ class Transport(ABC):
         return nullcontext()
 
     @abstractmethod
-    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
-             from_at: int = -1) -> Ticket:
+    def post(
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+    ) -> Ticket:
         """Let the next message of edge (src -> this rank, stream) land in ``into``.
 
         Args:
@@ -165,10 +167,10 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def close(self, linger: bool) -> None:
+    def close(self, drain: bool) -> None:
         """Free everything; idempotent.
 
         Args:
-            linger: first wait (up to ``timeout_seconds``) until peers have taken the messages they have posted for: a rank that
+            drain: first wait (up to ``timeout_seconds``) until peers have taken the messages they have posted for: a rank that
                 finishes early must not pull the last hand-offs from under its neighbours.
         """

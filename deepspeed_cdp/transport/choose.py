@@ -1,5 +1,6 @@
 """Which transport: every rank says what it sees, and one pure function decides, the same on all ranks."""
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -7,6 +8,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
+
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.store_exchange import StoreExchange, first_line
+from deepspeed_cdp.version import __version__
 
 # What lets several ranks compute on one GPU: torch for its symmetric memory, NCCL since 2.30. To try things out, not for speed.
 PERMITS = {"peer": "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "nccl": "NCCL_MULTI_RANK_GPU_ENABLE"}
@@ -56,14 +62,25 @@ def choose(kind: str, facts: Sequence[Facts], tried: str = "") -> tuple[str, str
             return "gloo", "the ranks compute on CPUs"
         raise _refusal(kind, "the ranks compute on CPUs", "auto")
     if kinds != ["cuda"]:
-        raise _refusal(kind, f"the ranks' devices are of the types {kinds}, and hand-offs travel between CPUs or between GPUs",
-                       None)
-    shared = next(((a, b) for b in range(len(facts)) for a in range(b)
-                   if (facts[a].host, facts[a].device) == (facts[b].host, facts[b].device)), None)
+        raise _refusal(
+            kind, f"the ranks' devices are of the types {kinds}, and hand-offs travel between CPUs or between GPUs", None
+        )
+    shared = next(
+        (
+            (a, b)
+            for b in range(len(facts))
+            for a in range(b)
+            if (facts[a].host, facts[a].device) == (facts[b].host, facts[b].device)
+        ),
+        None,
+    )
     if kind == "gloo":
         raise _refusal(kind, "the ranks compute on GPUs", "auto")
-    forbidden = {name: f"ranks {shared[0]} and {shared[1]} compute on the same GPU (tried where {variable}=1)"
-                 for name, variable in PERMITS.items() if shared and not all(name in f.permits for f in facts)}
+    forbidden = {
+        name: f"ranks {shared[0]} and {shared[1]} compute on the same GPU (tried where {variable}=1)"
+        for name, variable in PERMITS.items()
+        if shared and not all(name in f.permits for f in facts)
+    }
     no_peer = tried or forbidden.get("peer", "") or _no_peer(facts, kind == "peer")
     no_nccl = forbidden.get("nccl", "") or _first(facts, "nccl_trouble")
     if kind in ("auto", "peer") and not no_peer:
@@ -122,8 +139,10 @@ def observe(device: torch.device) -> Facts:
     if device.type != "cuda":
         return Facts(host(), device.type)
     index = device.index if device.index is not None else torch.cuda.current_device()
-    names = [str(getattr(torch.cuda.get_device_properties(i), "uuid", f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{i}"))
-             for i in range(torch.cuda.device_count())]
+    names = [
+        str(getattr(torch.cuda.get_device_properties(i), "uuid", f"{os.environ.get('CUDA_VISIBLE_DEVICES', '')}:{i}"))
+        for i in range(torch.cuda.device_count())
+    ]
     reached = [n for i, n in enumerate(names) if i != index and torch.cuda.can_device_access_peer(index, i)]
     permits = [kind for kind, variable in PERMITS.items() if os.environ.get(variable) == "1"]
     return Facts(host(), "cuda", names[index], names, reached, _peer_trouble(device), _nccl_trouble(), permits)
@@ -132,6 +151,7 @@ def observe(device: torch.device) -> Facts:
 def _peer_trouble(device: torch.device) -> str:
     try:
         import torch.distributed._symmetric_memory as symmetric
+
         symmetric.empty(1024, dtype=torch.uint8, device=device)
     except (ImportError, AttributeError, RuntimeError) as error:
         return f"no symmetric memory ({str(error).splitlines()[0]})"
@@ -139,9 +159,101 @@ def _peer_trouble(device: torch.device) -> str:
 
 
 def _nccl_trouble() -> str:
-    from .nccl_library import Nccl
+    from deepspeed_cdp.transport.nccl_bindings import Nccl
+
     try:
         Nccl()
     except (OSError, AttributeError, RuntimeError) as error:
         return f"no NCCL ({str(error).splitlines()[0]})"
     return ""
+
+
+def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: torch.device) -> Transport:
+    """Collective: the transport that ``cyclic.transport`` asks for, the same on all ranks; rank 0 logs which and why.
+
+    Args:
+        kind: "auto" or the name of a transport.
+        device: where parameters live.
+    Raises:
+        ValueError: it cannot work on these devices, or ranks have other versions of this package.
+        HandoffError: not all ranks came within ``timeout_seconds``.
+    """
+    from deepspeed.utils import log_dist
+
+    where = f"rank {rank}, connecting the {size} ranks"
+    meeting = StoreExchange(rank, size, timeout_seconds, None, "deepspeed_cdp_choice", where)
+    everyone = meeting.exchange({"version": __version__, **observe(device).as_dict()}, where)
+    versions = [there.pop("version", "of before 0.1") for there in everyone]  # first of all: what follows may differ
+    other = next((r for r, version in enumerate(versions) if version != __version__), None)
+    if other is not None:
+        raise ValueError(
+            f"deepspeed_cdp version is {__version__!r} on rank {rank} but {versions[other]!r} on rank {other}; "
+            "start every rank with the same config, model and package versions"
+        )
+    facts = [Facts(**there) for there in everyone]
+    name, reason = choose(kind, facts)
+    transport, trouble = None, ""
+    if name == "peer":
+        transport, trouble = _try_peer(meeting, rank, size, timeout_seconds, device, where)
+        if transport is None:
+            name, reason = choose(kind, facts, trouble)
+    if name == "nccl":
+        from deepspeed_cdp.transport.nccl import NcclTransport
+
+        transport = NcclTransport(rank, size, timeout_seconds, device)
+    elif name == "gloo":
+        from deepspeed_cdp.transport.gloo import GlooTransport
+
+        transport = GlooTransport(rank, size, timeout_seconds)
+    meeting.close(None)
+    how = {"peer": "peer copies", "nccl": "NCCL", "gloo": "gloo"}[name]
+    log_dist(f"hand-offs travel by {how}: {reason}", ranks=[0], level=logging.WARNING)  # below it DeepSpeed shows nothing
+    if name == "peer":
+        log_dist(f"CUDA streams of hand-offs: {transport.lanes}", ranks=[0])
+    return transport
+
+
+def _try_peer(
+    meeting: StoreExchange, rank: int, size: int, timeout_seconds: float, device: torch.device, where: str
+) -> tuple[Transport | None, str]:
+    """The peer transport if every rank got one, else the first reason why not."""
+    transport, trouble = None, ""
+    try:
+        from deepspeed_cdp.transport.peer import PeerTransport
+
+        transport = PeerTransport(rank, size, timeout_seconds, device)
+    except HandoffError as error:  # a peer has failed: it tells why in the exchange, unless it is gone
+        trouble = f"~{error}"
+    except (ImportError, OSError, RuntimeError) as error:  # no symmetric memory between these GPUs, or an old driver
+        trouble = f"rank {rank}: {first_line(error)}"
+    troubles = sorted(text for text in meeting.exchange(trouble, where) if text)  # causes before consequences
+    if troubles and transport is not None:
+        transport.close(False)
+    return (None, troubles[0].lstrip("~")) if troubles else (transport, "")
+
+
+def connect_pipeline(kind: str, rank: int, size: int, timeout_seconds: float, device: torch.device) -> Transport | None:
+    """Collective: the transport that ``cyclic.transport`` asks for; None on one rank, which sends nothing.
+
+    Raises:
+        ValueError: it cannot work on these devices.
+        HandoffError: not all ranks came within ``timeout_seconds``.
+    """
+    from deepspeed.utils import log_dist
+
+    if size == 1:
+        return None
+    if device.type == "cpu":
+        if kind == "nccl":
+            raise ValueError("cyclic.transport is 'nccl', which cannot work here: the ranks compute on CPUs; use 'auto'.")
+        from deepspeed_cdp.transport.gloo import GlooTransport
+
+        transport: Transport = GlooTransport(rank, size, timeout_seconds, name="deepspeed_cdp_pipe")
+    else:
+        if kind == "gloo":
+            raise ValueError("cyclic.transport is 'gloo', which cannot work here: the ranks compute on GPUs; use 'auto'.")
+        from deepspeed_cdp.transport.nccl_group import GroupTransport
+
+        transport = GroupTransport(rank, size, timeout_seconds, device)
+    log_dist(f"activations, gradients and weights travel by {transport.name}", ranks=[0], level=logging.WARNING)
+    return transport

@@ -53,8 +53,9 @@ class Delayed(Transport):
         """Sleep once."""
         time.sleep(self._random.random() * self._max_seconds)
 
-    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
-             from_at: int = -1) -> _Late:
+    def post(
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+    ) -> _Late:
         self.dawdle()
         return _Late(self.inner.post(stream, src, into, after, where, from_at), self)
 
@@ -65,9 +66,9 @@ class Delayed(Transport):
     def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:
         self.inner.prepare(edges, deferred)
 
-    def meet(self, stream: str, peer: int, incoming: bool) -> None:
+    def start_peer(self, stream: str, peer: int, incoming: bool) -> None:
         self.dawdle()
-        self.inner.meet(stream, peer, incoming)
+        self.inner.start_peer(stream, peer, incoming)
 
     def gather(self, value: Any, where: str) -> list[Any]:
         return self.inner.gather(value, where)
@@ -78,5 +79,5 @@ class Delayed(Transport):
     def reset(self, where: str) -> None:
         self.inner.reset(where)
 
-    def close(self, linger: bool) -> None:
-        self.inner.close(linger)
+    def close(self, drain: bool) -> None:
+        self.inner.close(drain)

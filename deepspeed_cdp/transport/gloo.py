@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from deepspeed_cdp.errors import APART, HandoffError
 from deepspeed_cdp.transport.base import Ticket, Transport, Where
-from deepspeed_cdp.transport.meeting import Meeting, first_line
+from deepspeed_cdp.transport.store_exchange import StoreExchange, first_line
 
 _EPOCHS, _STREAMS = 1 << 5, 1 << 6  # a tag (31 bits) is: epoch 5, stream 6, number of the message 8, hash of its size 12
 _HANG_UP = (1 << 31) - 1  # a tag of epoch 31 and stream 63, which is never given out
@@ -103,8 +103,9 @@ class GlooTransport(Transport):
 
     name = "gloo"
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float, store: dist.Store | None = None,
-                 name: str = "deepspeed_cdp"):
+    def __init__(
+        self, rank: int, size: int, timeout_seconds: float, store: dist.Store | None = None, name: str = "deepspeed_cdp"
+    ):
         super().__init__(rank, size, timeout_seconds)
         self.patience = timedelta(seconds=timeout_seconds)
         self._epoch = 0  # resets so far, the same on all ranks
@@ -113,7 +114,7 @@ class GlooTransport(Transport):
         self._out: dict[tuple[str, int], _Edge] = {}  # (stream, dst)
         self._pg: dist.ProcessGroupGloo | None = None
         where = f"rank {rank}, connecting the {size} ranks of {name!r}"
-        self._meeting = Meeting(rank, size, timeout_seconds, store, name, where)
+        self._meeting = StoreExchange(rank, size, timeout_seconds, store, name, where)
         self._store = self._meeting.store
         self._connect(where)
 
@@ -126,8 +127,9 @@ class GlooTransport(Transport):
 
     # ---- messages -----------------------------------------------------------------------------------------------------------
 
-    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
-             from_at: int = -1) -> _Ticket:
+    def post(
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+    ) -> _Ticket:
         for ticket in after:
             ticket.wait(where)
         edge = self._in.get((stream, src)) or self._edge(self._in, stream, src, receiving=True)
@@ -209,13 +211,16 @@ class GlooTransport(Transport):
             options.rootRank, options.timeout = src, self.patience
             self._pg.broadcast([tensor], options).wait(self.patience)
         except RuntimeError as error:
-            raise HandoffError(f"{where}: broadcast from rank {src} failed within {self.timeout_seconds} s "
-                               f"({APART}): {first_line(error)}") from error
+            raise HandoffError(
+                f"{where}: broadcast from rank {src} failed within {self.timeout_seconds} s ({APART}): {first_line(error)}"
+            ) from error
 
     def reset(self, where: str) -> None:
         self.collectives += 1
-        named = {side: [[stream, peer, edge.count] for (stream, peer), edge in edges.items()]
-                 for side, edges in (("posted", self._in), ("pushed", self._out))}
+        named = {
+            side: [[stream, peer, edge.count] for (stream, peer), edge in edges.items()]
+            for side, edges in (("posted", self._in), ("pushed", self._out))
+        }
         everyone = self._meeting.exchange(named, where)
         for edges, side in ((self._in, "pushed"), (self._out, "posted")):
             for (stream, peer), edge in edges.items():
@@ -234,11 +239,11 @@ class GlooTransport(Transport):
 
     # ---- the end ------------------------------------------------------------------------------------------------------------
 
-    def close(self, linger: bool) -> None:
+    def close(self, drain: bool) -> None:
         if self._pg is None:
             return
         self._meeting.close([[stream, src, edge.count] for (stream, src), edge in self._in.items()])
-        threads = self._linger([edge for edge in self._out.values() if edge.pending]) if linger else []
+        threads = self._drain([edge for edge in self._out.values() if edge.pending]) if drain else []
         self._hang_up()
         for thread in threads:  # hanging up has woken them; none may be inside gloo when the interpreter ends
             thread.join(10.0)
@@ -246,7 +251,7 @@ class GlooTransport(Transport):
             for ticket in [t for t in edge.pending.values() if t.state == _PENDING]:
                 ticket.fail(f"rank {self.rank} has closed its transport")
 
-    def _linger(self, edges: list[_Edge]) -> list[threading.Thread]:
+    def _drain(self, edges: list[_Edge]) -> list[threading.Thread]:
         """Wait until each edge's pushes are taken, or its peer is closing and has not posted for them, or is gone.
 
         Returns:

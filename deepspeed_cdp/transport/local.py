@@ -90,8 +90,9 @@ class LocalTransport(Transport):
         self._calls = 0  # number of internal gathers, the same on all ranks
         self._closed = False
 
-    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
-             from_at: int = -1) -> _Ticket:
+    def post(
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+    ) -> _Ticket:
         for ticket in after:
             ticket.wait(where)
         ticket = _Ticket(self, stream, self._peer(src), into, receiving=True)
@@ -129,8 +130,10 @@ class LocalTransport(Transport):
             else:
                 _, stream, src, dst = edge
                 post.state = push.state = _FAILED
-                post.reason = push.reason = (f"stream {stream}: rank {src} pushed {push.tensor.numel()} bytes to rank {dst}, "
-                                             f"which posted for {post.tensor.numel()} bytes")
+                post.reason = push.reason = (
+                    f"stream {stream}: rank {src} pushed {push.tensor.numel()} bytes to rank {dst}, "
+                    f"which posted for {post.tensor.numel()} bytes"
+                )
             hub.changed.notify_all()
 
     def _exchange(self, value: Any, where: str) -> list[Any]:
@@ -178,7 +181,7 @@ class LocalTransport(Transport):
                             ticket.state, ticket.reason = _FAILED, f"message on stream {edge[1]} was forgotten by a reset"
             self._epoch += 1
 
-    def close(self, linger: bool) -> None:
+    def close(self, drain: bool) -> None:
         hub = self.hub
         with hub.changed:
             if self._closed:
@@ -188,9 +191,10 @@ class LocalTransport(Transport):
             hub.changed.notify_all()
 
             def taken() -> bool:
-                return not any(queue for (_, _, src, dst), queue in hub.pushes.items()
-                               if src == self.rank and dst not in hub.closing)
+                return not any(
+                    queue for (_, _, src, dst), queue in hub.pushes.items() if src == self.rank and dst not in hub.closing
+                )
 
-            if linger and self.rank not in hub.gone:
+            if drain and self.rank not in hub.gone:
                 hub.changed.wait_for(taken, hub.timeout_seconds)
         hub.fail(self.rank, "has closed its transport")

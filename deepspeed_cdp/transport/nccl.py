@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Edge, Where
-from deepspeed_cdp.transport.cuda import CudaTransport, Event, Watch
-from deepspeed_cdp.transport.meeting import Meeting
-from deepspeed_cdp.transport.nccl_library import Nccl
+from deepspeed_cdp.transport.cuda_common import CudaTransport, Event, Watch
+from deepspeed_cdp.transport.nccl_bindings import Nccl
 from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
+from deepspeed_cdp.transport.store_exchange import StoreExchange
 
 _CTAS = 4  # multiprocessors that one message may use at most
 _LONG = 1 << 17  # bytes; protocol LL is for at most 16 KiB per multiprocessor (NCCL_P2P_LL_THRESHOLD)
@@ -58,19 +58,28 @@ class NcclTransport(RendezvousTransport, CudaTransport):
 
     name = "nccl"
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device, store: dist.Store | None = None,
-                 name: str = "deepspeed_cdp"):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        device: torch.device,
+        store: dist.Store | None = None,
+        name: str = "deepspeed_cdp",
+    ):
         super().__init__(rank, size, timeout_seconds, device)
         torch.zeros((), device=device)  # the driver's calls need torch's context
         self._nccl = Nccl()
-        self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
+        self._meeting = StoreExchange(
+            rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}"
+        )
         self._ends: dict[Edge, tuple[int, int]] = {}  # edge -> its communicator and its CUDA stream
         self._longer: dict[Edge, torch.Tensor] = {}  # edge -> memory by way of which its small messages go
         self._lock = threading.Lock()  # one thread at a time in NCCL
         self._order = self.driver.event()  # for one stream to follow another
         self._begun: deque[Message] = deque(maxlen=512)  # the latest, for the watch
         self._memory: torch.Tensor | None = None
-        self._sides: list[int] = []  # the watch's streams, see _spoil
+        self._sides: list[int] = []  # the watch's streams, see _poison
         # page-locked, so that a thread can write to the device without a stream: a gate, and which of the ``_sides`` are done
         self._words = torch.zeros(1 + _SPOILERS, dtype=torch.int32, device="cpu", pin_memory=True)
         self._words[0] = _OPEN
@@ -92,8 +101,9 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             if self.rank in (src, dst):
                 peer = src if self.rank == dst else dst
                 doing = f"{where}: stream {stream} with rank {peer}"
-                comm = self._in_time(lambda i=i, dst=dst: self._nccl.connect(bytes.fromhex(ids[i]), int(self.rank == dst), _CTAS),
-                                     doing)
+                comm = self._in_time(
+                    lambda i=i, dst=dst: self._nccl.connect(bytes.fromhex(ids[i]), int(self.rank == dst), _CTAS), doing
+                )
                 lane = self.driver.stream()
                 self._ends[edge], self._longer[edge] = (comm, lane), self._scratch(_LONG)
                 self._in_time(lambda edge=edge: self._try(edge), doing)
@@ -190,8 +200,10 @@ class NcclTransport(RendezvousTransport, CudaTransport):
 
     def _drain(self, where: Where) -> None:
         lanes = [lane for _, lane in self._ends.values()]
-        self._synchronize([*(lambda lane=lane: self.driver.idle(lane) for lane in lanes), self._owner.query,
-                           torch.cuda.current_stream().query], where)
+        self._synchronize(
+            [*(lambda lane=lane: self.driver.idle(lane) for lane in lanes), self._owner.query, torch.cuda.current_stream().query],
+            where,
+        )
         self._begun.clear()
 
     # ---- when something is wrong ----------------------------------------------------------------------------------------
@@ -202,32 +214,36 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         for message in late:
             line = message.line
             broken = self._nccl.error(self._ends[line.edge(self.rank)][0])
-            what = (f"no message on stream {line.stream} from rank {line.peer}" if line.incoming
-                    else f"nobody took the message on stream {line.stream} for rank {line.peer}")
-            return (f"{message.where or f'rank {self.rank}'}: {what} within {self.timeout_seconds} s"
-                    + (f" (NCCL: {broken})" if broken else ""))
+            what = (
+                f"no message on stream {line.stream} from rank {line.peer}"
+                if line.incoming
+                else f"nobody took the message on stream {line.stream} for rank {line.peer}"
+            )
+            return f"{message.where or f'rank {self.rank}'}: {what} within {self.timeout_seconds} s" + (
+                f" (NCCL: {broken})" if broken else ""
+            )
         return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
 
-    def give_up(self, reason: str, spoil: bool = True) -> None:
+    def give_up(self, reason: str, poison: bool = True) -> None:
         """Called by the watch: end all messages, so that the device goes on, and let the next call raise.
 
         Args:
-            spoil: let the streams find nan: what they compute from now on, for messages that did not come, must not look right.
+            poison: let the streams find nan: what they compute from now on, for messages that did not come, must not look right.
         """
         if self._failure:
             return
         self._failure = reason
         try:
-            if spoil and self._memory is not None:
+            if poison and self._memory is not None:
                 self._words[0] = _CLOSED
-                self._aside(self._spoil, self._memory).join(1.0)
+                self._aside(self._poison, self._memory).join(1.0)
             held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
             # all at once: an abort waits for the device, which another communicator's message may hold
             ends = [self._aside(self._end, comm) for comm, _ in self._ends.values()]
             deadline = time.monotonic() + 1.0
             while self._sides and not self._words[1:].any() and time.monotonic() < deadline:
                 time.sleep(0.001)  # and no call of the driver, which the aborts may block
-            if spoil and self._memory is not None and not self._words[1:].any():
+            if poison and self._memory is not None and not self._words[1:].any():
                 self._failure += " (and the GPU did not mark what has not come: numbers read after that may be wrong)"
         finally:
             self._words[0] = _OPEN
@@ -239,15 +255,17 @@ class NcclTransport(RendezvousTransport, CudaTransport):
 
     def _aside(self, call: Callable[..., None], *given: Any) -> threading.Thread:
         """Call it in a thread of its own, which nobody need wait for: a driver that is busy may keep it for ever."""
+
         def run() -> None:
             torch.cuda.set_device(self.device)
             with suppress(Exception):  # what has gone wrong is told by who gave up
                 call(*given)
+
         thread = threading.Thread(target=run, daemon=True, name="deepspeed_cdp giving up")
         thread.start()
         return thread
 
-    def _spoil(self, memory: torch.Tensor) -> None:
+    def _poison(self, memory: torch.Tensor) -> None:
         """Begin to fill this rank's buffers with nan, on several streams: a device has few queues, so some may be held up until
         the messages have ended. Nobody who waits for a message goes on until one of them is done."""
         for k in range(_SPOILERS):
@@ -260,14 +278,14 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         self._nccl.abort(comm)
 
     # ---- the end --------------------------------------------------------------------------------------------------------
-    def close(self, linger: bool) -> None:
+    def close(self, drain: bool) -> None:
         if self._closed:
             return
         self._closed = True
         self._watch.stop()
         where = f"rank {self.rank}, closing"
         try:
-            if linger and not self._failure:
+            if drain and not self._failure:
                 self.reset(where)  # finish what both sides have named
         except HandoffError:
             pass  # a peer has failed; it tells itself

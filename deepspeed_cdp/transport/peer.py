@@ -18,14 +18,23 @@ import torch.distributed._symmetric_memory as symmetric
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import PULLED, Ticket, Where
-from deepspeed_cdp.transport.cuda import Awaited, CudaTransport, Event, Watch
-from deepspeed_cdp.transport.lanes import quiet_streams
-from deepspeed_cdp.transport.meeting import Meeting
+from deepspeed_cdp.transport.cuda_common import Awaited, CudaTransport, Event, Watch
+from deepspeed_cdp.transport.store_exchange import StoreExchange
+from deepspeed_cdp.transport.stream_selection import quiet_streams
 
 STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "S", "T", "X", "Y")
 _STREAMED = ("credit", "G", "P", "O", "P0", "H0")  # CUDA streams, those that wait most first
-_LANES = {"P": "P", "H": "P", "G": "G", "GH": "G", "O": "O", "S": "S", "T": "S",
-          "X": "X", "Y": "X"}  # pushes that share a CUDA stream
+_LANES = {
+    "P": "P",
+    "H": "P",
+    "G": "G",
+    "GH": "G",
+    "O": "O",
+    "S": "S",
+    "T": "S",
+    "X": "X",
+    "Y": "X",
+}  # pushes that share a CUDA stream
 _DIRECT = ("S", "T", "X", "Y")  # their credits are given by the stream that posts, as are the owner's, which hold up no others
 _POISON = 1 << 30  # added to a word, it lets every wait on it pass
 
@@ -65,10 +74,19 @@ class PeerTransport(CudaTransport):
 
     name = "peer"
 
-    def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device, store: dist.Store | None = None,
-                 name: str = "deepspeed_cdp"):
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        device: torch.device,
+        store: dist.Store | None = None,
+        name: str = "deepspeed_cdp",
+    ):
         super().__init__(rank, size, timeout_seconds, device)
-        self._meeting = Meeting(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}")
+        self._meeting = StoreExchange(
+            rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}"
+        )
         try:
             self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
         except RuntimeError:
@@ -124,8 +142,9 @@ class PeerTransport(CudaTransport):
     def moved_on(self) -> None:
         self._point_on = None
 
-    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
-             from_at: int = -1) -> Ticket:
+    def post(
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+    ) -> Ticket:
         number, driver, current = self._next(stream, src, True), self.driver, self.current()
         direct = stream in _DIRECT or current == self._owner.cuda_stream
         lane = current if direct else self._lanes[stream if stream in PULLED else "credit"]
@@ -168,8 +187,9 @@ class PeerTransport(CudaTransport):
         self.collectives += 1
         self.check()
         self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
-        self._synchronize([s.query for lane, s in self._streams.items() if lane not in PULLED]
-                          + [torch.cuda.current_stream().query], where)
+        self._synchronize(
+            [s.query for lane, s in self._streams.items() if lane not in PULLED] + [torch.cuda.current_stream().query], where
+        )
         self._meeting.exchange(None, where)  # all steps are done: only pulls of what nobody will publish are left
         self._poison(PULLED)
         torch.cuda.synchronize(self.device)
@@ -206,16 +226,16 @@ class PeerTransport(CudaTransport):
                 return f"{latest}: nobody took the message on stream {stream} for rank {peer} within {self.timeout_seconds} s"
         return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
 
-    def give_up(self, reason: str, spoil: bool = True) -> None:
+    def give_up(self, reason: str, poison: bool = True) -> None:
         """Called by the watch: unblock the device, and let the next call raise.
 
         A peer that lives may yet overwrite a word, so the watch does this again and again until the device is idle.
 
         Args:
-            spoil: let the streams find nan: what they compute now and pass on to peers that live must not look right.
+            poison: let the streams find nan: what they compute now and pass on to peers that live must not look right.
         """
         side, memory = self._side, self._memory
-        if spoil and not self._failure and memory is not None:
+        if poison and not self._failure and memory is not None:
             self.driver.fill(side.cuda_stream, memory.data_ptr(), 0xFF, memory.numel())
         self._failure = self._failure or reason
         for stream in STREAMS:
@@ -226,13 +246,13 @@ class PeerTransport(CudaTransport):
         side.synchronize()
 
     # ---- the end --------------------------------------------------------------------------------------------------------
-    def close(self, linger: bool) -> None:
+    def close(self, drain: bool) -> None:
         if self._closed:
             return
         self._closed = True
         where, done = f"rank {self.rank}, closing", False
         try:
-            if linger and not self._failure:
+            if drain and not self._failure:
                 self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
                 self._synchronize([s.query for lane, s in self._streams.items() if lane not in PULLED], where)
                 self._meeting.exchange(None, where)  # and done them

@@ -5,7 +5,8 @@ receive as soon as its region is free would let a rank's device wait for a messa
 rank's own progress: ``torch.cuda.synchronize()`` would hang. So both sides begin a message at one place of one order that all
 ranks share (design §6): the place of its *initiator* in (step, after its passes or not, logical time, kind, rank). The pushing
 side initiates; offers (P0, H0) are initiated by the reader when it takes them. The other side's program tells it when (kinds
-RECEIVE and SEND, program.py), and ``meet`` says so here. Then a rank that blocks anywhere waits only for messages before its
+RECEIVE and SEND, plan/program.py), and ``start_peer`` says so here. Then a rank that blocks anywhere waits only for messages
+before its
 place, and whoever is missing from one of those blocks at an earlier place still: no cycle, even if all streams of a device
 shared one queue, or a barrier of the user's stood between two steps.
 
@@ -36,8 +37,16 @@ class Message:
 
     __slots__ = ("transport", "line", "number", "tensor", "after", "point", "handle", "state", "reason", "where", "counted")
 
-    def __init__(self, transport: "RendezvousTransport", line: "Line", number: int, tensor: torch.Tensor,
-                 after: Sequence[Ticket], point: Any, where: Where):
+    def __init__(
+        self,
+        transport: "RendezvousTransport",
+        line: "Line",
+        number: int,
+        tensor: torch.Tensor,
+        after: Sequence[Ticket],
+        point: Any,
+        where: Where,
+    ):
         self.transport, self.line, self.number, self.tensor = transport, line, number, tensor
         self.after, self.point, self.where = after, point, where
         self.handle: Any = None
@@ -148,8 +157,9 @@ class RendezvousTransport(Transport):
             line = self._lines[stream, peer, incoming] = Line(stream, peer, incoming)
         return line
 
-    def post(self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "",
-             from_at: int = -1) -> Message:
+    def post(
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+    ) -> Message:
         return self._name(self._line(stream, src, True), into, tuple(after), self._point(), where)
 
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Message:
@@ -170,7 +180,7 @@ class RendezvousTransport(Transport):
             self._begin_next(line)
         return message
 
-    def meet(self, stream: str, peer: int, incoming: bool) -> None:
+    def start_peer(self, stream: str, peer: int, incoming: bool) -> None:
         line = self._line(stream, peer, incoming)
         line.met += 1
         while line.waiting and line.begun < line.met:
@@ -201,18 +211,25 @@ class RendezvousTransport(Transport):
         # A message that only one side has begun cannot be called back: the other side plays its part with scratch memory.
         self.collectives += 1
         known = {line.edge(self.rank): (*line.open, *line.waiting) for line in self._lines.values()}
-        mine = [[line.stream, line.peer, line.incoming, line.named, line.begun,
-                 list(line.sizes)] for line in self._lines.values()]
+        mine = [
+            [line.stream, line.peer, line.incoming, line.named, line.begun, list(line.sizes)] for line in self._lines.values()
+        ]
         everyone = self._meeting.exchange(mine, where)
         sides = {(rank, *side[:3]): side[3:] for rank, there in enumerate(everyone) for side in there}
-        for stream, src, dst in sorted({(stream, peer, rank) if incoming else (stream, rank, peer)
-                                        for rank, stream, peer, incoming in sides}):
+        for stream, src, dst in sorted(
+            {(stream, peer, rank) if incoming else (stream, rank, peer) for rank, stream, peer, incoming in sides}
+        ):
             if self.rank in (src, dst):
                 self._settle(stream, src, dst, sides)
         self._drain(where)
         for line in self._lines.values():
-            named, there = (sides.get(side, (0,))[0] for side in ((self.rank, line.stream, line.peer, line.incoming),
-                                                                  (line.peer, line.stream, self.rank, not line.incoming)))
+            named, there = (
+                sides.get(side, (0,))[0]
+                for side in (
+                    (self.rank, line.stream, line.peer, line.incoming),
+                    (line.peer, line.stream, self.rank, not line.incoming),
+                )
+            )
             for message in known.get(line.edge(self.rank), ()):  # as it was before the other sides played their parts
                 if message.number < min(named, there):
                     message.wait(where)

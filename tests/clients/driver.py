@@ -1,4 +1,5 @@
-"""Runs example scripts, unchanged, one after the other in the processes that a launcher has started: driver.py JOBS.json
+"""Runs example scripts, unchanged, one after the other in the processes that a launcher has started:
+transport/cuda_bindings.py JOBS.json
 
 Starting Python with torch, transformers and DeepSpeed takes longer than the jobs.
 """
@@ -16,6 +17,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(240, exit=True)  # the launcher then ends the other rank
     from accelerate.state import AcceleratorState, PartialState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
     jobs = json.loads(Path(sys.argv[-1]).read_text())
     destroy_process_group = PartialState.destroy_process_group
     for job in jobs:

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.schedule import threshold
 
 RANKS, BATCH, ROUNDS, EPOCHS, LENGTH, WINDOWS = 2, 2, 2, 3, 32, 28
 PER_EPOCH = 4  # 7 micro-batches per rank and epoch: the fourth step has one only
@@ -29,11 +29,22 @@ def runs(launcher, ds_config, tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("accelerate")
 
     def job(name: str, rule: str | None, *more: str) -> tuple[str, list[str], dict[str, str]]:
-        return ("accelerate_loop.py", ["--output_dir", str(folder / name), *ARGUMENTS, *more],
-                {"ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config("accelerate_ds_config.json", rule, gradient_clipping=0.5)})
+        return (
+            "accelerate_loop.py",
+            ["--output_dir", str(folder / name), *ARGUMENTS, *more],
+            {"ACCELERATE_DEEPSPEED_CONFIG_FILE": ds_config("accelerate_ds_config.json", rule, gradient_clipping=0.5)},
+        )
 
-    launcher.run([job("stock", None), job("dp", "dp"), job("cdp-v1", "cdp-v1"), job("cdp-v2", "cdp-v2"),
-                  job("resumed", "cdp-v2", "--resume", str(folder / "cdp-v2/state_1"))], "accelerate")
+    launcher.run(
+        [
+            job("stock", None),
+            job("dp", "dp"),
+            job("cdp-v1", "cdp-v1"),
+            job("cdp-v2", "cdp-v2"),
+            job("resumed", "cdp-v2", "--resume", str(folder / "cdp-v2/state_1")),
+        ],
+        "accelerate",
+    )
     return {path.name: path for path in folder.iterdir()}
 
 
@@ -53,27 +64,37 @@ def test_dp_equals_zero3(runs):
     same(weights(dp), weights(stock), 1e-6)
     late, now = history(dp, "grad_norm"), history(stock, "grad_norm")
     for epoch in range(EPOCHS):  # saving flushes: rank 0 then knows all but the last step's
-        assert late[epoch * PER_EPOCH + 1:(epoch + 1) * PER_EPOCH] == pytest.approx(
-            now[epoch * PER_EPOCH:(epoch + 1) * PER_EPOCH - 1], rel=1e-5)
+        assert late[epoch * PER_EPOCH + 1 : (epoch + 1) * PER_EPOCH] == pytest.approx(
+            now[epoch * PER_EPOCH : (epoch + 1) * PER_EPOCH - 1], rel=1e-5
+        )
     assert math.isnan(late[0])
 
 
 def build() -> LlamaForCausalLM:
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=128, num_hidden_layers=3,
-                                        num_attention_heads=4, num_key_value_heads=4))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
 
 
 def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20])
-    data = list(torch.tensor(list(text[:LENGTH * WINDOWS])).view(-1, LENGTH))
+    data = list(torch.tensor(list(text[: LENGTH * WINDOWS])).view(-1, LENGTH))
     set_seed(1)
     model = build()
     batches = {}
     for rank in range(RANKS):  # the shuffled batches that Accelerate gives each rank
         set_seed(1)
         build()  # as in the script: the loader's seed is drawn after the model's weights
-        loader = prepare_data_loader(DataLoader(data, BATCH, shuffle=True), torch.device("cpu"), RANKS, rank,
-                                     use_seedable_sampler=True)
+        loader = prepare_data_loader(
+            DataLoader(data, BATCH, shuffle=True), torch.device("cpu"), RANKS, rank, use_seedable_sampler=True
+        )
         for epoch in range(EPOCHS):
             loader.set_epoch(epoch)
             for at, batch in enumerate(loader):
@@ -93,8 +114,19 @@ def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
         for _ in range(RANKS if step else 0):
             schedulers[0].step()
 
-    return reference.train(model, stages, threshold(rule, RANKS), lambda *place: place, loss, make, STEPS, rounds=ROUNDS,
-                           clip=0.5, flush_after=range(PER_EPOCH - 1, STEPS, PER_EPOCH), on_step=advance)
+    return reference.train(
+        model,
+        stages,
+        threshold(rule, RANKS),
+        lambda *place: place,
+        loss,
+        make,
+        STEPS,
+        rounds=ROUNDS,
+        clip=0.5,
+        flush_after=range(PER_EPOCH - 1, STEPS, PER_EPOCH),
+        on_step=advance,
+    )
 
 
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
@@ -110,7 +142,7 @@ def test_weights_and_losses_equal_the_oracle(runs, rule):
 
 def test_load_state_is_bitwise_continuing(runs):
     whole, resumed = runs["cdp-v2"], runs["resumed"]
-    assert history(resumed, "loss") == history(whole, "loss")[2 * PER_EPOCH:]
-    assert history(resumed, "lr") == history(whole, "lr")[2 * PER_EPOCH:]
+    assert history(resumed, "loss") == history(whole, "loss")[2 * PER_EPOCH :]
+    assert history(resumed, "lr") == history(whole, "lr")[2 * PER_EPOCH :]
     same(weights(resumed), weights(whole), 0.0)
     assert LlamaForCausalLM.from_pretrained(whole).lm_head.weight.equal(weights(whole)["lm_head.weight"])

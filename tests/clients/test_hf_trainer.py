@@ -9,8 +9,8 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from results import Results, same, same_run
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.schedule import threshold
 
 RANKS, BATCH, ROUNDS, STEPS, LENGTH, WINDOWS, HELD_OUT = 2, 2, 2, 10, 32, 44, 11
 EVERY, PER_EPOCH = 4, 6  # 11 micro-batches per rank and epoch: the sixth step has one only
@@ -28,12 +28,23 @@ def runs(launcher, ds_config, tmp_path_factory) -> dict[str, Results]:
     folder = tmp_path_factory.mktemp("hf_trainer")
 
     def job(name: str, rule: str | None, *more: str) -> tuple[str, list[str]]:
-        return "hf_trainer.py", ["--deepspeed", ds_config("hf_ds_config.json", rule), "--output_dir", str(folder / name),
-                                 *ARGUMENTS, *more]
+        return "hf_trainer.py", [
+            "--deepspeed",
+            ds_config("hf_ds_config.json", rule),
+            "--output_dir",
+            str(folder / name),
+            *ARGUMENTS,
+            *more,
+        ]
 
-    launcher.run([job("stock", None, *WORST), job("dp", "dp", *WORST),
-                  *(job(rule, rule, *SEQUENTIAL) for rule in ("cdp-v1", "cdp-v2")),
-                  job("resumed", "cdp-v2", *SEQUENTIAL, "--resume_from_checkpoint", str(folder / "cdp-v2/checkpoint-4"))])
+    launcher.run(
+        [
+            job("stock", None, *WORST),
+            job("dp", "dp", *WORST),
+            *(job(rule, rule, *SEQUENTIAL) for rule in ("cdp-v1", "cdp-v2")),
+            job("resumed", "cdp-v2", *SEQUENTIAL, "--resume_from_checkpoint", str(folder / "cdp-v2/checkpoint-4")),
+        ]
+    )
     return {name: Results(folder / name) for name in ("stock", "dp", "cdp-v1", "cdp-v2", "resumed")}
 
 
@@ -53,13 +64,21 @@ def test_best_model_is_loaded_and_saved(runs):
 def windows() -> torch.Tensor:
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:20])
-    return torch.tensor(list(text[:LENGTH * (WINDOWS + HELD_OUT)])).view(-1, LENGTH)
+    return torch.tensor(list(text[: LENGTH * (WINDOWS + HELD_OUT)])).view(-1, LENGTH)
 
 
 def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
     set_seed(42)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=128, num_hidden_layers=3,
-                                         num_attention_heads=4, num_key_value_heads=4)).train()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    ).train()
     data, schedulers = windows(), []
 
     def batch(step: int, rnd: int, rank: int) -> tuple[torch.Tensor, float]:
@@ -67,24 +86,35 @@ def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
         epoch, step = divmod(step, PER_EPOCH)
         last = step == PER_EPOCH - 1
         first = 0 if last and rnd else ((step * ROUNDS + rnd) * RANKS + rank) * BATCH
-        return data[first:first + BATCH], (2.0 if rnd == 0 else 0.0) if last else 1.0
+        return data[first : first + BATCH], (2.0 if rnd == 0 else 0.0) if last else 1.0
 
     def make(named):
         optimizer = torch.optim.AdamW([p for _, p in named], lr=3e-3, eps=1e-2, weight_decay=0.0)  # else scales cancel
         schedulers.append(WarmupLR(optimizer, warmup_min_lr=0, warmup_max_lr=3e-3, warmup_num_steps=3))
         return optimizer
 
-    return reference.train(model, stages, threshold(rule, RANKS), batch,
-                           lambda call, b: call(input_ids=b[0], labels=b[0]).loss * b[1], make, STEPS, rounds=ROUNDS, clip=0.5,
-                           flush_after=(3, 7), on_step=lambda step, _: schedulers[0].step() if step else None)
+    return reference.train(
+        model,
+        stages,
+        threshold(rule, RANKS),
+        batch,
+        lambda call, b: call(input_ids=b[0], labels=b[0]).loss * b[1],
+        make,
+        STEPS,
+        rounds=ROUNDS,
+        clip=0.5,
+        flush_after=(3, 7),
+        on_step=lambda step, _: schedulers[0].step() if step else None,
+    )
 
 
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_weights_and_losses_equal_the_oracle(runs, rule):
     run = runs[rule]
     want = oracle(rule, run.stages(STEPS))
-    losses = [sum(want.losses[step, m, r] for m in range(ROUNDS) for r in range(RANKS)) / (RANKS * ROUNDS)
-              for step in range(STEPS)]
+    losses = [
+        sum(want.losses[step, m, r] for m in range(ROUNDS) for r in range(RANKS)) / (RANKS * ROUNDS) for step in range(STEPS)
+    ]
     assert run.log("loss") == pytest.approx(losses, rel=1e-6)
     same(run.weights(STEPS), want.masters, 1e-6)
 

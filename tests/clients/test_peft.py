@@ -12,8 +12,8 @@ from results import Results, same, same_run
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.schedule import threshold
 
 RANKS, BATCH, ROUNDS, STEPS, LENGTH, WINDOWS = 2, 2, 2, 6, 32, 32
 PER_EPOCH = WINDOWS // (RANKS * BATCH * ROUNDS)
@@ -30,11 +30,25 @@ def runs(launcher, ds_config, tmp_path_factory) -> dict[str, Results]:
     base().save_pretrained(folder / "base")  # the script's from_pretrained partitions it with zero.Init, as under ZeRO-3
 
     def job(name: str, rule: str | None, *more: str) -> tuple[str, list[str]]:
-        return "peft_lora.py", ["--deepspeed", ds_config("hf_ds_config.json", rule), "--output_dir", str(folder / name),
-                                "--model", str(folder / "base"), *ARGUMENTS, *more]
+        return "peft_lora.py", [
+            "--deepspeed",
+            ds_config("hf_ds_config.json", rule),
+            "--output_dir",
+            str(folder / name),
+            "--model",
+            str(folder / "base"),
+            *ARGUMENTS,
+            *more,
+        ]
 
-    launcher.run([job("stock", None), job("dp", "dp"), job("reentrant", "dp", *REENTRANT),
-                  job("cdp-v2", "cdp-v2", "--train_sampling_strategy", "sequential")])
+    launcher.run(
+        [
+            job("stock", None),
+            job("dp", "dp"),
+            job("reentrant", "dp", *REENTRANT),
+            job("cdp-v2", "cdp-v2", "--train_sampling_strategy", "sequential"),
+        ]
+    )
     return {name: Results(folder / name) for name in ("stock", "dp", "reentrant", "cdp-v2")}
 
 
@@ -46,8 +60,16 @@ def test_dp_equals_zero3(runs, checkpointing):
 
 def base() -> LlamaForCausalLM:
     set_seed(1)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=256, hidden_size=32, intermediate_size=128, num_hidden_layers=3,
-                                        num_attention_heads=4, num_key_value_heads=4))
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=32,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+        )
+    )
 
 
 def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
@@ -55,26 +77,37 @@ def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
     set_seed(42)
     model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])).train()
     text = b"".join(path.read_bytes() for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20])
-    data, schedulers = torch.tensor(list(text[:LENGTH * WINDOWS])).view(-1, LENGTH), []
+    data, schedulers = torch.tensor(list(text[: LENGTH * WINDOWS])).view(-1, LENGTH), []
 
     def batch(step: int, rnd: int, rank: int) -> torch.Tensor:
         first = ((step % PER_EPOCH * ROUNDS + rnd) * RANKS + rank) * BATCH
-        return data[first:first + BATCH]
+        return data[first : first + BATCH]
 
     def make(named):
         optimizer = torch.optim.AdamW([p for _, p in named], lr=3e-3, weight_decay=0.0)
         schedulers.append(WarmupLR(optimizer, warmup_min_lr=0, warmup_max_lr=3e-3, warmup_num_steps=3))
         return optimizer
 
-    return reference.train(model, stages, threshold(rule, RANKS), batch, lambda call, x: call(input_ids=x, labels=x).loss,
-                           make, STEPS, rounds=ROUNDS, clip=0.1, on_step=lambda step, _: schedulers[0].step() if step else None)
+    return reference.train(
+        model,
+        stages,
+        threshold(rule, RANKS),
+        batch,
+        lambda call, x: call(input_ids=x, labels=x).loss,
+        make,
+        STEPS,
+        rounds=ROUNDS,
+        clip=0.1,
+        on_step=lambda step, _: schedulers[0].step() if step else None,
+    )
 
 
 def test_adapters_and_losses_equal_the_oracle(runs):
     run = runs["cdp-v2"]
     want = oracle("cdp-v2", run.stages(STEPS))
-    losses = [sum(want.losses[step, m, r] for m in range(ROUNDS) for r in range(RANKS)) / (RANKS * ROUNDS)
-              for step in range(STEPS)]
+    losses = [
+        sum(want.losses[step, m, r] for m in range(ROUNDS) for r in range(RANKS)) / (RANKS * ROUNDS) for step in range(STEPS)
+    ]
     assert run.log("loss") == pytest.approx(losses, rel=1e-6)
     same(run.weights(file=ADAPTER), {n.replace(".default", ""): w for n, w in want.masters.items()}, 1e-6)
 
@@ -85,7 +118,8 @@ def test_only_adapters_are_trained_and_saved(runs):
     step = run.folder / f"checkpoint-{STEPS}/global_step{STEPS}"
     keys = {key for file in step.glob("stage_*.safetensors") for key in safe_open(file, "pt").keys()}
     assert {key for key in keys if key.startswith(("param/", "state/"))} and not any(
-        "lora_" not in key for key in keys if key.startswith(("param/", "state/")))
+        "lora_" not in key for key in keys if key.startswith(("param/", "state/"))
+    )
 
 
 def test_adapters_load_into_the_base(runs):

@@ -13,8 +13,14 @@ def runs(launcher, ds_config, tmp_path_factory) -> dict[str, Results]:
         config = ds_config("hf_ds_config.json", rule, zero_optimization={"stage": 2})
         return "hf_trainer.py", ["--deepspeed", config, "--output_dir", str(folder / name), *ARGUMENTS, *more]
 
-    launcher.run([job("stock", None, *WORST), job("dp", "dp", *WORST), job("cdp-v2", "cdp-v2", *SEQUENTIAL),
-                  job("resumed", "cdp-v2", *SEQUENTIAL, "--resume_from_checkpoint", str(folder / f"cdp-v2/checkpoint-{EVERY}"))])
+    launcher.run(
+        [
+            job("stock", None, *WORST),
+            job("dp", "dp", *WORST),
+            job("cdp-v2", "cdp-v2", *SEQUENTIAL),
+            job("resumed", "cdp-v2", *SEQUENTIAL, "--resume_from_checkpoint", str(folder / f"cdp-v2/checkpoint-{EVERY}")),
+        ]
+    )
     return {name: Results(folder / name) for name in ("stock", "dp", "cdp-v2", "resumed")}
 
 

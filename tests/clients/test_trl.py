@@ -10,8 +10,8 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from results import EXAMPLES, Results, same, same_run
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.schedule import threshold
 
 RANKS, BATCH, ROUNDS, EXAMPLES_USED = 2, 2, 2, 40
 STEPS = 6
@@ -26,12 +26,23 @@ def runs(launcher, ds_config, tmp_path_factory) -> dict[str, Results]:
     folder = tmp_path_factory.mktemp("trl")
 
     def job(name: str, rule: str | None, *more: str) -> tuple[str, list[str]]:
-        return "trl_sft.py", ["--deepspeed", ds_config("hf_ds_config.json", rule), "--output_dir", str(folder / name),
-                              *ARGUMENTS, *more]
+        return "trl_sft.py", [
+            "--deepspeed",
+            ds_config("hf_ds_config.json", rule),
+            "--output_dir",
+            str(folder / name),
+            *ARGUMENTS,
+            *more,
+        ]
 
     sequential = ["--train_sampling_strategy", "sequential"]
-    launcher.run([job(f"{kind} {rule}", rule, *more, *(sequential if rule == "cdp-v2" else []))
-                  for kind, more in PAIRS.items() for rule in (None, "dp", "cdp-v2")])
+    launcher.run(
+        [
+            job(f"{kind} {rule}", rule, *more, *(sequential if rule == "cdp-v2" else []))
+            for kind, more in PAIRS.items()
+            for rule in (None, "dp", "cdp-v2")
+        ]
+    )
     return {path.name: Results(path) for path in folder.iterdir()}
 
 
@@ -44,19 +55,32 @@ def test_dp_equals_zero3(runs, kind):
 def oracle(tied: bool, rule: str, stages: list[list[str]]) -> reference.Trained:
     set_seed(42)
     tokenizer = runpy.run_path(str(EXAMPLES / "trl_sft.py"))["byte_tokenizer"]()
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=257, hidden_size=32, intermediate_size=128, num_hidden_layers=3,
-                                         num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=tied,
-                                         pad_token_id=tokenizer.pad_token_id)).train()
-    lines = [line for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20]
-             for line in path.read_text("utf-8").splitlines() if len(line) > 20][:EXAMPLES_USED]
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=257,
+            hidden_size=32,
+            intermediate_size=128,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            tie_word_embeddings=tied,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    ).train()
+    lines = [
+        line
+        for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))[:20]
+        for line in path.read_text("utf-8").splitlines()
+        if len(line) > 20
+    ][:EXAMPLES_USED]
     rows = [tokenizer(line)["input_ids"] + [tokenizer.eos_token_id] for line in lines]
     each, schedulers = RANKS * BATCH * ROUNDS, []
 
     def batch(step: int, rnd: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Padded tokens, labels, and how many labels the whole step has."""
         first = step % (EXAMPLES_USED // each) * each
-        tokens = sum(len(row) - 1 for row in rows[first:first + each])
-        mine = [torch.tensor(row) for row in rows[first + (rnd * RANKS + rank) * BATCH:][:BATCH]]
+        tokens = sum(len(row) - 1 for row in rows[first : first + each])
+        mine = [torch.tensor(row) for row in rows[first + (rnd * RANKS + rank) * BATCH :][:BATCH]]
         pad = torch.nn.utils.rnn.pad_sequence
         return pad(mine, True, tokenizer.pad_token_id), pad(mine, True, -100), tokens
 
@@ -69,15 +93,26 @@ def oracle(tied: bool, rule: str, stages: list[list[str]]) -> reference.Trained:
         schedulers.append(WarmupLR(optimizer, warmup_min_lr=0, warmup_max_lr=3e-3, warmup_num_steps=3))
         return optimizer
 
-    return reference.train(model, stages, threshold(rule, RANKS), batch, loss, make, STEPS, rounds=ROUNDS, clip=0.5,
-                           on_step=lambda step, _: schedulers[0].step() if step else None)
+    return reference.train(
+        model,
+        stages,
+        threshold(rule, RANKS),
+        batch,
+        loss,
+        make,
+        STEPS,
+        rounds=ROUNDS,
+        clip=0.5,
+        on_step=lambda step, _: schedulers[0].step() if step else None,
+    )
 
 
 @pytest.mark.parametrize("kind", PAIRS)
 def test_weights_and_losses_equal_the_oracle(runs, kind):
     run = runs[f"{kind} cdp-v2"]
     want = oracle(kind == "tied", "cdp-v2", run.stages(STEPS))
-    losses = [sum(want.losses[step, m, r] for m in range(ROUNDS) for r in range(RANKS)) / (RANKS * ROUNDS)
-              for step in range(STEPS)]
+    losses = [
+        sum(want.losses[step, m, r] for m in range(ROUNDS) for r in range(RANKS)) / (RANKS * ROUNDS) for step in range(STEPS)
+    ]
     assert run.log("loss") == pytest.approx(losses, rel=1e-6)
     same(run.weights(), want.masters, 1e-6)

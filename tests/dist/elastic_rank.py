@@ -1,6 +1,6 @@
 """What test_elastic.py runs under torchrun: a script that goes on from the newest checkpoint, on as many ranks as there are.
 
-    elastic_rank.py FOLDER STEPS [TAG]
+elastic_rank.py FOLDER STEPS [TAG]
 """
 
 import faulthandler

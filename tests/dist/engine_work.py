@@ -10,8 +10,8 @@ import torch
 from optimizers import adamw, muon, sgd, two_groups
 from torch import nn
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.schedule import threshold
 
 OFF_STEPS = 900  # evaluation batches are numbered from here: never seen in training
 
@@ -54,8 +54,10 @@ CONFIGURED = {
 
 CLIENTS = {"groups": two_groups, "muon": muon if hasattr(torch.optim, "Muon") else two_groups, "callable": adamw}
 ORACLES = {**CLIENTS, "adamw": adamw, "sgd": sgd}
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4,
-                                         "warmup_type": "linear"}}
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"},
+}
 
 
 def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -65,6 +67,7 @@ def decay(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR
 
 def warmup(optimizer: torch.optim.Optimizer) -> Any:
     from deepspeed.runtime.lr_schedules import WarmupLR
+
     return WarmupLR(optimizer, **WARMUP["params"])
 
 
@@ -73,9 +76,13 @@ SCHEDULES = {"lambda": decay, "warmup": warmup}
 
 def ds_config(job: Job, world: int) -> dict[str, Any]:
     """The ds_config.json of a job."""
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": job.rounds,
-                              "gradient_clipping": job.clip,  # DeepSpeed's default is 1.0
-                              "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "steps_per_print": None}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": job.rounds,
+        "gradient_clipping": job.clip,  # DeepSpeed's default is 1.0
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "steps_per_print": None,
+    }
     if job.rule is None:
         config["zero_allow_untested_optimizer"] = True
     else:
@@ -96,6 +103,7 @@ def start(job: Job, world: int, module: nn.Module | None = None) -> Any:
     import deepspeed
 
     import deepspeed_cdp
+
     deepspeed_cdp.register()
     if module is None:
         module = models.build(job.kind)
@@ -112,10 +120,17 @@ def start(job: Job, world: int, module: nn.Module | None = None) -> Any:
     return deepspeed.initialize(model=module, config=ds_config(job, world), **given)[0]
 
 
-def train(engine: Any, job: Job, rank: int, first: int = 0, steps: int | None = None,
-          losses: dict[tuple[int, int, int], float] | None = None) -> dict[tuple[int, int, int], float]:
+def train(
+    engine: Any,
+    job: Job,
+    rank: int,
+    first: int = 0,
+    steps: int | None = None,
+    losses: dict[tuple[int, int, int], float] | None = None,
+) -> dict[tuple[int, int, int], float]:
     """Train steps ``first`` to ``steps`` - 1; returns this rank's losses by (step, round, rank)."""
     import torch.distributed as dist
+
     losses = {} if losses is None else losses
     for step in range(first, job.steps if steps is None else steps):
         for m in range(job.rounds):
@@ -155,11 +170,17 @@ def run_jobs(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
         engine = start(job, world)
         losses = train(engine, job, rank)
         state = whole(engine)
-        results.append({"state": pack(state), "losses": losses, "class": type(engine).__name__,
-                        "stages": engine.cyclic_plan.stages if job.rule is not None else None,
-                        "fused": engine._runtime.fused if job.rule is not None else None,
-                        "visited": sorted(engine._runtime.binder.visited) if job.rule is not None else None,
-                        "norm": engine.get_global_grad_norm()})
+        results.append(
+            {
+                "state": pack(state),
+                "losses": losses,
+                "class": type(engine).__name__,
+                "stages": engine.cyclic_plan.stages if job.rule is not None else None,
+                "fused": engine._runtime.fused if job.rule is not None else None,
+                "visited": sorted(engine._runtime.param_hooks.visited) if job.rule is not None else None,
+                "norm": engine.get_global_grad_norm(),
+            }
+        )
         engine.destroy()
     return results
 
@@ -169,6 +190,7 @@ def whole(engine: Any) -> dict[str, torch.Tensor]:
     if hasattr(engine, "cyclic_plan"):
         return engine.module_state_dict()
     import deepspeed
+
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
     with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
         state = {n: p.detach().clone() for n, p in parameters.items()}
@@ -186,8 +208,9 @@ def unpack(data: bytes) -> dict[str, torch.Tensor]:
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
-def oracle(job: Job, stages: Any, world: int, trained: set[str] | None = None,
-           build: Callable[[], nn.Module] | None = None) -> reference.Trained:
+def oracle(
+    job: Job, stages: Any, world: int, trained: set[str] | None = None, build: Callable[[], nn.Module] | None = None
+) -> reference.Trained:
     """The same job by the single-process reference."""
     module = build() if build else models.build(job.kind)
     for p in module.parameters() if job.bf16 else ():  # buffers keep their dtype, as under DeepSpeed
@@ -207,11 +230,22 @@ def oracle(job: Job, stages: Any, world: int, trained: set[str] | None = None,
         if step and schedulers:
             schedulers[0].step()
 
-    return reference.train(module, stages, threshold(job.rule, len(stages)), lambda t, m, r: models.batch(job.kind, t, m, r),
-                           lambda call, x: models.loss(call, job.kind, x), make, job.steps, rounds=job.rounds, clip=job.clip,
-                           flush_after={*job.flush_after, *job.eval_after}, on_step=on_step,
-                           grad_dtype=torch.float32 if job.sum_fp32 else None,
-                           warmup_steps=job.cyclic.get("warmup_steps", 0), rings=world // len(stages))
+    return reference.train(
+        module,
+        stages,
+        threshold(job.rule, len(stages)),
+        lambda t, m, r: models.batch(job.kind, t, m, r),
+        lambda call, x: models.loss(call, job.kind, x),
+        make,
+        job.steps,
+        rounds=job.rounds,
+        clip=job.clip,
+        flush_after={*job.flush_after, *job.eval_after},
+        on_step=on_step,
+        grad_dtype=torch.float32 if job.sum_fp32 else None,
+        warmup_steps=job.cyclic.get("warmup_steps", 0),
+        rings=world // len(stages),
+    )
 
 
 def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 0.0, atol: float = 0.0) -> None:

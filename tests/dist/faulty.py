@@ -14,7 +14,7 @@ import models
 import torch
 from engine_work import Job, pack, start, train, whole
 
-from deepspeed_cdp import checkpoint
+from deepspeed_cdp.checkpoint import save_load
 
 SECONDS = 4.0  # how long ranks wait once the fault comes
 PATIENT = 60.0  # cyclic.timeout_seconds before it: a busy machine takes long to start engines
@@ -89,15 +89,18 @@ def cut_messages(engine: Any) -> None:
 
     def short(stream: str, dst: int, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         return push(stream, dst, source[:-4] if stream in ("P", "P0") else source, *args, **kwargs)
+
     engine._transport.push = short
 
 
 def kill_in_save(engine: Any, folder: str) -> None:
     """Die with half a file written."""
+
     def half(where: str, name: str, *_: Any) -> None:
         Path(where, name).write_bytes(b"half of a file")
         kill()
-    checkpoint.save_tensors = half
+
+    save_load.save_tensors = half
     engine.save_checkpoint(folder, tag="good")
 
 
@@ -125,6 +128,7 @@ def ready() -> None:
     """All ranks have imported DeepSpeed, which takes a fresh process longer than the timeout of these tests."""
     import deepspeed
     import torch.distributed as dist
+
     deepspeed.init_distributed("gloo")
     dist.barrier()
 
@@ -141,7 +145,7 @@ def job_of(fault: str, rule: str, timeout: float = PATIENT) -> Job:
 
 
 def goes_on(rank: int, world: int, fault: str, rule: str, folder: str, saves: bool) -> bytes:
-    """To step END, from the start (with the flush of the save) or from the checkpoint."""
+    """To step END, from the start (with the flush of the save) or from the save_load."""
     ready()
     torch.manual_seed(7)
     job = job_of(fault, rule)

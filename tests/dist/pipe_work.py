@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.schedule import threshold
 
 WIDTH, WORDS = 8, 12
 DEVICE = torch.device("cpu")  # tests/gpu/rank_pipe.py sets another
@@ -88,6 +88,7 @@ class Job:
 
 def specs(job: Job) -> list[Any]:
     from deepspeed.pipe import LayerSpec, TiedLayerSpec
+
     body = [LayerSpec(Block) for _ in range(job.blocks)]
     if job.tied:
         return [TiedLayerSpec("embed", Embed), *body, TiedLayerSpec("embed", Embed, forward_fn=as_head)]
@@ -100,19 +101,30 @@ def build(job: Job) -> Any:
     from deepspeed.pipe import PipelineModule
 
     import deepspeed_cdp  # noqa: F401, registers
-    from deepspeed_cdp.pipe.module import pyramid_topology
+    from deepspeed_cdp.integration.pipe_module import pyramid_topology
+
     deepspeed.init_distributed(dist_backend="gloo" if DEVICE.type == "cpu" else "nccl")
     place = {"topology": pyramid_topology(job.stages)} if job.pyramid else {"num_stages": job.stages}
-    return PipelineModule(specs(job), loss_fn=loss, partition_method=job.partition, seed_layers=job.partition == "uniform",
-                          base_seed=7,
-                          activation_checkpoint_interval=job.checkpointing, **place)
+    return PipelineModule(
+        specs(job),
+        loss_fn=loss,
+        partition_method=job.partition,
+        seed_layers=job.partition == "uniform",
+        base_seed=7,
+        activation_checkpoint_interval=job.checkpointing,
+        **place,
+    )
 
 
 def config(job: Job) -> dict[str, Any]:
     made: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": job.stages * job.rounds, "steps_per_print": 10 ** 6,
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_accumulation_steps": job.stages * job.rounds,
+        "steps_per_print": 10**6,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "torch_adam": True}},
-        "gradient_clipping": job.clip, **job.config}
+        "gradient_clipping": job.clip,
+        **job.config,
+    }
     if job.rule is not None:
         made["cyclic"] = {"enabled": True, "rule": job.rule, "timeout_seconds": job.timeout, **job.cyclic}
     if job.bf16:
@@ -120,18 +132,22 @@ def config(job: Job) -> dict[str, Any]:
     if job.sum_fp32:
         made["data_types"] = {"grad_accum_dtype": "fp32"}
     if job.warmup:
-        made["scheduler"] = {"type": "WarmupLR", "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4,
-                                                            "warmup_type": "linear"}}
+        made["scheduler"] = {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 1e-3, "warmup_max_lr": 1e-2, "warmup_num_steps": 4, "warmup_type": "linear"},
+        }
     return made
 
 
 def initialize(job: Job) -> Any:
     import deepspeed
+
     module = build(job)
     for p in module.parameters():
         p.model_parallel = True  # stock DeepSpeed clips fp32 pipelines by the first stage's norm unless parameters say so
-    return deepspeed.initialize(model=module, model_parameters=[p for p in module.parameters() if p.requires_grad],
-                                config=config(job))[0]
+    return deepspeed.initialize(
+        model=module, model_parameters=[p for p in module.parameters() if p.requires_grad], config=config(job)
+    )[0]
 
 
 def data(job: Job, step: int):
@@ -156,8 +172,15 @@ def train(rank: int, world: int, job: Job) -> dict[str, Any]:
         norms.append(engine.get_global_grad_norm())
         if step in job.eval_after:
             evaluated.append(float(engine.eval_batch(data(job, 500 + step))))
-    result = {"weights": weights(engine), "told": told, "evaluated": evaluated, "norms": norms,
-              "class": type(engine).__name__, "lr": engine.get_lr()[0], "steps": engine.global_steps}
+    result = {
+        "weights": weights(engine),
+        "told": told,
+        "evaluated": evaluated,
+        "norms": norms,
+        "class": type(engine).__name__,
+        "lr": engine.get_lr()[0],
+        "steps": engine.global_steps,
+    }
     engine.destroy()
     return result
 
@@ -185,6 +208,7 @@ class Whole(nn.Module):
     def __init__(self, job: Job):
         super().__init__()
         from deepspeed.runtime import utils
+
         layers = []
         for k in range(job.blocks + 2):
             utils.set_random_seed(7 + k)
@@ -200,8 +224,13 @@ class Whole(nn.Module):
     def forward(self, x):
         for k in range(self.count):
             embed = self.tied_modules["embed"] if self.tied else None
-            x = as_head(embed, x) if self.tied and k == self.count - 1 else embed(x) if self.tied and k == 0 else \
-                getattr(self, str(k))(x)
+            x = (
+                as_head(embed, x)
+                if self.tied and k == self.count - 1
+                else embed(x)
+                if self.tied and k == 0
+                else getattr(self, str(k))(x)
+            )
         return x
 
 
@@ -215,6 +244,7 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
     layers = job.blocks + 2
     size, extra = divmod(layers, job.stages)
     from deepspeed.runtime import utils
+
     bounds = utils.partition_uniform(num_items=layers, num_parts=job.stages)
     assert bounds[-1] == layers and size + bool(extra) >= 1
 
@@ -231,12 +261,22 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
                 group["lr"] = lr[step]
 
     result = reference.train(
-        module, stages, threshold(job.rule, job.stages), lambda t, m, r: batch(t, m * job.stages + r),
+        module,
+        stages,
+        threshold(job.rule, job.stages),
+        lambda t, m, r: batch(t, m * job.stages + r),
         lambda call, b: loss(call(b[0]), b[1]),
-        lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1), job.steps, rounds=job.rounds,
-        clip=job.clip, warmup_steps=job.cyclic.get("warmup_steps", 0), flush_after=job.eval_after,
-        grad_dtype=torch.float32 if job.sum_fp32 else None, on_step=on_step)
+        lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1),
+        job.steps,
+        rounds=job.rounds,
+        clip=job.clip,
+        warmup_steps=job.cyclic.get("warmup_steps", 0),
+        flush_after=job.eval_after,
+        grad_dtype=torch.float32 if job.sum_fp32 else None,
+        on_step=on_step,
+    )
     count = job.rounds * job.stages
-    means = [math.fsum(result.losses[t, m, r] for m in range(job.rounds) for r in range(job.stages)) / count
-             for t in range(job.steps)]
+    means = [
+        math.fsum(result.losses[t, m, r] for m in range(job.rounds) for r in range(job.stages)) / count for t in range(job.steps)
+    ]
     return result.masters, means, result.norms

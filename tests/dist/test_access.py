@@ -17,6 +17,7 @@ def nothing_is_there(module: torch.nn.Module) -> bool:
 def reads(rank: int, world: int, jobs: list[Job]) -> None:
     """What GatheredParameters and safe_get_* give is what the state dict and the masters hold; afterwards nothing is left."""
     from deepspeed.runtime.zero import GatheredParameters
+
     for job in jobs:
         engine = start(job, world)
         owner = engine._runtime.owner
@@ -40,8 +41,9 @@ def reads(rank: int, world: int, jobs: list[Job]) -> None:
             if n in owner.masters:
                 assert torch.equal(full, owner.masters[n])  # exact, not through the parameters' dtype
             if p.requires_grad:
-                moment, part = (f(p, "exp_avg")
-                                for f in (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state))
+                moment, part = (
+                    f(p, "exp_avg") for f in (utils.safe_get_full_optimizer_state, utils.safe_get_local_optimizer_state)
+                )
                 assert moment.shape == p.shape and moment.abs().sum() > 0
                 if n in owner.masters:
                     assert torch.equal(moment, owner.optimizer.state[owner.masters[n]]["exp_avg"]) and torch.equal(part, moment)
@@ -51,7 +53,8 @@ def reads(rank: int, world: int, jobs: list[Job]) -> None:
             else:
                 assert "is frozen" in told(lambda p=p: utils.safe_get_full_optimizer_state(p, "exp_avg"))
         assert "there is 'exp_avg', 'exp_avg_sq', 'step'" in told(
-            lambda one=one: utils.safe_get_full_optimizer_state(one, "momentum"))
+            lambda one=one: utils.safe_get_full_optimizer_state(one, "momentum")
+        )
         state = whole(engine)
         same(got, {n: state[n] for n in got})
         same(inside, state)
@@ -70,6 +73,7 @@ def test_reading(pool):
 def writes(rank: int, world: int, job: Job, after_export: bool) -> dict[str, torch.Tensor]:
     """The modifier's values, and only these, become the masters and what the next step computes with."""
     import deepspeed
+
     engine = start(job, world)
     train(engine, job, rank, 0, 2)
     if after_export:
@@ -107,7 +111,8 @@ def writes(rank: int, world: int, job: Job, after_export: bool) -> dict[str, tor
     wrong = told(lambda: utils.safe_set_local_optimizer_state(parameters[names[-1]], torch.tensor(7.0), "exp_avg"))
     assert ("the state 'exp_avg' has" in wrong) == (names[-1] in engine._runtime.owner.masters)
     assert "there is 'exp_avg', 'exp_avg_sq', 'step'" in told(
-        lambda: utils.safe_set_local_optimizer_state(parameters[names[-1]], part, "momentum"))
+        lambda: utils.safe_set_local_optimizer_state(parameters[names[-1]], part, "momentum")
+    )
     state = whole(engine)
     assert torch.equal(state[names[0]], value.to(state[names[0]].dtype)) and bool((state[names[-1]] == 2.5).all())
     evaluated = evaluate(engine, job, rank, 1)
@@ -116,6 +121,7 @@ def writes(rank: int, world: int, job: Job, after_export: bool) -> dict[str, tor
     reference.load_state_dict(state)
     with torch.no_grad():
         from engine_work import OFF_STEPS
+
         want = models.loss(reference, job.kind, models.batch(job.kind, OFF_STEPS, 0, rank)).item()
         first = models.loss(reference, job.kind, models.batch(job.kind, 2, 0, rank)).item()
         reference.get_parameter(names[1]).fill_(0.25)
@@ -140,13 +146,16 @@ def test_writing(pool):
 
 def refusals(rank: int, world: int, job: Job) -> dict[str, str]:
     import deepspeed
+
     engine = start(job, world)
     train(engine, job, rank, 0, 1)
     p = next(engine.module.parameters())
-    texts = {"early": told(lambda: engine.module.blocks[0].state_dict()),  # a part of the module: once silently nan
-             "deepcopy": told(lambda: copy.deepcopy(engine.module)),
-             "deepcopy part": told(lambda: copy.deepcopy(engine.module.blocks)),
-             "load part": told(lambda: engine.module.blocks[0].load_state_dict({}, strict=False))}
+    texts = {
+        "early": told(lambda: engine.module.blocks[0].state_dict()),  # a part of the module: once silently nan
+        "deepcopy": told(lambda: copy.deepcopy(engine.module)),
+        "deepcopy part": told(lambda: copy.deepcopy(engine.module.blocks)),
+        "load part": told(lambda: engine.module.blocks[0].load_state_dict({}, strict=False)),
+    }
     gradients: list[torch.Tensor] = []
     handle = p.register_hook(lambda grad: gradients.append(grad.clone()))  # what the refusal below recommends
     loss = models.loss(engine, job.kind, models.batch(job.kind, 1, 0, rank))
@@ -176,16 +185,24 @@ def refusals(rank: int, world: int, job: Job) -> dict[str, str]:
 
 def test_what_cannot_be_given_is_refused_in_a_sentence(pool):
     wanted = {
-        "early": "use engine.module_state_dict() on every rank", "deepcopy": "copy it before deepspeed.initialize()",
-        "deepcopy part": "copy it before deepspeed.initialize()", "load part": "would not reach the masters",
+        "early": "use engine.module_state_dict() on every rank",
+        "deepcopy": "copy it before deepspeed.initialize()",
+        "deepcopy part": "copy it before deepspeed.initialize()",
+        "load part": "would not reach the masters",
         "after forward": "in the middle of step 1, while parameters and gradient sums",
         "after backward": "call it after engine.step()",
-        **{name: f"{name} asked for the gradient of 'blocks.0.0.weight'" for name in
-           ("safe_get_full_grad", "safe_get_local_grad", "safe_set_full_grad", "safe_set_local_grad")},
-        "vectorized": "engine.get_global_grad_norm()", "shape": "got a value of shape (3,), the parameter has (8, 8)",
-        "local shape": "give what safe_get_local_fp32_param returns", "nested": "cannot overlap",
-        "train inside": "inside GatheredParameters; leave the context first", "after destroy": "used after engine.destroy()",
-        "part after destroy": "used after engine.destroy()", "again": "has no values",
+        **{
+            name: f"{name} asked for the gradient of 'blocks.0.0.weight'"
+            for name in ("safe_get_full_grad", "safe_get_local_grad", "safe_set_full_grad", "safe_set_local_grad")
+        },
+        "vectorized": "engine.get_global_grad_norm()",
+        "shape": "got a value of shape (3,), the parameter has (8, 8)",
+        "local shape": "give what safe_get_local_fp32_param returns",
+        "nested": "cannot overlap",
+        "train inside": "inside GatheredParameters; leave the context first",
+        "after destroy": "used after engine.destroy()",
+        "part after destroy": "used after engine.destroy()",
+        "again": "has no values",
     }
     for texts in pool.run(2, refusals, Job("mlp", "cdp-v2", timeout=20.0), timeout=120):
         assert texts.keys() == wanted.keys()
@@ -198,6 +215,7 @@ def tools(rank: int, world: int, job: Job) -> None:
     loaded inside it do; an average kept beside the model is filled from it."""
     import deepspeed
     from deepspeed.runtime.zero.stage3 import unwrap_model_for_generation
+
     average = models.build(job.kind)  # a copy made before
     engine = start(job, world)
     train(engine, job, rank, 0, 2)

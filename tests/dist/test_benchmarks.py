@@ -19,9 +19,27 @@ REPOSITORY = Path(__file__).parents[2]
 
 def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """``python -m benchmarks.run`` with the smallest model, two ranks, short sequences."""
-    command = [sys.executable, "-m", "benchmarks.run", "--cpu", "--models", "llama-tiny", "--micro-batch", "1", "--sequence",
-               "16",
-               "--steps", "2", "--windows", "2", "--warmup", "1", "--out", str(out), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.run",
+        "--cpu",
+        "--models",
+        "llama-tiny",
+        "--micro-batch",
+        "1",
+        "--sequence",
+        "16",
+        "--steps",
+        "2",
+        "--windows",
+        "2",
+        "--warmup",
+        "1",
+        "--out",
+        str(out),
+        *arguments,
+    ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
     return subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True, timeout=170)
 
@@ -65,6 +83,7 @@ def steps(rank: int, world: int, name: str, compiled: bool) -> tuple[list[float]
     """Losses of four steps, and how many graphs were compiled."""
     import deepspeed
     from torch._dynamo.utils import counters
+
     deepspeed.init_distributed("gloo")
     counters.clear()
     plain = torch.compile
@@ -95,6 +114,7 @@ def test_engines_that_keep_all_parameters_learn_as_ddp_does(pool):
 
 def parts_of_steps(rank: int, world: int) -> list[str]:
     import deepspeed
+
     deepspeed.init_distributed("gloo")
     args = phases.parser().parse_args("--cpu --model llama-tiny --sequence 16 --steps 3 --engines compute,zero3,cdp-v2".split())
     return phases.run(args, torch.device("cpu"))
@@ -123,6 +143,7 @@ def sharded(rank: int, world: int, name: str) -> tuple[list[float], bool, bool, 
     """Losses of three steps on one batch, whether torch's own linear is in place before and after cleaning, and whether the
     optimizer is still there before and after."""
     import deepspeed
+
     deepspeed.init_distributed("gloo")
     config = models.configuration("llama-tiny", host_sync=False)
     step, engine = engines.make(engines.Job(name, config, torch.device("cpu"), torch.float32, 1, sharded=True))

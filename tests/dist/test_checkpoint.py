@@ -11,25 +11,32 @@ import pytest
 import torch
 from engine_work import Job, pack, same, start, train, unpack, whole
 
-from deepspeed_cdp.files import CheckpointError
+from deepspeed_cdp.errors import CheckpointError
 
-RESUME = [Job("mlp", "cdp-v2", 2, optimizer="sgd", schedule="lambda", clip=0.3),
-          Job("conv", "cdp-v1", 1, optimizer="groups", schedule="lambda", clip=0.3),
-          Job("llama-tied", "dp", 1, schedule="warmup", clip=0.3),
-          Job("rooted", "cdp-v2", 1, schedule="warmup", clip=0.3),
-          Job("llama-tied", "cdp-v1", 2, optimizer="sgd", bf16=True)]
+RESUME = [
+    Job("mlp", "cdp-v2", 2, optimizer="sgd", schedule="lambda", clip=0.3),
+    Job("conv", "cdp-v1", 1, optimizer="groups", schedule="lambda", clip=0.3),
+    Job("llama-tied", "dp", 1, schedule="warmup", clip=0.3),
+    Job("rooted", "cdp-v2", 1, schedule="warmup", clip=0.3),
+    Job("llama-tied", "cdp-v1", 2, optimizer="sgd", bf16=True),
+]
 
 
 def snapshot(engine: Any) -> dict[str, Any]:
     """Everything that a failed load must leave alone."""
     runtime = engine._runtime
-    return {"masters": {n: m.detach().clone() for n, m in runtime.owner.masters.items()},
-            "state": {(n, k): torch.as_tensor(v).clone() for n, m in runtime.owner.masters.items()
-                      for k, v in runtime.owner.optimizer.state.get(m, {}).items()},
-            "buffers": {n: b.clone() for n, b in engine.module.named_buffers()},
-            "steps": torch.tensor([engine.global_steps, engine.micro_steps, engine.global_samples]),
-            "lr": torch.tensor(engine.get_lr()),
-            "scalars": runtime.handoff.scalars.kept.clone()}
+    return {
+        "masters": {n: m.detach().clone() for n, m in runtime.owner.masters.items()},
+        "state": {
+            (n, k): torch.as_tensor(v).clone()
+            for n, m in runtime.owner.masters.items()
+            for k, v in runtime.owner.optimizer.state.get(m, {}).items()
+        },
+        "buffers": {n: b.clone() for n, b in engine.module.named_buffers()},
+        "steps": torch.tensor([engine.global_steps, engine.micro_steps, engine.global_samples]),
+        "lr": torch.tensor(engine.get_lr()),
+        "scalars": runtime.executor.scalars.kept.clone(),
+    }
 
 
 def equal(a: Any, b: Any) -> bool:
@@ -98,8 +105,11 @@ def test_another_ring_rule_or_partition_reads_it(pool, tmp_path):
     job = Job("rooted", "cdp-v2", 1, clip=0.3)
     saved = unpack(pool.run(3, save_once, job, str(tmp_path), timeout=180)[0])
     assert (tmp_path / "latest").read_text() == "global_step3" and (tmp_path / "named").is_dir()
-    others = [Job("rooted", "cdp-v1", 1, clip=0.3), Job("rooted", "dp", 1, clip=0.3),
-              Job("rooted", "dp", 1, clip=0.3, cyclic={"units": [f"blocks.{i}" for i in (0, 1, 3, 4)]})]
+    others = [
+        Job("rooted", "cdp-v1", 1, clip=0.3),
+        Job("rooted", "dp", 1, clip=0.3),
+        Job("rooted", "dp", 1, clip=0.3, cyclic={"units": [f"blocks.{i}" for i in (0, 1, 3, 4)]}),
+    ]
     partitions, continued = set(), []
     for world in (2, 3, 4):
         for results in pool.run(world, load_elsewhere, others, str(tmp_path), timeout=180):
@@ -115,6 +125,7 @@ def test_another_ring_rule_or_partition_reads_it(pool, tmp_path):
 def damaged(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
     """Load what is not there, and what is damaged in every way; then the good one."""
     import torch.distributed as dist
+
     engine = start(job, world)
     train(engine, job, rank, 0, 2)
     engine.flush()
@@ -126,8 +137,8 @@ def damaged(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
     for name in ("stage_001.safetensors", "buffers_000.safetensors", "client.pt", "cyclic.json"):
         path = root / "global_step3" / name
         good = path.read_bytes()
-        flipped = good[:len(good) // 2] + bytes([good[len(good) // 2] ^ 0x10]) + good[len(good) // 2 + 1:]
-        for how, data in (("truncated", good[:len(good) // 2]), ("flipped", flipped), ("missing", None)):
+        flipped = good[: len(good) // 2] + bytes([good[len(good) // 2] ^ 0x10]) + good[len(good) // 2 + 1 :]
+        for how, data in (("truncated", good[: len(good) // 2]), ("flipped", flipped), ("missing", None)):
             dist.barrier()
             if rank == 0:
                 path.unlink() if data is None else path.write_bytes(data)
@@ -160,24 +171,26 @@ def test_damage_is_named_and_changes_nothing(pool, tmp_path):
 
 def fails_while_saving(rank: int, world: int, job: Job, folder: str) -> str:
     """Rank 1 raises in its second save; all learn of it, training goes on, the first checkpoint is still the one loaded."""
-    from deepspeed_cdp import checkpoint
+    from deepspeed_cdp.checkpoint import save_load
+
     engine = start(job, world)
     train(engine, job, rank, 0, 2)
     engine.save_checkpoint(folder)
     want = whole(engine)
     train(engine, job, rank, 2, 4)
-    stock = checkpoint.save_tensors
+    stock = save_load.save_tensors
 
     def full(*args: Any) -> dict:
         if rank == 1:
             raise OSError(28, "No space left on device")
         return stock(*args)
-    checkpoint.save_tensors = full
+
+    save_load.save_tensors = full
     try:
         with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(folder)
     finally:
-        checkpoint.save_tensors = stock
+        save_load.save_tensors = stock
     train(engine, job, rank, 4, 5)
     path, _ = engine.load_checkpoint(folder)
     assert path.endswith("global_step2")
@@ -188,17 +201,19 @@ def fails_while_saving(rank: int, world: int, job: Job, folder: str) -> str:
 
 def killed_while_saving(rank: int, world: int, job: Job, folder: str) -> None:
     """Rank 1 is killed in the middle of a save over the tag that is there."""
-    from deepspeed_cdp import checkpoint
+    from deepspeed_cdp.checkpoint import save_load
+
     engine = start(job, world)
     engine.load_checkpoint(folder)
     train(engine, job, rank, 2, 3)
-    stock = checkpoint.save_tensors
+    stock = save_load.save_tensors
 
     def kill(directory: str, name: str, *rest: Any) -> dict:
         if rank == 1 and name.startswith("buffers"):
             os.kill(os.getpid(), signal.SIGKILL)
         return stock(directory, name, *rest)
-    checkpoint.save_tensors = kill
+
+    save_load.save_tensors = kill
     engine.save_checkpoint(folder, tag="global_step2")
 
 
@@ -233,6 +248,7 @@ def exports(rank: int, world: int, jobs: list[Job], folder: str) -> None:
         state = whole(engine)
         assert engine.save_16bit_model(path, "weights.bin")
         import torch.distributed as dist
+
         dist.barrier()
         saved = torch.load(os.path.join(path, "weights.bin"), weights_only=True)
         buffers = {n for n, _ in engine.module.named_buffers()} if rank else set()  # rank 0's: each rank has its own batch norm

@@ -16,9 +16,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_checkpoint import equal, snapshot
 
-from deepspeed_cdp import checkpoint_parts
-from deepspeed_cdp.files import CheckpointError, entry, there
-from deepspeed_cdp.stored import MANIFEST, manifest_text
+from deepspeed_cdp.checkpoint import common
+from deepspeed_cdp.checkpoint.files import entry, there
+from deepspeed_cdp.checkpoint.format import MANIFEST, manifest_text
+from deepspeed_cdp.errors import CheckpointError
 
 MLP = Job("mlp", "cdp-v2", 1, clip=0.3, timeout=8.0)
 
@@ -49,15 +50,16 @@ def failing_saves(rank: int, world: int, folder: str) -> dict[str, str]:
     texts["outside"] = refused(lambda: engine.save_checkpoint(folder, tag="../t"), ValueError)
     texts["client"] = refused(lambda: engine.save_checkpoint(folder, tag="good", client_state={"x": models.MLP()}))
     texts["file"] = refused(lambda: engine.save_checkpoint(os.path.join(folder, "latest")))  # a file where a folder must be made
-    stock = checkpoint_parts.replace_folder
+    stock = common.replace_folder
 
     def broken(*_: Any) -> None:
         raise OSError(5, "Input/output error")
-    checkpoint_parts.replace_folder = broken  # on rank 0 only, last of all: the others wait for it
+
+    common.replace_folder = broken  # on rank 0 only, last of all: the others wait for it
     try:
         texts["finish"] = refused(lambda: engine.save_checkpoint(folder, tag="good"))
     finally:
-        checkpoint_parts.replace_folder = stock
+        common.replace_folder = stock
     train(engine, MLP, rank, 4, 5)
     assert engine.load_checkpoint(folder)[0].endswith("good")
     same(whole(engine), want)
@@ -81,6 +83,7 @@ def killed_between_renames(rank: int, world: int, folder: str) -> None:
         if source.endswith(".saving"):
             os.kill(os.getpid(), signal.SIGKILL)
         stock(source, target)
+
     os.rename = kill
     engine.save_checkpoint(folder, tag="good")
 
@@ -166,6 +169,7 @@ def rewrite(folder: Path, change: Any) -> None:
 def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
     """Checkpoints that are whole but do not fit this engine; nothing is changed by trying."""
     import torch.distributed as dist
+
     root = Path(folder)
     engine = start(ROOTED, world)
     train(engine, ROOTED, rank, 0, 2)
@@ -194,7 +198,9 @@ def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
             for found in files.values():
                 if "param/blocks.2.weight" in found["tensors"]:
                     found["tensors"]["param/blocks.2.weight"] = value
+
         return files_(change)
+
     files_ = files
     attempt("outside", files(lambda f: f.update({"../good/client.pt": f["client.pt"]})))
     attempt("absolute", files(lambda f: f.update({"/etc/passwd": f["client.pt"]})))
@@ -206,6 +212,7 @@ def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
 
     def manifest(change: Any) -> Any:
         return lambda: rewrite(root / "good", change)
+
     attempt("counters", manifest(lambda m: m["counters"].update(_runtime=1)))
     attempt("counter", manifest(lambda m: m["counters"].update(global_steps="many")))
     attempt("options", manifest(lambda m: m["options"][0].update(lr="fast")))
@@ -222,6 +229,7 @@ def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
             save_file(odd, path, trees)
             kinds = {k: [str(v.dtype)[6:], list(v.shape)] for k, v in odd.items()}
             rewrite(path.parent, lambda m, n=path.name, p=path, k=kinds: m["files"][n].update(entry(str(p)), tensors=k))
+
     whole_files = {path: path.read_bytes() for path in (root / "good").glob("stage_*")} if rank == 0 else {}
     attempt("moments", moments)
     for path, data in whole_files.items():
@@ -233,6 +241,7 @@ def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
         path = root / "good" / "client.pt"
         torch.save({"client_state": {}, "lr_scheduler": {"nothing": "of WarmupLR's"}}, path)
         rewrite(root / "good", lambda m: m["files"]["client.pt"].update(entry(str(path))))
+
     client = (root / "good" / "client.pt").read_bytes()
     attempt("scheduler", foreign_scheduler)
     if rank == 0:
@@ -249,23 +258,35 @@ def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
     engine = start(bigger, world)
     texts["model"] = refused(lambda: engine.load_checkpoint(folder))
     state = whole(engine)
-    assert engine.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False,
-                                  load_lr_scheduler_states=False)[0]
+    assert engine.load_checkpoint(folder, load_module_strict=False, load_optimizer_states=False, load_lr_scheduler_states=False)[
+        0
+    ]
     same(whole(engine), state)  # nothing of the other model has one of its names
     engine.destroy()
     return texts
 
 
 def test_what_does_not_fit_is_told_and_changes_nothing(pool, tmp_path):
-    pieces = {"outside": "'../good/client.pt', which is not in its folder", "absolute": "'/etc/passwd'",
-              "huge": "enough for its tensors, of 40000000000000", "dtype": "torch.int32", "shape": "is (4, 16) in",
-              "buffers": "each rank's buffers, of the same shapes", "counters": "counters._runtime is 1, which is not",
-              "counter": "counters.global_steps is 'many', which is not a whole number", "options": "'lr' is 'fast' in",
-              "betas": "'betas' is 0.9 in", "scale": "loss_scale is {", "code": "dtype is 'load', which is not a dtype",
-              "moments": "the optimizer's 'exp_avg' of parameter", "header": "buffer 'ghost' is only in",
-              "format": "has format 7 and this version reads", "scheduler": "does not fit a WarmupLR",
-              "differ": "['None', 'good']",
-              "model": "has no parameter 'blocks.0.0.bias'"}
+    pieces = {
+        "outside": "'../good/client.pt', which is not in its folder",
+        "absolute": "'/etc/passwd'",
+        "huge": "enough for its tensors, of 40000000000000",
+        "dtype": "torch.int32",
+        "shape": "is (4, 16) in",
+        "buffers": "each rank's buffers, of the same shapes",
+        "counters": "counters._runtime is 1, which is not",
+        "counter": "counters.global_steps is 'many', which is not a whole number",
+        "options": "'lr' is 'fast' in",
+        "betas": "'betas' is 0.9 in",
+        "scale": "loss_scale is {",
+        "code": "dtype is 'load', which is not a dtype",
+        "moments": "the optimizer's 'exp_avg' of parameter",
+        "header": "buffer 'ghost' is only in",
+        "format": "has format 7 and this version reads",
+        "scheduler": "does not fit a WarmupLR",
+        "differ": "['None', 'good']",
+        "model": "has no parameter 'blocks.0.0.bias'",
+    }
     for texts in pool.run(2, unfit, str(tmp_path), timeout=120):
         assert texts.keys() == pieces.keys()
         for what, piece in pieces.items():
@@ -280,8 +301,9 @@ class Nested(torch.optim.SGD):
         for p in (p for g in self.param_groups for p in g["params"] if p.grad is not None):
             state = self.state[p]
             if not state:
-                state.update(factors=[torch.eye(n) for n in p.shape], pair=(torch.zeros(()), "word"),
-                             by_name={"n": 0, "sum": p * 0})
+                state.update(
+                    factors=[torch.eye(n) for n in p.shape], pair=(torch.zeros(()), "word"), by_name={"n": 0, "sum": p * 0}
+                )
             state["factors"][0].add_(p.grad.mean())
             state["by_name"]["sum"] += p.grad
             state["by_name"]["n"] += 1
@@ -290,6 +312,7 @@ class Nested(torch.optim.SGD):
 
 def nested(rank: int, world: int, folder: str) -> None:
     import deepspeed
+
     engines = []
     for _ in range(2):
         module = models.build("mlp")
@@ -334,10 +357,15 @@ class FusedAdam(torch.optim.Optimizer):
 
 def counts(rank: int, world: int, folder: str, saves: bool, fused: bool) -> bytes:
     import deepspeed
+
     module = models.build("mlp")
     optimizer = FusedAdam(module.parameters()) if fused else torch.optim.Adam(module.parameters(), lr=1e-2)
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "gradient_clipping": 0.0,
-              "cyclic": {"enabled": True, "rule": "dp"}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3},
+        "gradient_clipping": 0.0,
+        "cyclic": {"enabled": True, "rule": "dp"},
+    }
     engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
     if saves:
         train(engine, MLP, rank, 0, 3)

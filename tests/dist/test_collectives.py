@@ -10,13 +10,49 @@ import torch
 from engine_work import Job, start, train
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PUBLIC = ("all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_object", "all_gather_into_tensor",
-          "all_gather_coalesced", "_all_gather_base", "reduce", "reduce_scatter", "reduce_scatter_tensor", "_reduce_scatter_base",
-          "broadcast", "broadcast_object_list", "barrier", "monitored_barrier", "gather", "gather_object", "scatter",
-          "scatter_object_list", "all_to_all", "all_to_all_single")
-METHODS = ("allreduce", "allreduce_coalesced", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced",
-           "_allgather_base", "_reduce_scatter_base", "reduce", "reduce_scatter", "reduce_scatter_tensor_coalesced", "broadcast",
-           "barrier", "monitored_barrier", "gather", "scatter", "alltoall", "alltoall_base")
+PUBLIC = (
+    "all_reduce",
+    "all_reduce_coalesced",
+    "all_gather",
+    "all_gather_object",
+    "all_gather_into_tensor",
+    "all_gather_coalesced",
+    "_all_gather_base",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "_reduce_scatter_base",
+    "broadcast",
+    "broadcast_object_list",
+    "barrier",
+    "monitored_barrier",
+    "gather",
+    "gather_object",
+    "scatter",
+    "scatter_object_list",
+    "all_to_all",
+    "all_to_all_single",
+)
+METHODS = (
+    "allreduce",
+    "allreduce_coalesced",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "broadcast",
+    "barrier",
+    "monitored_barrier",
+    "gather",
+    "scatter",
+    "alltoall",
+    "alltoall_base",
+)
+
 
 class _Operators(TorchDispatchMode):
     """Notes every c10d operator: the engine's transport has no other than its own backend, which the wrapped methods see."""
@@ -39,6 +75,7 @@ def counting() -> Iterator[list[str]]:
     """
     import torch.distributed as dist
     from torch.distributed import distributed_c10d as c10d
+
     seen: list[str] = []
     undo: list[tuple[Any, str, Any]] = []
 
@@ -50,6 +87,7 @@ def counting() -> Iterator[list[str]]:
         def counted(*args: Any, **kwargs: Any) -> Any:
             seen.append(f"{label}.{name}")
             return stock(*args, **kwargs)
+
         undo.append((owner, name, vars(owner)[name]))
         setattr(owner, name, counted)
 
@@ -70,6 +108,7 @@ def counting() -> Iterator[list[str]]:
 def steady(rank: int, world: int, job: Job) -> dict[str, Any]:
     """Count over four steps after two; and that each of the three nets catches a collective that is there."""
     import torch.distributed as dist
+
     with counting() as caught:
         dist.all_reduce(torch.ones(1))
         group = dist.distributed_c10d._get_default_group()
@@ -85,12 +124,18 @@ def steady(rank: int, world: int, job: Job) -> dict[str, Any]:
     if ours:
         after, form = dict(engine._transport.bytes_received), engine.cyclic_plan.received_bytes(rank)
         by_kind = {"F + B": ("P", "P0", "H", "H0"), "G": ("G", "GH"), "O": ("O",)}
-        got = {kind: sum(n - before.get(edge, 0) for edge, n in after.items() if edge[0] in streams)
-               for kind, streams in by_kind.items()}
+        got = {
+            kind: sum(n - before.get(edge, 0) for edge, n in after.items() if edge[0] in streams)
+            for kind, streams in by_kind.items()
+        }
         scalars = sum(n - before.get(edge, 0) for edge, n in after.items() if edge[0] in ("S", "T"))
         assert sum(got.values()) + scalars == sum(after.values()) - sum(before.values()), "a stream the closed form lacks"
-        result |= {"bytes": got, "form": {"F + B": 4 * (form["F"] + form["B"]), "G": 4 * form["G"], "O": 4 * form["O"]},
-                   "scalars": scalars, "counter": engine._runtime.collectives_in_steps}
+        result |= {
+            "bytes": got,
+            "form": {"F + B": 4 * (form["F"] + form["B"]), "G": 4 * form["G"], "O": 4 * form["O"]},
+            "scalars": scalars,
+            "counter": engine._runtime.collectives_in_steps,
+        }
     engine.destroy()
     return result
 
@@ -127,10 +172,11 @@ def memory(rank: int, world: int, job: Job) -> dict[str, Any]:
     seen_in_forward: dict[str, int] = {}
 
     def parameters_alive(*_: Any) -> int:
-        return sum({p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in engine.module.parameters()}
-                   .values())
+        return sum(
+            {p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in engine.module.parameters()}.values()
+        )
 
-    regions = {t.untyped_storage().data_ptr() for t in runtime.handoff.buffers.regions.values()}
+    regions = {t.untyped_storage().data_ptr() for t in runtime.executor.buffers.regions.values()}
     small = {n: p.untyped_storage().nbytes() for n, p in engine.module.named_parameters()}
 
     def check(*_: Any) -> None:
@@ -147,16 +193,27 @@ def memory(rank: int, world: int, job: Job) -> dict[str, Any]:
     train(engine, job, rank)
     for handle in handles:
         handle.remove()
-    optimizer = {(t.data_ptr(), t.numel()): t.numel() * t.element_size() for s in runtime.owner.optimizer.state.values()
-                 for t in s.values() if isinstance(t, torch.Tensor)}
-    result = {"buffers": runtime.handoff.buffers.nbytes(), "plan": engine.cyclic_plan.memory(),
-              "masters": sum(m.numel() * m.element_size() for m in runtime.owner.masters.values()),
-              "grads": sum(m.grad.numel() for m in runtime.owner.masters.values() if m.grad is not None),
-              "optimizer": sum(optimizer.values()), "owned": sum(engine.cyclic_plan.unit(i).p_bytes for i in
-                                                                 engine.cyclic_plan.members(runtime.plan.schedule.owned(rank))),
-              "placeholders": small, "alive": parameters_alive(), "checks": len(live), "bound": len(seen_in_forward),
-              "psi": sum(p.numel() * 4 for p in engine.module.parameters()), "count": len(small),
-              "kept": len(runtime.owner.masters)}
+    optimizer = {
+        (t.data_ptr(), t.numel()): t.numel() * t.element_size()
+        for s in runtime.owner.optimizer.state.values()
+        for t in s.values()
+        if isinstance(t, torch.Tensor)
+    }
+    result = {
+        "buffers": runtime.executor.buffers.nbytes(),
+        "plan": engine.cyclic_plan.memory(),
+        "masters": sum(m.numel() * m.element_size() for m in runtime.owner.masters.values()),
+        "grads": sum(m.grad.numel() for m in runtime.owner.masters.values() if m.grad is not None),
+        "optimizer": sum(optimizer.values()),
+        "owned": sum(engine.cyclic_plan.unit(i).p_bytes for i in engine.cyclic_plan.members(runtime.plan.schedule.owned(rank))),
+        "placeholders": small,
+        "alive": parameters_alive(),
+        "checks": len(live),
+        "bound": len(seen_in_forward),
+        "psi": sum(p.numel() * 4 for p in engine.module.parameters()),
+        "count": len(small),
+        "kept": len(runtime.owner.masters),
+    }
     engine.destroy()
     return result
 
@@ -173,8 +230,9 @@ def test_with_keep_after_forward_fewer_bytes_come_and_they_equal_the_closed_form
         assert others[0] == others[1]
 
 
-@pytest.mark.parametrize(("world", "kind", "cyclic"), [(2, "mlp", {}), (2, "llama", {}), (4, "mlp", {}), (4, "llama", {}),
-                                                       (4, "mlp", KEEP)])
+@pytest.mark.parametrize(
+    ("world", "kind", "cyclic"), [(2, "mlp", {}), (2, "llama", {}), (4, "mlp", {}), (4, "llama", {}), (4, "mlp", KEEP)]
+)
 def test_memory_is_the_plans_and_about_one_nth(pool, world, kind, cyclic):
     """Replicated AdamW keeps 5 Psi: parameters, sums, masters, two states. Here a rank keeps those of its stage, and about two
     stages each of parameters and sums in flight (up to three, with gaps): 10 to 11 stages, so with even stages 2.2 * 5 Psi / N,

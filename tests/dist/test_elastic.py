@@ -21,13 +21,38 @@ STEPS = 14
 
 def torchrun(nodes: str, port: int, first: bool, log: Path, *arguments: str) -> subprocess.Popen:
     """An agent with one rank; agents that meet at the port, which the first one keeps, are one job."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes, "--nproc-per-node", "1", "--max-restarts", "3",
-               "--monitor-interval", "0.3", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id",
-               "elastic",
-               "--rdzv-conf", f"is_host={int(first)},last_call_timeout=3,join_timeout=120", "--local-addr", "localhost",
-               str(Path(__file__).parent / "elastic_rank.py"), *arguments]
-    return subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, start_new_session=True,
-                            env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes",
+        nodes,
+        "--nproc-per-node",
+        "1",
+        "--max-restarts",
+        "3",
+        "--monitor-interval",
+        "0.3",
+        "--rdzv-backend",
+        "c10d",
+        "--rdzv-endpoint",
+        f"localhost:{port}",
+        "--rdzv-id",
+        "elastic",
+        "--rdzv-conf",
+        f"is_host={int(first)},last_call_timeout=3,join_timeout=120",
+        "--local-addr",
+        "localhost",
+        str(Path(__file__).parent / "elastic_rank.py"),
+        *arguments,
+    ]
+    return subprocess.Popen(
+        command,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
 
 
 def finish(agents: list[subprocess.Popen], logs: list[Path], seconds: float) -> None:

@@ -16,9 +16,15 @@ def recording(rank: int, world: int, path: str) -> dict:
     """Train a little inside engine.cyclic_trace."""
     import deepspeed
     import models
+
     module = models.build("mlp")
-    config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "gradient_clipping": 0,
-              "optimizer": {"type": "SGD", "params": {"lr": 0.05}}, "cyclic": {"enabled": True, "timeout_seconds": Job.timeout}}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": 3},
+        "gradient_clipping": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.05}},
+        "cyclic": {"enabled": True, "timeout_seconds": Job.timeout},
+    }
     engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
 
     def step(t: int) -> None:
@@ -83,9 +89,13 @@ def test_the_console_script_is_declared():
     from pathlib import Path
 
     import tomllib
+
     scripts = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, function = scripts["deepspeed-cdp"].partition(":")
-    done = subprocess.run([sys.executable, "-c",
-                           f"import sys; from {module} import {function}; sys.exit({function}(['--version']))"],
-                          capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; from {module} import {function}; sys.exit({function}(['--version']))"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 0 and done.stdout.startswith("deepspeed-cdp ")

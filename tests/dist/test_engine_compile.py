@@ -22,8 +22,9 @@ def compiled(rank: int, world: int, how: str) -> dict:
         engine.destroy()
     if fused:  # what is compiled is not fused: the same to rounding
         (losses, weights), (others, other_weights) = results
-        close = all(torch.allclose(torch.tensor(v), torch.tensor(other_weights[k]), rtol=1e-5, atol=1e-6)
-                    for k, v in weights.items())
+        close = all(
+            torch.allclose(torch.tensor(v), torch.tensor(other_weights[k]), rtol=1e-5, atol=1e-6) for k, v in weights.items()
+        )
         return {"losses": all(abs(v - others[k]) < 1e-5 for k, v in losses.items()), "weights": close}
     return {"losses": results[0][0] == results[1][0], "weights": results[0][1] == results[1][1]}
 

@@ -119,6 +119,7 @@ def wrong_order(rank: int, world: int) -> dict[str, str]:
         loss = forward()
         e.backward(loss, retain_graph=True)
         e.backward(loss)
+
     note("retained", one, retained)
 
     note("many numbers", one, lambda e, forward: e.backward(forward().expand(2)))
@@ -127,6 +128,7 @@ def wrong_order(rank: int, world: int) -> dict[str, str]:
     def too_many(e: Any, forward: Callable[[], torch.Tensor]) -> None:
         for _ in range(3):
             e.backward(forward())
+
     note("too many", two, too_many)
     note("step first", one, lambda e, forward: (forward(), e.step()))
     note("flush inside", one, lambda e, forward: (forward(), e.flush()))
@@ -134,11 +136,13 @@ def wrong_order(rank: int, world: int) -> dict[str, str]:
     def half(e: Any, forward: Callable[[], torch.Tensor]) -> None:
         e.backward(forward())
         e.flush()
+
     note("flush in a step", two, half)
 
     def no_graph(e: Any, forward: Callable[[], torch.Tensor]) -> None:
         e.eval()
         e.backward(forward())
+
     note("backward in eval", one, no_graph)
     return texts
 
@@ -165,8 +169,11 @@ def test_calls_in_the_wrong_order(pool):
 # model -> words of its error, and the units that its error tells one to list
 MODELS: list[tuple[type[nn.Module], tuple[str, ...], list[str]]] = [
     (Backwards, ("'blocks.5'", "cyclic.units", "order of use"), [f"blocks.{i}" for i in reversed(range(6))]),
-    (Twice, ("'blocks.2'", "cyclic.units", "leave out those that are used more than once"),
-     [f"blocks.{i}" for i in (0, 1, 3, 4, 5)]),
+    (
+        Twice,
+        ("'blocks.2'", "cyclic.units", "leave out those that are used more than once"),
+        [f"blocks.{i}" for i in (0, 1, 3, 4, 5)],
+    ),
     (Repeats, ("'blocks.2'", "cyclic.units", "leave it out"), [f"blocks.{i}" for i in (0, 1, 3, 4, 5)]),
     (Borrows, ("'proj'", "cyclic.units", "without 'proj'"), [f"blocks.{i}" for i in range(6)]),
 ]

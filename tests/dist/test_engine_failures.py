@@ -17,9 +17,11 @@ SECONDS = 3.0  # cyclic.timeout_seconds
 SLACK = 6.0  # closing, on two shared cores
 
 
-WHERE = re.compile(r"HandoffError: rank (\d+), step (\d+), "
-                   r"(stage (\d+), (forward|backward|norm|update|total)|flush|saving|gather)"
-                   r".*(stream (\w+)|rank\(s\) \[\d+\] missing|closed)")
+WHERE = re.compile(
+    r"HandoffError: rank (\d+), step (\d+), "
+    r"(stage (\d+), (forward|backward|norm|update|total)|flush|saving|gather)"
+    r".*(stream (\w+)|rank\(s\) \[\d+\] missing|closed)"
+)
 
 
 def check_named(failure: Any, rank: int, world: int) -> None:
@@ -54,8 +56,9 @@ def stops_early(rank: int, world: int, how: str, rule: str) -> float | str:
     return time.monotonic() - began
 
 
-@pytest.mark.parametrize(("how", "rule"), [("destroys", "cdp-v2"), ("returns", "cdp-v1"), ("evaluates", "cdp-v2"),
-                                           ("saves", "cdp-v2")])
+@pytest.mark.parametrize(
+    ("how", "rule"), [("destroys", "cdp-v2"), ("returns", "cdp-v1"), ("evaluates", "cdp-v2"), ("saves", "cdp-v2")]
+)
 def test_unequal_numbers_of_steps(pool, how, rule):
     outcomes = pool.run_failing(3, stops_early, how, rule, timeout=180)
     for rank in (0, 2):
@@ -92,9 +95,14 @@ def differs(rank: int, world: int, what: list[str]) -> list[tuple[str, float]]:
     return results
 
 
-MISMATCHES = {"rule": ("cyclic.rule", "'cdp-v2'", "'cdp-v1'"), "rounds": ("gradient_accumulation_steps", "1", "2"),
-              "clip": ("gradient_clipping", "0.0", "0.5"), "width": ("parameter names, shapes and dtypes",),
-              "layers": ("number of parameters", "12", "14"), "dtype": ("dtypes", "float32", "bfloat16")}
+MISMATCHES = {
+    "rule": ("cyclic.rule", "'cdp-v2'", "'cdp-v1'"),
+    "rounds": ("gradient_accumulation_steps", "1", "2"),
+    "clip": ("gradient_clipping", "0.0", "0.5"),
+    "width": ("parameter names, shapes and dtypes",),
+    "layers": ("number of parameters", "12", "14"),
+    "dtype": ("dtypes", "float32", "bfloat16"),
+}
 
 
 def test_configs_and_models_that_differ_between_ranks(pool):

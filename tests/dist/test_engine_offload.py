@@ -10,7 +10,7 @@ from deepspeed import utils
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from engine_work import Job, oracle, pack, same, start, train, unpack, whole
 
-from deepspeed_cdp.offload import OffloadedOwner
+from deepspeed_cdp.optim.offload import OffloadedOwner
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}  # without torch_adam: DeepSpeed chooses
 
@@ -21,9 +21,11 @@ def offloaded(job: Job, **more: Any) -> Job:
     return replace(job, config={**job.config, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False})
 
 
-JOBS = [Job("mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda", flush_after=(2,)),
-        Job("llama-tied", "cdp-v1", 1, clip=0.5, bf16=True, style="accelerate"),
-        Job("rooted", "dp", 1, optimizer="sgd", eval_after=(1, 3))]
+JOBS = [
+    Job("mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda", flush_after=(2,)),
+    Job("llama-tied", "cdp-v1", 1, clip=0.5, bf16=True, style="accelerate"),
+    Job("rooted", "dp", 1, optimizer="sgd", eval_after=(1, 3)),
+]
 
 
 def compare(rank: int, world: int, jobs: list[Job], folder: str) -> list[str]:
@@ -66,6 +68,7 @@ def test_the_same_as_without_and_either_continues_the_others_checkpoints(pool, t
 def writes(rank: int, world: int, job: Job) -> None:
     """What safe_set_* and GatheredParameters write is in the masters, and in what the next forward reads."""
     from deepspeed.runtime.zero import GatheredParameters
+
     engine = start(job, world)
     owner = engine._runtime.owner
     train(engine, job, rank, 0, 2)
@@ -128,16 +131,29 @@ def refused(rank: int, world: int, job: Job) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("zero, words", [
-    ({"offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}},
-     "ValueError: zero_optimization.offload_optimizer is nvme: not supported in this version; set its device to cpu."),
-    ({"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
-     "ValueError: zero_optimization.offload_optimizer.ratio is 0.5: an owner updates its stage in one place; set it to 1.0."),
-    ({"offload_optimizer": {"device": "cpu", "super_offload": True}},
-     "ValueError: zero_optimization.offload_optimizer.super_offload is"),
-    ({"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-     "ValueError: zero_optimization.offload_param is cpu: each rank passes every parameter on in every step, so all of them "
-     "would cross the bus to host memory; remove it.")])
+@pytest.mark.parametrize(
+    "zero, words",
+    [
+        (
+            {"offload_optimizer": {"device": "nvme", "nvme_path": "/nowhere"}},
+            "ValueError: zero_optimization.offload_optimizer is nvme: not supported in this version; set its device to cpu.",
+        ),
+        (
+            {"offload_optimizer": {"device": "cpu", "ratio": 0.5}},
+            "ValueError: zero_optimization.offload_optimizer.ratio is 0.5: an owner updates its stage in one place; "
+            "set it to 1.0.",
+        ),
+        (
+            {"offload_optimizer": {"device": "cpu", "super_offload": True}},
+            "ValueError: zero_optimization.offload_optimizer.super_offload is",
+        ),
+        (
+            {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+            "ValueError: zero_optimization.offload_param is cpu: each rank passes every parameter on in every step, so "
+            "all of them would cross the bus to host memory; remove it.",
+        ),
+    ],
+)
 def test_refusals(pool, zero, words):
     job = Job("mlp", config={"zero_optimization": {"stage": 3, **zero}})
     assert all(text.startswith(words) for text in pool.run(1, refused, job, timeout=60))

@@ -5,33 +5,41 @@ from engine_work import Job, farthest, oracle, pack, run_jobs, same, start, trai
 
 # A pairwise-covering choice (rule x accumulation x model x optimizer x style); the full product runs on threads (tests/unit).
 COVER: dict[int, list[Job]] = {
-    1: [Job("mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda"),
+    1: [
+        Job("mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda"),
         Job("rooted", "dp", 1, optimizer="sgd", flush_after=(2,)),
-        Job("llama-tied", "cdp-v1", 1, clip=0.5, bf16=True)],
-    2: [Job("mlp", "cdp-v2", 1, clip=0.3, optimizer="sgd", schedule="lambda", flush_after=(2,)),
+        Job("llama-tied", "cdp-v1", 1, clip=0.5, bf16=True),
+    ],
+    2: [
+        Job("mlp", "cdp-v2", 1, clip=0.3, optimizer="sgd", schedule="lambda", flush_after=(2,)),
         Job("mlp", "cdp-v1", 2, optimizer="muon", style="accelerate"),
         Job("rooted", 2, 2, clip=0.2, schedule="warmup", style="accelerate", eval_after=(1, 3)),
         Job("conv", "cdp-v1", 1, clip=0.3, optimizer="groups", schedule="lambda", eval_after=(2,)),
         Job("routed", "cdp-v2", 2, optimizer="sgd", style="loss"),
         Job("llama", "dp", 2, clip=0.3, optimizer="callable"),
         Job("llama-tied", "cdp-v2", 1, clip=0.5, bf16=True, style="accelerate"),
-        Job("llama-tied", "cdp-v1", 2, clip=0.5, bf16=True, sum_fp32=True, optimizer="groups")],
-    3: [Job("mlp", "dp", 1, clip=0.3, optimizer="muon", style="loss", flush_after=(3,)),
+        Job("llama-tied", "cdp-v1", 2, clip=0.5, bf16=True, sum_fp32=True, optimizer="groups"),
+    ],
+    3: [
+        Job("mlp", "dp", 1, clip=0.3, optimizer="muon", style="loss", flush_after=(3,)),
         Job("rooted", "cdp-v1", 2, clip=0.2, optimizer="groups", schedule="lambda", flush_after=(1,)),
         Job("conv", "cdp-v2", 2, clip=0.3, optimizer="sgd", schedule="warmup", eval_after=(1,)),
         Job("routed", 3, 1, optimizer="callable", steps=8),
         Job("routed", "cdp-v1", 1, optimizer="sgd", style="accelerate"),
         Job("llama", "cdp-v2", 1, clip=0.3, schedule="warmup"),
         Job("llama-tied", 3, 2, clip=0.3, optimizer="groups"),
-        Job("llama", "cdp-v1", 1, clip=0.3, style="loss")],
-    4: [Job("mlp", 4, 1, clip=0.3, optimizer="groups", schedule="lambda", barriers=True),
+        Job("llama", "cdp-v1", 1, clip=0.3, style="loss"),
+    ],
+    4: [
+        Job("mlp", 4, 1, clip=0.3, optimizer="groups", schedule="lambda", barriers=True),
         Job("mlp", "dp", 2, optimizer="sgd", style="accelerate", barriers=True),
         Job("conv", "dp", 1, optimizer="callable", schedule="lambda"),
         Job("routed", "cdp-v2", 1, optimizer="sgd", clip=0.3, barriers=True),
         Job("llama", "cdp-v1", 2, clip=0.3, barriers=True),
         Job("llama-tied", "cdp-v2", 1, clip=0.3, optimizer="sgd", eval_after=(2,), flush_after=(4,)),
         Job("rooted", "cdp-v2", 2, clip=0.3, optimizer="groups", barriers=True, cyclic={"keep_after_forward": True}),
-        Job("llama", "cdp-v1", 1, clip=0.3, eval_after=(2,), cyclic={"keep_after_forward": True})],
+        Job("llama", "cdp-v1", 1, clip=0.3, eval_after=(2,), cyclic={"keep_after_forward": True}),
+    ],
 }
 
 
@@ -54,9 +62,11 @@ def test_every_weight_and_loss_equals_the_oracle(pool, world):
 
 
 FUSED = {"gradient_accumulation_fusion": True}
-FUSING = [Job("llama", "cdp-v2", 2, clip=0.3, optimizer="sgd", cyclic=FUSED),
-          Job("rooted", "cdp-v1", 1, optimizer="sgd", flush_after=(2,), style="accelerate", cyclic=FUSED),
-          Job("llama-tied", "cdp-v2", 2, optimizer="sgd", bf16=True, cyclic=FUSED)]
+FUSING = [
+    Job("llama", "cdp-v2", 2, clip=0.3, optimizer="sgd", cyclic=FUSED),
+    Job("rooted", "cdp-v1", 1, optimizer="sgd", flush_after=(2,), style="accelerate", cyclic=FUSED),
+    Job("llama-tied", "cdp-v2", 2, optimizer="sgd", bf16=True, cyclic=FUSED),
+]
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -82,13 +92,16 @@ STOCK = [("mlp", 1, False), ("mlp", 2, False), ("llama-tied", 1, False), ("llama
 @pytest.mark.parametrize("world", [2, 3])
 def test_dp_equals_stock_zero3(pool, world):
     """fp32: within 1e-5 relative (ZeRO-3 divides before it sums); bf16: within ZeRO-3's own rounding of bf16 sums."""
-    jobs = [Job(kind, rule, rounds, clip=0.3, bf16=bf16, optimizer="sgd", schedule="lambda")
-            for kind, rounds, bf16 in STOCK for rule in ("dp", None)]
+    jobs = [
+        Job(kind, rule, rounds, clip=0.3, bf16=bf16, optimizer="sgd", schedule="lambda")
+        for kind, rounds, bf16 in STOCK
+        for rule in ("dp", None)
+    ]
     jobs += [Job("mlp", rule, 1, clip=0.3, optimizer="sgd", schedule="lambda") for rule in ("cdp-v1", "cdp-v2")]
     results = pool.run(world, run_jobs, jobs, timeout=400)
     states = [unpack(x["state"]) for x in results[0]]
     for at, (kind, rounds, bf16) in enumerate(STOCK):
-        ours, stock = states[2 * at:2 * at + 2]
+        ours, stock = states[2 * at : 2 * at + 2]
         assert results[0][2 * at + 1]["class"] == "DeepSpeedEngine"
         print(f"{kind} world {world} rounds {rounds} bf16 {bf16}: largest difference {farthest(ours, stock):.2e}")
         same(ours, stock, *((2e-2, 2e-3) if bf16 else (1e-5, 1e-7)))
@@ -97,7 +110,7 @@ def test_dp_equals_stock_zero3(pool, world):
             assert got == pytest.approx(want, rel=1e-5)
     different = [states[0], states[-2], states[-1]]  # dp, v1, v2 on the same data
     for i, a in enumerate(different):
-        for b in different[i + 1:]:
+        for b in different[i + 1 :]:
             assert farthest(a, b) > 1e-4
             with pytest.raises(AssertionError):
                 same(a, b, 1e-5, 1e-7)
@@ -113,6 +126,7 @@ def late_publish(rank: int, world: int, job: Job) -> dict:
         calls.append(slot)
         if len(calls) != 3 or rank:
             publish(slot, *unit)
+
     owner.publish = skip_third
     train(engine, job, rank)
     state, stages = pack(whole(engine)), engine.cyclic_plan.stages

@@ -11,14 +11,21 @@ import pytest
 import torch
 from engine_work import ORACLES, SCHEDULES, Job, farthest, pack, same, start, train, unpack, whole
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.schedule import threshold
 
 
 def fp16(power: int = 18, window: int = 2, **more: Any) -> dict[str, Any]:
-    return {"fp16": {"enabled": True, "auto_cast": True, "initial_scale_power": power, "loss_scale_window": window,
-                     "hysteresis": 1,
-                     **more}}
+    return {
+        "fp16": {
+            "enabled": True,
+            "auto_cast": True,
+            "initial_scale_power": power,
+            "loss_scale_window": window,
+            "hysteresis": 1,
+            **more,
+        }
+    }
 
 
 def autocast(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
@@ -27,23 +34,38 @@ def autocast(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
 
 FP16 = {
     1: [Job("mlp", "dp", 1, steps=9, schedule="lambda", config=fp16()), Job("mlp", "cdp-v1", 1, steps=9, config=fp16())],
-    2: [Job("mlp", "cdp-v1", 2, steps=12, clip=0.3, schedule="lambda", config=fp16(), flush_after=(4,)),
+    2: [
+        Job("mlp", "cdp-v1", 2, steps=12, clip=0.3, schedule="lambda", config=fp16(), flush_after=(4,)),
         Job("mlp", "dp", 1, steps=10, optimizer="sgd", schedule="lambda", config=fp16(hysteresis=2), style="scaled"),
         Job("llama-tied", "cdp-v1", 1, steps=8, clip=0.5, sum_fp32=True, config=fp16(auto_cast=False, loss_scale_window=3)),
-        Job("mlp", "cdp-v1", 1, steps=8, clip=0.3, optimizer="sgd",
-            config={**fp16(), "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}),
-        Job("mlp", "cdp-v1", 1, optimizer="sgd", config=fp16(loss_scale=384.0))],
-    3: [Job("mlp", "cdp-v1", 1, steps=12, schedule="warmup", config=fp16(consecutive_hysteresis=True), eval_after=(3,)),
-        Job("mlp", "dp", 2, steps=10, clip=0.3, config=fp16(), flush_after=(1, 5))],
+        Job(
+            "mlp",
+            "cdp-v1",
+            1,
+            steps=8,
+            clip=0.3,
+            optimizer="sgd",
+            config={**fp16(), "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}},
+        ),
+        Job("mlp", "cdp-v1", 1, optimizer="sgd", config=fp16(loss_scale=384.0)),
+    ],
+    3: [
+        Job("mlp", "cdp-v1", 1, steps=12, schedule="warmup", config=fp16(consecutive_hysteresis=True), eval_after=(3,)),
+        Job("mlp", "dp", 2, steps=10, clip=0.3, config=fp16(), flush_after=(1, 5)),
+    ],
 }
 AUTOCAST = {
-    2: [Job("llama-tied", "cdp-v2", 2, clip=0.3, config=autocast()), Job("mlp", "cdp-v1", 1, config=autocast(), eval_after=(2,)),
+    2: [
+        Job("llama-tied", "cdp-v2", 2, clip=0.3, config=autocast()),
+        Job("mlp", "cdp-v1", 1, config=autocast(), eval_after=(2,)),
         Job("conv", "dp", 1, optimizer="sgd", config=autocast()),
         Job("mlp", "cdp-v2", 2, style="outer", config=autocast()),
-        Job("mlp", "cdp-v1", 1, steps=9, clip=0.3, config=autocast("float16",
-                                                                   fp16={"initial_scale_power": 20, "hysteresis": 1}))],
-    3: [Job("llama", "cdp-v2", 1, clip=0.3, style="accelerate", config=autocast()),
-        Job("routed", "cdp-v2", 2, optimizer="sgd", config=autocast(), cyclic={"keep_after_forward": True})],
+        Job("mlp", "cdp-v1", 1, steps=9, clip=0.3, config=autocast("float16", fp16={"initial_scale_power": 20, "hysteresis": 1})),
+    ],
+    3: [
+        Job("llama", "cdp-v2", 1, clip=0.3, style="accelerate", config=autocast()),
+        Job("routed", "cdp-v2", 2, optimizer="sgd", config=autocast(), cyclic={"keep_after_forward": True}),
+    ],
 }
 
 
@@ -52,6 +74,7 @@ class Heard:
 
     def __init__(self, config: dict[str, Any]):
         from deepspeed.runtime.precision_config import DeepSpeedFP16Config
+
         parsed = DeepSpeedFP16Config(**config)
         self.scaler = ds.CreateLossScaler(torch.half, parsed.loss_scale, parsed.loss_scale == 0, parsed.dynamic_loss_scale_args())
         self.overflows: list[bool] = []
@@ -93,12 +116,25 @@ def oracle(job: Job, stages: Any, world: int) -> reference.Trained:
                 return call(*args, **kwargs)
             with torch.autocast("cpu", dtype=getattr(torch, cast["dtype"])):
                 return call(*args, **kwargs)
+
         return models.loss(inside, job.kind, x)
 
     with _outer(job):
-        return reference.train(module, stages, threshold(job.rule, world), lambda t, m, r: models.batch(job.kind, t, m, r), loss,
-                               make, job.steps, rounds=job.rounds, clip=job.clip, flush_after={*job.flush_after, *job.eval_after},
-                               on_step=on_step, scaler=scaler, grad_dtype=torch.float32 if job.sum_fp32 else None)
+        return reference.train(
+            module,
+            stages,
+            threshold(job.rule, world),
+            lambda t, m, r: models.batch(job.kind, t, m, r),
+            loss,
+            make,
+            job.steps,
+            rounds=job.rounds,
+            clip=job.clip,
+            flush_after={*job.flush_after, *job.eval_after},
+            on_step=on_step,
+            scaler=scaler,
+            grad_dtype=torch.float32 if job.sum_fp32 else None,
+        )
 
 
 def _outer(job: Job) -> Any:
@@ -109,6 +145,7 @@ def _outer(job: Job) -> Any:
 def fp16_on_cpus() -> Any:
     """DeepSpeed refuses fp16 on CPUs without instructions for it; torch computes it all the same."""
     from deepspeed.accelerator import get_accelerator
+
     return mock.patch.object(type(get_accelerator()), "is_fp16_supported", lambda self: True)
 
 
@@ -126,8 +163,14 @@ def steps_of(engine: Any, job: Job, rank: int, first: int = 0, last: int | None 
             train(engine, job, rank, step, step + 1, losses)
         overflows.append(engine.optimizer.overflow)
         rates.append(engine.get_lr()[0])
-    return {"losses": losses, "scales": scales, "overflows": overflows, "rates": rates, "skipped": engine.skipped_steps,
-            "mean": engine.cyclic_metrics["loss"] if job.rule is not None else None}
+    return {
+        "losses": losses,
+        "scales": scales,
+        "overflows": overflows,
+        "rates": rates,
+        "skipped": engine.skipped_steps,
+        "mean": engine.cyclic_metrics["loss"] if job.rule is not None else None,
+    }
 
 
 def run_jobs(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
@@ -138,8 +181,14 @@ def run_jobs(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
             with _outer(job):
                 seen = steps_of(engine, job, rank)
             state = whole(engine)
-            results.append({**seen, "state": pack(state), "class": type(engine).__name__,
-                            "stages": engine.cyclic_plan.stages if job.rule is not None else None})
+            results.append(
+                {
+                    **seen,
+                    "state": pack(state),
+                    "class": type(engine).__name__,
+                    "stages": engine.cyclic_plan.stages if job.rule is not None else None,
+                }
+            )
             engine.destroy()
     return results
 
@@ -164,7 +213,7 @@ def test_fp16_equals_the_oracle(pool, world):
     results = pool.run(world, run_jobs, jobs, timeout=240)
     for at, (job, want) in enumerate(zip(jobs, compare(jobs, results, world), strict=True)):
         lag = 0 if job.rule == "dp" and world > 1 else 1
-        told = [False] * lag + want.overflows[:job.steps - lag]
+        told = [False] * lag + want.overflows[: job.steps - lag]
         dynamic = "loss_scale" not in job.config["fp16"]
         assert want.overflows[0] == any(want.overflows) == dynamic and not all(want.overflows), job
         for result in (r[at] for r in results):
@@ -192,10 +241,12 @@ def models_stages(job: Job, world: int) -> list[list[str]]:
 
 
 # one micro-batch is nan; sums overflow sooner here, where they are divided last, so the scales stay away from that
-STOCK = [Job("mlp-nan", None, 1, steps=6, optimizer="sgd", clip=0.3, schedule="lambda", config=fp16(8)),
-         Job("mlp", None, 2, steps=6, optimizer="sgd", config=fp16(loss_scale=256.0)),
-         Job("mlp", None, 1, steps=6, optimizer="sgd", clip=0.3, config=autocast()),
-         Job("llama-tied", None, 1, steps=4, optimizer="sgd", config=autocast())]
+STOCK = [
+    Job("mlp-nan", None, 1, steps=6, optimizer="sgd", clip=0.3, schedule="lambda", config=fp16(8)),
+    Job("mlp", None, 2, steps=6, optimizer="sgd", config=fp16(loss_scale=256.0)),
+    Job("mlp", None, 1, steps=6, optimizer="sgd", clip=0.3, config=autocast()),
+    Job("llama-tied", None, 1, steps=4, optimizer="sgd", config=autocast()),
+]
 
 
 def test_dp_equals_stock_zero3(pool):
@@ -204,16 +255,20 @@ def test_dp_equals_stock_zero3(pool):
     result = pool.run(2, run_jobs, jobs, timeout=240)[0]
     for job, ours, stock in zip(STOCK, result[::2], result[1::2]):
         assert stock["class"] == "DeepSpeedEngine"
-        print(f"{job.kind} {list(job.config)}: largest difference {farthest(unpack(ours['state']), unpack(stock['state'])):.2e}, "
-              f"scales {stock['scales']} {ours['scales']}")
+        print(
+            f"{job.kind} {list(job.config)}: largest difference {farthest(unpack(ours['state']), unpack(stock['state'])):.2e}, "
+            f"scales {stock['scales']} {ours['scales']}"
+        )
         same(unpack(ours["state"]), unpack(stock["state"]), 2e-2, 2e-3)
         assert ours["skipped"] == (job.kind == "mlp-nan")
         for key in ("rates", "skipped", "overflows", "scales"):
             assert ours[key] == stock[key], (job, key)
 
 
-RESUME = [Job("mlp", "cdp-v1", 2, steps=7, schedule="lambda", clip=0.3, config=fp16(hysteresis=2)),
-          Job("mlp", "dp", 1, steps=6, schedule="lambda", optimizer="sgd", config=fp16())]
+RESUME = [
+    Job("mlp", "cdp-v1", 2, steps=7, schedule="lambda", clip=0.3, config=fp16(hysteresis=2)),
+    Job("mlp", "dp", 1, steps=6, schedule="lambda", optimizer="sgd", config=fp16()),
+]
 
 
 def resumes(rank: int, world: int, jobs: list[Job], folder: str) -> None:
@@ -279,10 +334,11 @@ def scaler_after(rank: int, world: int, rule: str | None, load: str, save: str) 
 
 
 def test_the_scaler_goes_to_zero3_and_back(pool, tmp_path):
-    from deepspeed_cdp import convert
+    from deepspeed_cdp.cli import convert
+
     ours, theirs, stocks = (str(tmp_path / x) for x in ("ours", "theirs", "stocks"))
     ours_was = pool.run(2, scaler_after, "cdp-v1", "", ours)[0]["end"]
-    assert ours_was["cur_scale"] < 2.0 ** 19 and ours_was["cur_iter"] == 3
+    assert ours_was["cur_scale"] < 2.0**19 and ours_was["cur_iter"] == 3
     assert convert.main(["to-zero3", ours, theirs, "--ranks", "2", "--json"]) == 0
     stock = pool.run(2, scaler_after, None, theirs, stocks)[0]
     assert stock["loaded"] == ours_was

@@ -15,26 +15,34 @@ def at(stage: int | None, kind: str = "mlp", rule="cdp-v2", rounds: int = 1, **m
 
 
 COVER: dict[int, list[Job]] = {
-    1: [at(2, "mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda"),
-        at(0, "llama-tied", "cdp-v1", clip=0.5, bf16=True)],
-    2: [at(2, clip=0.3, optimizer="sgd", schedule="lambda", flush_after=(2,)),
+    1: [
+        at(2, "mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda"),
+        at(0, "llama-tied", "cdp-v1", clip=0.5, bf16=True),
+    ],
+    2: [
+        at(2, clip=0.3, optimizer="sgd", schedule="lambda", flush_after=(2,)),
         at(1, "mlp", "cdp-v1", 2, optimizer="muon", style="accelerate"),
         at(0, "rooted", 2, 2, clip=0.2, schedule="warmup", style="accelerate", eval_after=(1, 3)),
         at(None, "conv", "cdp-v1", clip=0.3, optimizer="groups", schedule="lambda", eval_after=(2,)),
         at(2, "routed", "cdp-v2", 2, optimizer="sgd", style="loss"),
         at(1, "llama", "dp", 2, clip=0.3, optimizer="callable"),
         at(0, "llama-tied", "cdp-v2", clip=0.5, bf16=True, style="accelerate"),
-        at(1, "llama-tied", "cdp-v1", 2, clip=0.5, bf16=True, sum_fp32=True, optimizer="groups")],
-    3: [at(0, "mlp", "dp", clip=0.3, optimizer="muon", style="loss", flush_after=(3,)),
+        at(1, "llama-tied", "cdp-v1", 2, clip=0.5, bf16=True, sum_fp32=True, optimizer="groups"),
+    ],
+    3: [
+        at(0, "mlp", "dp", clip=0.3, optimizer="muon", style="loss", flush_after=(3,)),
         at(2, "rooted", "cdp-v1", 2, clip=0.2, optimizer="groups", schedule="lambda", flush_after=(1,)),
         at(1, "conv", "cdp-v2", 2, clip=0.3, optimizer="sgd", schedule="warmup", eval_after=(1,)),
         at(2, "routed", 3, optimizer="callable", steps=8),
-        at(1, "llama-tied", 3, 2, clip=0.3, optimizer="groups")],
-    4: [at(1, "mlp", 4, clip=0.3, optimizer="groups", schedule="lambda", barriers=True),
+        at(1, "llama-tied", 3, 2, clip=0.3, optimizer="groups"),
+    ],
+    4: [
+        at(1, "mlp", 4, clip=0.3, optimizer="groups", schedule="lambda", barriers=True),
         at(2, "mlp", "dp", 2, optimizer="sgd", style="accelerate", barriers=True),
         at(1, "routed", "cdp-v2", optimizer="sgd", clip=0.3, barriers=True),
         at(2, "llama", "cdp-v1", 2, clip=0.3, barriers=True),
-        at(0, "llama-tied", "cdp-v2", clip=0.3, optimizer="sgd", eval_after=(2,), flush_after=(4,))],
+        at(0, "llama-tied", "cdp-v2", clip=0.3, optimizer="sgd", eval_after=(2,), flush_after=(4,)),
+    ],
 }
 
 
@@ -55,20 +63,28 @@ def test_every_weight_and_loss_equals_the_oracle(pool, world):
             assert len({tuple(r["visited"]) for r in ranks}) > 1, "the test needs ranks that use different experts"
 
 
-STOCK = [("mlp", 1, 1, False), ("mlp", 2, 2, False), ("mlp", 0, 1, False), ("llama-tied", 2, 1, False),
-         ("llama-tied", 1, 2, True)]
+STOCK = [
+    ("mlp", 1, 1, False),
+    ("mlp", 2, 2, False),
+    ("mlp", 0, 1, False),
+    ("llama-tied", 2, 1, False),
+    ("llama-tied", 1, 2, True),
+]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_dp_equals_stock_deepspeed(pool, world):
     """ZeRO-0, 1 and 2: fp32 to 1e-5 (it divides before it sums), bf16 to its own rounding of sums; other rules differ from it."""
-    jobs = [at(stage, kind, rule, rounds, clip=0.3, bf16=bf16, optimizer="sgd", schedule="lambda")
-            for kind, stage, rounds, bf16 in STOCK for rule in ("dp", None)]
+    jobs = [
+        at(stage, kind, rule, rounds, clip=0.3, bf16=bf16, optimizer="sgd", schedule="lambda")
+        for kind, stage, rounds, bf16 in STOCK
+        for rule in ("dp", None)
+    ]
     jobs += [at(1, rule=rule, clip=0.3, optimizer="sgd", schedule="lambda") for rule in ("cdp-v1", "cdp-v2")]
     results = pool.run(world, run_jobs, jobs, timeout=400)
     states = [unpack(x["state"]) for x in results[0]]
     for i, (*_, bf16) in enumerate(STOCK):
-        ours, stock = states[2 * i:2 * i + 2]
+        ours, stock = states[2 * i : 2 * i + 2]
         assert (results[0][2 * i]["class"], results[0][2 * i + 1]["class"]) == ("CyclicEngine", "DeepSpeedEngine")
         same(ours, {k: v for k, v in stock.items() if k in ours}, *((2e-2, 2e-3) if bf16 else (1e-5, 1e-7)))
     plain = states[0]
@@ -78,8 +94,13 @@ def test_dp_equals_stock_deepspeed(pool, world):
 
 def test_bytes_are_two_psi_and_there_is_no_collective(pool):
     """F: all but the owned stage, once a step, whatever the rounds; G: every round; O: the owned stage. B: nothing."""
-    jobs = [at(1, clip=0.3, schedule="lambda"), at(2, "llama-tied", "cdp-v1", 2, clip=0.3), at(0, "llama", "dp", clip=0.3),
-            at(1, "routed", 3), at(2, "llama-tied", "cdp-v2", 2)]
+    jobs = [
+        at(1, clip=0.3, schedule="lambda"),
+        at(2, "llama-tied", "cdp-v1", 2, clip=0.3),
+        at(0, "llama", "dp", clip=0.3),
+        at(1, "routed", 3),
+        at(2, "llama-tied", "cdp-v2", 2),
+    ]
     for rank, results in enumerate(pool.run(3, several, jobs, timeout=240)):
         for job, result in zip(jobs, results):
             assert result["seen"] == [] and result["counter"] == 0, (job, rank, result["seen"])
@@ -109,8 +130,10 @@ def crosses(rank: int, world: int, kinds: list[dict], folder: str) -> None:
 
 
 def test_checkpoints_cross_between_stages(pool, tmp_path):
-    kinds = [dict(kind="mlp", rule="cdp-v2", rounds=2, optimizer="sgd", schedule="lambda", clip=0.3),
-             dict(kind="llama-tied", rule="cdp-v1", optimizer="groups", bf16=True)]
+    kinds = [
+        dict(kind="mlp", rule="cdp-v2", rounds=2, optimizer="sgd", schedule="lambda", clip=0.3),
+        dict(kind="llama-tied", rule="cdp-v1", optimizer="groups", bf16=True),
+    ]
     pool.run(3, crosses, kinds, str(tmp_path), timeout=300)
 
 
@@ -123,6 +146,7 @@ def surface(rank: int, world: int, jobs: list[Job]) -> list[bytes]:
         safe_set_full_fp32_param,
         safe_set_local_fp32_param,
     )
+
     states = []
     for job in jobs:
         engine = start(job, world)
@@ -164,8 +188,10 @@ def mistakes(rank: int, world: int) -> list[str]:
     job, texts = at(1), []
     engine = start(job, world)
     train(engine, job, rank, 0, 2)
-    for call in (lambda: engine.module(models.batch("mlp", 0, 0, 0)),
-                 lambda: engine.module.load_state_dict(engine.module_state_dict())):
+    for call in (
+        lambda: engine.module(models.batch("mlp", 0, 0, 0)),
+        lambda: engine.module.load_state_dict(engine.module_state_dict()),
+    ):
         with pytest.raises(ValueError) as error:
             call()
         texts.append(str(error.value))

@@ -12,13 +12,19 @@ def job(rule, ring: int, **options) -> Job:
     return Job(rule=rule, cyclic={"ring_size": ring, **options.pop("cyclic", {})}, **options)
 
 
-COVER = {4: [job("cdp-v2", 2, kind="llama-tied", rounds=2, clip=0.3, schedule="warmup", eval_after=(2,)),
-             job("cdp-v1", 2, kind="conv", clip=0.3, optimizer="groups", schedule="lambda", barriers=True),
-             job("dp", 2, kind="mlp", optimizer="sgd", flush_after=(2,)),
-             job("cdp-v2", 1, kind="mlp", optimizer="sgd"),
-             job("cdp-v2", 2, kind="llama-tied", bf16=True, clip=0.5, cyclic={"warmup_steps": 2})],
-         6: [job("cdp-v2", 2, kind="mlp", optimizer="sgd", clip=0.3, barriers=True),  # three rings of two
-             job("cdp-v2", 3, kind="rooted", rounds=2, clip=0.2, optimizer="groups", style="accelerate")]}  # two of three
+COVER = {
+    4: [
+        job("cdp-v2", 2, kind="llama-tied", rounds=2, clip=0.3, schedule="warmup", eval_after=(2,)),
+        job("cdp-v1", 2, kind="conv", clip=0.3, optimizer="groups", schedule="lambda", barriers=True),
+        job("dp", 2, kind="mlp", optimizer="sgd", flush_after=(2,)),
+        job("cdp-v2", 1, kind="mlp", optimizer="sgd"),
+        job("cdp-v2", 2, kind="llama-tied", bf16=True, clip=0.5, cyclic={"warmup_steps": 2}),
+    ],
+    6: [
+        job("cdp-v2", 2, kind="mlp", optimizer="sgd", clip=0.3, barriers=True),  # three rings of two
+        job("cdp-v2", 3, kind="rooted", rounds=2, clip=0.2, optimizer="groups", style="accelerate"),
+    ],
+}  # two of three
 
 
 @pytest.mark.parametrize("world", COVER)
@@ -37,8 +43,10 @@ def test_every_weight_and_loss_equals_the_oracle(pool, world):
 
 def test_resuming_is_bitwise_continuing(pool, tmp_path):
     """Batch norm's buffers differ between all four ranks."""
-    jobs = [job("cdp-v2", 2, kind="conv", clip=0.3, schedule="warmup"),
-            job("cdp-v1", 2, kind="mlp", optimizer="sgd", cyclic={"warmup_steps": 4})]
+    jobs = [
+        job("cdp-v2", 2, kind="conv", clip=0.3, schedule="warmup"),
+        job("cdp-v1", 2, kind="mlp", optimizer="sgd", cyclic={"warmup_steps": 4}),
+    ]
     pool.run(4, resumes, jobs, str(tmp_path), timeout=240)
     saved = os.listdir(tmp_path / "0" / "global_step3")
     assert sorted(f for f in saved if f.startswith("stage")) == ["stage_000.safetensors", "stage_001.safetensors"]
@@ -101,9 +109,16 @@ def uses(rank: int, world: int, one: Job) -> dict:
     metrics, text = engine.cyclic_metrics, engine.report()
     state = pack(whole(engine))
     engine.destroy()
-    return {"double": torch.equal(seen, before * 2), "plus": torch.equal(after, before * 2 + 1), "values": len(values),
-            "state": state, "report": text, "loss": metrics["loss"],
-            "slowest": metrics["slowest"], **counted}
+    return {
+        "double": torch.equal(seen, before * 2),
+        "plus": torch.equal(after, before * 2 + 1),
+        "values": len(values),
+        "state": state,
+        "report": text,
+        "loss": metrics["loss"],
+        "slowest": metrics["slowest"],
+        **counted,
+    }
 
 
 def test_access_metrics_and_report(pool):

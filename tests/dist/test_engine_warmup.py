@@ -12,10 +12,16 @@ def job(rule, warmup: int, **options) -> Job:
     return Job(rule=rule, cyclic={"warmup_steps": warmup}, **options)
 
 
-COVER = {2: [job("cdp-v1", 2, kind="mlp", rounds=2, optimizer="sgd", eval_after=(0,)),
-             job("cdp-v2", 3, kind="llama-tied", clip=0.3, schedule="warmup")],
-         3: [job("cdp-v2", 2, kind="rooted", rounds=2, clip=0.3, optimizer="groups", schedule="lambda", flush_after=(4,)),
-             job(3, 4, kind="mlp", style="accelerate", barriers=True)]}
+COVER = {
+    2: [
+        job("cdp-v1", 2, kind="mlp", rounds=2, optimizer="sgd", eval_after=(0,)),
+        job("cdp-v2", 3, kind="llama-tied", clip=0.3, schedule="warmup"),
+    ],
+    3: [
+        job("cdp-v2", 2, kind="rooted", rounds=2, clip=0.3, optimizer="groups", schedule="lambda", flush_after=(4,)),
+        job(3, 4, kind="mlp", style="accelerate", barriers=True),
+    ],
+}
 
 
 @pytest.mark.parametrize("world", COVER)
@@ -31,9 +37,11 @@ def test_dp_then_the_rule_equals_the_oracle(pool, world):
 
 
 # they save after 3 steps and train 6
-RESUME = [job("cdp-v2", 5, kind="mlp", optimizer="sgd", schedule="lambda", clip=0.3),  # inside the warm-up
-          job("cdp-v2", 3, kind="llama-tied", clip=0.3),  # at the switch
-          job("cdp-v1", 2, kind="mlp", rounds=2, schedule="warmup", clip=0.3)]  # after it, from an engine that was inside
+RESUME = [
+    job("cdp-v2", 5, kind="mlp", optimizer="sgd", schedule="lambda", clip=0.3),  # inside the warm-up
+    job("cdp-v2", 3, kind="llama-tied", clip=0.3),  # at the switch
+    job("cdp-v1", 2, kind="mlp", rounds=2, schedule="warmup", clip=0.3),
+]  # after it, from an engine that was inside
 
 
 def test_resuming_is_bitwise_continuing_on_either_side_of_the_switch(pool, tmp_path):
@@ -47,9 +55,9 @@ def back_in_time(rank: int, world: int, folder: str) -> None:
     train(engine, one, rank, 0, 2)
     engine.save_checkpoint(folder)
     losses = train(engine, one, rank, 2, 6)
-    assert engine._runtime.handoff.schedule.threshold == world - 1
+    assert engine._runtime.executor.schedule.threshold == world - 1
     engine.load_checkpoint(folder)
-    assert engine._runtime.handoff.schedule.threshold == 0
+    assert engine._runtime.executor.schedule.threshold == 0
     assert train(engine, one, rank, 2, 6) == losses
     engine.destroy()
 
@@ -60,6 +68,7 @@ def test_going_back_into_the_warm_up(pool, tmp_path):
 
 def warnings_of(rank: int, world: int, rules: list) -> list[list[str]]:
     from deepspeed.utils import logger
+
     found = []
     for rule, rounds in rules:
         texts: list[str] = []
@@ -67,6 +76,7 @@ def warnings_of(rank: int, world: int, rules: list) -> list[list[str]]:
         class Keep(logging.Handler):
             def emit(self, record, texts=texts):
                 texts.append(record.getMessage())
+
         handler = Keep()
         logger.addHandler(handler)
         engine = start(Job("mlp", rule, rounds), world)

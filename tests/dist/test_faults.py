@@ -39,7 +39,7 @@ from faulty import (
 from workers import Failure, Pool
 
 from deepspeed_cdp import transport
-from deepspeed_cdp.files import CheckpointError
+from deepspeed_cdp.errors import CheckpointError
 
 
 # ---- ranks ------------------------------------------------------------------------------------------------------------------
@@ -69,9 +69,11 @@ def meets(rank: int, world: int, fault: str, who: int, rule: str, folder: str) -
 
 
 # ---- what must be ---------------------------------------------------------------------------------------------------------
-WHERE = re.compile(r"HandoffError: rank (\d+), step \d+, "
-                   r"(stage \d+, (forward|backward|average|norm|update|total)|flush|saving|gather)"
-                   r".*(stream \w+|rank\(s\) \[\d+\] missing|closed)")
+WHERE = re.compile(
+    r"HandoffError: rank (\d+), step \d+, "
+    r"(stage \d+, (forward|backward|average|norm|update|total)|flush|saving|gather)"
+    r".*(stream \w+|rank\(s\) \[\d+\] missing|closed)"
+)
 PEER = re.compile(r"stream \w+: rank \d|on stream \w+ (from|for) rank \d|stream \w+: the connection to rank \d|rank\(s\) \[\d\]")
 
 
@@ -98,6 +100,7 @@ def record(request: pytest.FixtureRequest) -> Callable[..., None]:
         if folder := os.environ.get("FAULT_RESULTS"):
             test = request.node.nodeid.split("::")[-1]
             Path(folder, f"{fault}.json").write_text(json.dumps({"fault": fault, "test": test, **figures}, indent=1) + "\n")
+
     return write
 
 
@@ -112,16 +115,24 @@ def calm(pool, tmp_path_factory) -> Callable[..., dict[str, torch.Tensor]]:
             folder = str(tmp_path_factory.mktemp("calm"))
             known[key] = unpack(pool.run(world, goes_on, fault, rule, folder, True, timeout=120)[0])
         return known[key]
+
     return state
 
 
 # fault: (ranks, guilty rank, rule, what the guilty rank says itself)
-ENDS = {"forward": (3, 1, "cdp-v2", "raised on purpose"), "backward": (2, 1, "cdp-v2", "raised on purpose"),
-        "loader": (3, 2, "cdp-v1", "raised on purpose"), "loader_dp": (3, 0, "dp", "raised on purpose"),
-        "optimizer": (2, 1, "cdp-v2", "raised on purpose"), "memory": (2, 0, "cdp-v2", "can't allocate memory"),
-        "size": (2, 1, "cdp-v2", "HandoffError"), "stopped": (3, 1, "cdp-v2", "HandoffError"),
-        "killed": (3, 1, "cdp-v2", -signal.SIGKILL), "killed_first": (3, 0, "cdp-v1", -signal.SIGKILL),
-        "killed_saving": (2, 1, "cdp-v2", -signal.SIGKILL)}
+ENDS = {
+    "forward": (3, 1, "cdp-v2", "raised on purpose"),
+    "backward": (2, 1, "cdp-v2", "raised on purpose"),
+    "loader": (3, 2, "cdp-v1", "raised on purpose"),
+    "loader_dp": (3, 0, "dp", "raised on purpose"),
+    "optimizer": (2, 1, "cdp-v2", "raised on purpose"),
+    "memory": (2, 0, "cdp-v2", "can't allocate memory"),
+    "size": (2, 1, "cdp-v2", "HandoffError"),
+    "stopped": (3, 1, "cdp-v2", "HandoffError"),
+    "killed": (3, 1, "cdp-v2", -signal.SIGKILL),
+    "killed_first": (3, 0, "cdp-v1", -signal.SIGKILL),
+    "killed_saving": (2, 1, "cdp-v2", -signal.SIGKILL),
+}
 
 
 @pytest.mark.parametrize("fault", ENDS)
@@ -133,8 +144,14 @@ def test_a_rank_that_fails_ends_the_others_in_time(pool, calm, tmp_path, record,
     assert not [c for worker in pool._workers if worker.process.is_alive() for c in children(worker.process.pid)], "zombies"
     state = unpack(pool.run(world, goes_on, fault, rule, str(tmp_path), False, timeout=120)[0])
     same(state, calm(fault, rule, world))
-    record(fault, ranks=world, rule=rule, seconds=max(s for s, _ in told.values()), told=next(iter(told.values()))[1],
-           then="the checkpoint resumes bit by bit")
+    record(
+        fault,
+        ranks=world,
+        rule=rule,
+        seconds=max(s for s, _ in told.values()),
+        told=next(iter(told.values()))[1],
+        then="the checkpoint resumes bit by bit",
+    )
 
 
 # ---- what all ranks survive -------------------------------------------------------------------------------------------------
@@ -295,7 +312,7 @@ def gradients(rank: int, world: int, value: float, rule: str) -> tuple[int, bool
         engine.step()
         told.append(engine.cyclic_metrics)
     state = pack(whole(engine))
-    skipped = engine._runtime.handoff.skipped
+    skipped = engine._runtime.executor.skipped
     engine.destroy()
     norms = {m["step"]: m["grad_norm"] for m in told if m["step"] is not None}
     return skipped, 2 in norms and not torch.isfinite(torch.tensor(norms[2])), state
@@ -309,9 +326,14 @@ def test_gradients_that_are_not_finite(pool, record, value, rule):
     finite = [all(bool(torch.isfinite(t).all()) for t in unpack(state).values()) for _, _, state in results]
     assert all(told for _, told, _ in results)
     assert [skipped for skipped, _, _ in results] == [int(rule != "cdp-v2")] * 2 and finite == [rule != "cdp-v2"] * 2
-    record(f"{value}_{rule}", ranks=2, rule=rule,
-           then="the step is skipped on all ranks, weights stay finite; `grad_norm` shows it"
-           if rule != "cdp-v2" else "it goes into the weights ([limits](limits.md#clipping-loss-and-norm)); `grad_norm` shows it")
+    record(
+        f"{value}_{rule}",
+        ranks=2,
+        rule=rule,
+        then="the step is skipped on all ranks, weights stay finite; `grad_norm` shows it"
+        if rule != "cdp-v2"
+        else "it goes into the weights ([limits](limits.md#clipping-loss-and-norm)); `grad_norm` shows it",
+    )
 
 
 # ---- what is refused at the start -------------------------------------------------------------------------------------------
@@ -323,9 +345,11 @@ def begins(rank: int, world: int, fault: str) -> tuple[float, str]:
         time.sleep(SECONDS + 3)
         began = time.monotonic()
     if fault == "old_version" and rank == 1:  # which knows other facts, too
+
         class Old:
             def as_dict(self) -> dict[str, Any]:
                 return {"machine": "x"}
+
         transport.__version__, transport.observe = "0.0.9", lambda device: Old()
     try:
         start(job_of(fault, "cdp-v2", SECONDS if fault == "late_long" else PATIENT), world)
@@ -336,10 +360,16 @@ def begins(rank: int, world: int, fault: str) -> tuple[float, str]:
         transport.__version__, transport.observe = version, observe
 
 
-@pytest.mark.parametrize(("fault", "words"), [("late_long", "HandoffError: rank 0, connecting the 2 ranks.*rank.s. .1. missing"),
-                                              ("old_version",
-                                               "ValueError: deepspeed_cdp version is '0.1.0' on rank 0 but '0.0.9' "
-                                                              "on rank 1; start every rank with the same")])
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("late_long", "HandoffError: rank 0, connecting the 2 ranks.*rank.s. .1. missing"),
+        (
+            "old_version",
+            "ValueError: deepspeed_cdp version is '0.1.0' on rank 0 but '0.0.9' on rank 1; start every rank with the same",
+        ),
+    ],
+)
 def test_ranks_that_do_not_fit_are_told_at_the_start(pool, record, fault, words):
     (seconds, text), (other_seconds, other) = pool.run(2, begins, fault, timeout=60)
     assert re.match(words, text), text
@@ -351,11 +381,33 @@ def test_ranks_that_do_not_fit_are_told_at_the_start(pool, record, fault, words)
 def test_torchrun_restarts_a_killed_run_and_leaves_no_process(comm_op, tmp_path, record):
     """tests/long/run.py in short: one rank kills itself, torchrun starts all anew, the end is that of an undisturbed run."""
     repository, mark = Path(__file__).parents[2], uuid.uuid4().hex
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
-               "tests/long/run.py", "--cpu", "--steps", "60", "--save", "20", "--evaluate", "15", "--sample", "5", "--out",
-               str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1", "FAULT_MARK": mark,
-                   "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        "--max-restarts=1",
+        "tests/long/run.py",
+        "--cpu",
+        "--steps",
+        "60",
+        "--save",
+        "20",
+        "--evaluate",
+        "15",
+        "--sample",
+        "5",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(repository),
+        "OMP_NUM_THREADS": "1",
+        "FAULT_MARK": mark,
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
@@ -367,11 +419,16 @@ def test_torchrun_restarts_a_killed_run_and_leaves_no_process(comm_op, tmp_path,
         except OSError:
             pass
     assert not left, "processes are left"
-    record("torchrun", ranks=2, rule="cdp-v2",
-           then="torchrun starts all ranks anew, they load the last checkpoint and end bit by bit "
-           "as if nothing had happened; no process is left")
+    record(
+        "torchrun",
+        ranks=2,
+        rule="cdp-v2",
+        then="torchrun starts all ranks anew, they load the last checkpoint and end bit by bit "
+        "as if nothing had happened; no process is left",
+    )
 
 
 def test_the_table_in_the_docs_lists_every_fault():
-    assert set(fault_table.listed()) == set(fault_table.FAULTS), "FAULT_RESULTS=DIR pytest tests/dist/test_faults.py, then " \
-        "python tests/fault_table.py DIR"
+    assert set(fault_table.listed()) == set(fault_table.FAULTS), (
+        "FAULT_RESULTS=DIR pytest tests/dist/test_faults.py, then python tests/fault_table.py DIR"
+    )

@@ -15,14 +15,17 @@ import torch
 from engine_work import Job, farthest, pack, same, start, train, unpack, whole
 from safetensors.torch import load_file
 
-from deepspeed_cdp import convert
-from deepspeed_cdp.files import CheckpointError
-from deepspeed_cdp.foreign import open_stored
+from deepspeed_cdp.checkpoint.deepspeed_formats import open_stored
+from deepspeed_cdp.cli import convert
+from deepspeed_cdp.errors import CheckpointError
 
 SMALL = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 600}}
 JOBS = {  # frozen parameters, and sub-groups; ties, groups and a schedule; buffers and momentum; bf16
-    "rooted": {"config": SMALL}, "llama-tied": {"optimizer": "groups", "schedule": "lambda", "clip": 0.3, "config": SMALL},
-    "conv": {"optimizer": "sgd"}, "bf16": {"kind": "llama-tied", "bf16": True, "schedule": "warmup"}}
+    "rooted": {"config": SMALL},
+    "llama-tied": {"optimizer": "groups", "schedule": "lambda", "clip": 0.3, "config": SMALL},
+    "conv": {"optimizer": "sgd"},
+    "bf16": {"kind": "llama-tied", "bf16": True, "schedule": "warmup"},
+}
 FIRST, LAST = 3, 6
 UNIVERSAL = {"checkpoint": {"load_universal": True}}
 
@@ -110,8 +113,10 @@ def test_stock_zero3_is_taken_up_and_training_goes_on(pool, stock, tmp_path):
     for name in JOBS:
         for when in ("saved", "end"):
             same(unpack(direct[name][when]), unpack(converted[name][when]))
-        same({n: t for n, t in unpack(direct[name]["saved"]).items() if n in unpack(want[0][name]["saved"])},
-             unpack(want[0][name]["saved"]))
+        same(
+            {n: t for n, t in unpack(direct[name]["saved"]).items() if n in unpack(want[0][name]["saved"])},
+            unpack(want[0][name]["saved"]),
+        )
         assert direct[name]["lr"] == converted[name]["lr"]
 
 
@@ -120,8 +125,12 @@ def test_ours_becomes_zero3_and_stock_goes_on(pool, ours, tmp_path):
     for ranks in (2, 3):
         for name in JOBS:
             size = ["--sub-group-size", "600"] if JOBS[name].get("config") is SMALL else []
-            assert convert.main(["to-zero3", str(root / name), str(tmp_path / str(ranks) / name), "--ranks", str(ranks), *size,
-                                 "--json"]) == 0
+            assert (
+                convert.main(
+                    ["to-zero3", str(root / name), str(tmp_path / str(ranks) / name), "--ranks", str(ranks), *size, "--json"]
+                )
+                == 0
+            )
     two = pool.run(2, resume, {name: job(name, None) for name in JOBS}, str(tmp_path / "2"), timeout=200)
     three = pool.run(3, resume, {name: job(name, None) for name in JOBS}, str(tmp_path / "3"), timeout=200)
     again = pool.run(3, resume, {name: job(name, "dp") for name in JOBS}, str(root), timeout=200)
@@ -140,10 +149,24 @@ def test_universal_both_ways(pool, ours, stock, tmp_path):
     for name in names:
         assert convert.main(["to-universal", str(root / name), str(tmp_path / "out" / name), "--json"]) == 0
         folder = stock[0] / name
-        done = subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder /
-                              f"global_step{FIRST}"), "--output_folder", str(tmp_path / "in" / name / "universal"),
-                               "--num_extract_workers", "1", "--num_merge_workers", "1"], capture_output=True, text=True,
-                               timeout=120)
+        done = subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "deepspeed.checkpoint.ds_to_universal",
+                "--input_folder",
+                str(folder / f"global_step{FIRST}"),
+                "--output_folder",
+                str(tmp_path / "in" / name / "universal"),
+                "--num_extract_workers",
+                "1",
+                "--num_merge_workers",
+                "1",
+            ],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
         assert done.returncode == 0, done.stderr
     got = pool.run(3, resume, {n: job(n, None, config=UNIVERSAL) for n in names}, str(tmp_path / "out"), timeout=200)
     back = pool.run(3, resume, {n: job(n, "dp", config=UNIVERSAL) for n in names}, str(tmp_path / "out"), timeout=200)
@@ -162,9 +185,12 @@ def test_universal_both_ways(pool, ours, stock, tmp_path):
 def test_weights_equal_zero_to_fp32(ours, stock, tmp_path):
     """Of stock's checkpoint, and of ours by way of ZeRO-3's format; one file or several; the script beside the checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
     for name in JOBS:
-        want = {n: t.float() if t.is_floating_point() else t
-                for n, t in get_fp32_state_dict_from_zero_checkpoint(str(stock[0] / name)).items()}
+        want = {
+            n: t.float() if t.is_floating_point() else t
+            for n, t in get_fp32_state_dict_from_zero_checkpoint(str(stock[0] / name)).items()
+        }
         assert convert.main(["to-fp32", str(stock[0] / name), str(tmp_path / name), "--json"]) == 0
         got = load_file(tmp_path / name / "model.safetensors")
         assert got.keys() == want.keys()
@@ -174,8 +200,19 @@ def test_weights_equal_zero_to_fp32(ours, stock, tmp_path):
         want = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path / "z" / name))
         assert memory.keys() == want.keys()
         same(memory, {n: t.float() if t.is_floating_point() else t for n, t in want.items()})
-    script = subprocess.run([sys.executable, str(ours[0] / "llama-tied" / "zero_to_fp32.py"), str(ours[0] / "llama-tied"),
-                             str(tmp_path / "several"), "--max_shard_size", "9KB"], capture_output=True, text=True, timeout=120)
+    script = subprocess.run(
+        [
+            sys.executable,
+            str(ours[0] / "llama-tied" / "zero_to_fp32.py"),
+            str(ours[0] / "llama-tied"),
+            str(tmp_path / "several"),
+            "--max_shard_size",
+            "9KB",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert script.returncode == 0, script.stderr
     index = json.loads((tmp_path / "several" / "model.safetensors.index.json").read_text())
     parts = {}
@@ -192,12 +229,12 @@ def damage(path: Path, how: str) -> None:
     if how == "missing":
         path.unlink()
     elif how == "truncated":
-        path.write_bytes(data[:len(data) // 2])
+        path.write_bytes(data[: len(data) // 2])
     else:
         flat = torch.load(path, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"][0]
         at = data.find(flat.detach().numpy().tobytes())
         assert at > 0
-        path.write_bytes(data[:at + 4] + bytes([data[at + 4] ^ 0x10]) + data[at + 5:])
+        path.write_bytes(data[: at + 4] + bytes([data[at + 4] ^ 0x10]) + data[at + 5 :])
 
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
@@ -226,8 +263,9 @@ def test_nothing_in_a_checkpoint_is_executed(stock, ours, tmp_path):
         path = folder / f"global_step{FIRST}" / name
         torch.save({"optimizer_state_dict": Evil(str(tmp_path / "executed"))}, path)
         if name == "client.pt":  # a manifest that agrees
-            from deepspeed_cdp.files import entry
-            from deepspeed_cdp.stored import MANIFEST, manifest_text
+            from deepspeed_cdp.checkpoint.files import entry
+            from deepspeed_cdp.checkpoint.format import MANIFEST, manifest_text
+
             manifest = json.loads((path.parent / MANIFEST).read_text())
             del manifest["sha256"]
             manifest["files"][name].update(entry(str(path)))
@@ -246,8 +284,12 @@ def test_what_is_read_or_of_others_is_never_replaced(stock, tmp_path):
     for out in (tmp_path / "up" / "mine", tmp_path / "up", tmp_path / "up" / "mine" / f"global_step{FIRST}"):
         text = run("to-fp32", str(tmp_path / "up" / "mine"), str(out), "--overwrite", code=1)["error"]
         assert "which is being read" in text, text
-    assert "which is being read" in run("to-zero3", str(tmp_path / "up" / "mine"), str(tmp_path / "up" / "mine"), "--ranks", "2",
-                                        "--overwrite", code=1)["error"]
+    assert (
+        "which is being read"
+        in run("to-zero3", str(tmp_path / "up" / "mine"), str(tmp_path / "up" / "mine"), "--ranks", "2", "--overwrite", code=1)[
+            "error"
+        ]
+    )
     assert sorted(str(p) for p in tmp_path.rglob("*")) == before
     out = tmp_path / "out"
     run("to-fp32", str(stock[0] / "rooted"), str(out))
@@ -259,8 +301,12 @@ def test_what_is_read_or_of_others_is_never_replaced(stock, tmp_path):
 
 def test_json_is_all_there_is_on_stdout(stock):
     """In a process of its own, where DeepSpeed tells of its accelerator while it is imported."""
-    done = subprocess.run([sys.executable, "-m", "deepspeed_cdp.convert", "check", str(stock[0] / "rooted"), "--json"],
-                          capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_cdp.cli.convert", "check", str(stock[0] / "rooted"), "--json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0 and json.loads(done.stdout)["ok"], (done.stdout, done.stderr)
 
 

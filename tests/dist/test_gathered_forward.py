@@ -33,6 +33,7 @@ class Headed(models.MLP):
 
     def forward(self, x):
         import deepspeed
+
         x = super().forward(x)
         weight = self.get_submodule(self.read).weight
         with deepspeed.zero.GatheredParameters(weight, modifier_rank=0 if self.writes else None):
@@ -45,8 +46,13 @@ def build(fused: bool, read: str = "head", writes: bool = False) -> nn.Module:
 
 
 REPLICAS = {"zero_optimization": {"stage": 1}}
-JOBS = [Job("mlp", "dp", 2, clip=0.3), Job("mlp", "cdp-v1", 2), Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,)),
-        Job("mlp", "cdp-v1", 2, config=REPLICAS), Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,), config=REPLICAS)]
+JOBS = [
+    Job("mlp", "dp", 2, clip=0.3),
+    Job("mlp", "cdp-v1", 2),
+    Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,)),
+    Job("mlp", "cdp-v1", 2, config=REPLICAS),
+    Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,), config=REPLICAS),
+]
 
 
 def run(rank: int, world: int, jobs: list[tuple[Job, bool]]) -> list[dict]:

@@ -15,8 +15,12 @@ from safetensors.torch import save_file
 from test_access import told
 from torch import nn
 
-JOBS = [Job("rooted", "cdp-v2", clip=0.3), Job("conv", "dp", 2), Job("llama-tied", "cdp-v1", bf16=True),
-        Job("llama", "cdp-v2", optimizer="callable")]
+JOBS = [
+    Job("rooted", "cdp-v2", clip=0.3),
+    Job("conv", "dp", 2),
+    Job("llama-tied", "cdp-v1", bf16=True),
+    Job("llama", "cdp-v2", optimizer="callable"),
+]
 
 
 def on_meta(kind: str) -> nn.Module:
@@ -26,6 +30,7 @@ def on_meta(kind: str) -> nn.Module:
 
 def built_in(how: str, job: Job, world: int) -> nn.Module:
     import deepspeed
+
     if how == "plain":
         return models.build(job.kind)
     if how == "meta":
@@ -69,8 +74,11 @@ def saved(kind: str, folder: Path, shards: int = 1) -> str:
     """Weights as Hugging Face saves them: tied names once, an index for several files."""
     module = models.build(kind)
     state = {n: p.detach() for n, p in module.named_parameters()}
-    state |= {n: b for n, b in module.state_dict().items() if n not in state and "." in n and n.split(".")[-1] in
-              ("running_mean", "running_var", "num_batches_tracked")}
+    state |= {
+        n: b
+        for n, b in module.state_dict().items()
+        if n not in state and "." in n and n.split(".")[-1] in ("running_mean", "running_var", "num_batches_tracked")
+    }
     folder.mkdir()
     names = [f"model-{i}.safetensors" for i in range(shards)]
     home = {n: names[i % shards] for i, n in enumerate(state)}
@@ -87,8 +95,9 @@ def test_the_meta_device_trains_as_the_whole_model_does(pool, tmp_path):
     jobs = []
     for at, job in enumerate(JOBS):
         folder = saved(job.kind, tmp_path / str(at), 1 + at % 2)
-        jobs.append(Job(job.kind, job.rule, job.rounds, clip=job.clip, optimizer=job.optimizer, bf16=job.bf16,
-                        cyclic={"weights": folder}))
+        jobs.append(
+            Job(job.kind, job.rule, job.rounds, clip=job.clip, optimizer=job.optimizer, bf16=job.bf16, cyclic={"weights": folder})
+        )
     got = pool.run(2, trains, "meta", jobs, timeout=180)
     for rank in range(2):
         for job, (state, losses), (expected, their_losses) in zip(JOBS, got[rank], want[rank]):
@@ -115,9 +124,15 @@ def mistakes(rank: int, world: int, folder: str) -> dict[str, str]:
 
     def attempt(module: nn.Module, weights: str | None) -> str:
         return told(lambda: start(Job("mlp", cyclic={"weights": weights}), world, module))
-    texts = {"no folder given": attempt(on_meta("mlp"), None), "nothing on meta": attempt(models.build("mlp"), folder + "/mlp"),
-             "empty": attempt(on_meta("mlp"), folder), "missing": attempt(on_meta("mlp"), folder + "/rooted"),
-             "damaged": attempt(on_meta("mlp"), str(root / "damaged")), "shape": attempt(on_meta("mlp"), str(root / "shape"))}
+
+    texts = {
+        "no folder given": attempt(on_meta("mlp"), None),
+        "nothing on meta": attempt(models.build("mlp"), folder + "/mlp"),
+        "empty": attempt(on_meta("mlp"), folder),
+        "missing": attempt(on_meta("mlp"), folder + "/rooted"),
+        "damaged": attempt(on_meta("mlp"), str(root / "damaged")),
+        "shape": attempt(on_meta("mlp"), str(root / "shape")),
+    }
     with torch.device("meta"):
         texts |= {"buffer": attempt(Unfillable(), folder + "/mlp"), "attribute": attempt(Hidden(), folder + "/mlp")}
     return texts
@@ -131,12 +146,16 @@ def test_what_is_missing_is_named(pool, tmp_path):
     (tmp_path / "shape").mkdir()
     state = {n: p.detach().repeat(*[2] * p.dim()) for n, p in models.build("mlp").named_parameters()}
     save_file(state, tmp_path / "shape" / "a.safetensors")
-    wanted = {"no folder given": ("'blocks.0.0.weight' is on the meta device", "set cyclic.weights"),
-              "nothing on meta": ("no parameter of the model is on the meta device", "set it to null"),
-              "empty": ("there is no *.safetensors file",), "missing": ("have no 'blocks.0.0.weight'", "saved from this model"),
-              "damaged": ("'a.safetensors' cannot be read",),
-              "shape": ("'blocks.0.0.weight' is (16, 16)", "the model's is (8, 8)"),
-              "buffer": ("buffer 'table' is on the meta device",), "attribute": ("the tensor 'secret'",)}
+    wanted = {
+        "no folder given": ("'blocks.0.0.weight' is on the meta device", "set cyclic.weights"),
+        "nothing on meta": ("no parameter of the model is on the meta device", "set it to null"),
+        "empty": ("there is no *.safetensors file",),
+        "missing": ("have no 'blocks.0.0.weight'", "saved from this model"),
+        "damaged": ("'a.safetensors' cannot be read",),
+        "shape": ("'blocks.0.0.weight' is (16, 16)", "the model's is (8, 8)"),
+        "buffer": ("buffer 'table' is on the meta device",),
+        "attribute": ("the tensor 'secret'",),
+    }
     for texts in pool.run(2, mistakes, str(tmp_path), timeout=120):
         assert texts.keys() == wanted.keys()
         for name, words in wanted.items():
@@ -150,6 +169,7 @@ def pretrained(rank: int, world: int, jobs: list[Job], folder: str) -> list[tupl
     from transformers import LlamaForCausalLM
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled, unset_hf_deepspeed_config
+
     results = []
     for job in jobs:
         keep = HfDeepSpeedConfig(ds_config(job, world))
@@ -180,13 +200,14 @@ def test_from_pretrained_under_hf_deepspeed_config(pool, tmp_path):
             assert losses == their_losses
             same(unpack(state), unpack(expected))
     resized = unpack(got[0][2][0])
-    assert resized["lm_head.weight"].shape == (80, 16) and torch.equal(resized["lm_head.weight"],
-                                                                       resized["model.embed_tokens.weight"])
+    assert resized["lm_head.weight"].shape == (80, 16) and torch.equal(
+        resized["lm_head.weight"], resized["model.embed_tokens.weight"]
+    )
     assert all(bool(v.isfinite().all()) for v in resized.values())
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------------------
-MIB = 2 ** 20
+MIB = 2**20
 
 
 class Deep(nn.Sequential):
@@ -209,8 +230,10 @@ def forget() -> None:
 
 
 def peaks(rank: int, world: int, how: str, folder: str) -> float:
-    """The most this rank held while building and initializing, in MiB, without the hand-off's buffers, which the plan sizes."""
+    """The most this rank persistent while building and initializing, in MiB, without the hand-off's buffers, which the plan
+    sizes."""
     import deepspeed
+
     ctypes.CDLL(None).mallopt(-3, 65536)  # large tensors' memory goes back at once
     job = Job("mlp", optimizer="sgd", cyclic={"weights": folder} if how == "meta" else {})
     small = start(Job("mlp"), world)  # imports and pools
@@ -228,7 +251,7 @@ def peaks(rank: int, world: int, how: str, folder: str) -> float:
         module = Deep()
     engine = start(job, world, module)
     peak = resident("VmHWM") - before
-    buffers = engine._runtime.handoff.buffers.nbytes() / MIB
+    buffers = engine._runtime.executor.buffers.nbytes() / MIB
     engine.destroy()
     return peak - buffers
 

@@ -40,15 +40,19 @@ class Environment:
         venv.EnvBuilder(with_pip=False).create(folder)
         self.python = str(folder / "bin" / "python")
         self.site = Path(sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)}))
-        ours = [path for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
-                if Path(path).is_dir()]
+        ours = [
+            path
+            for path in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
+            if Path(path).is_dir()
+        ]
         (self.site / "borrowed.pth").write_text("\n".join(ours) + "\n")
 
     def run(self, *arguments: str, **variables: str) -> str:
         names = ("PYTHONPATH", "DEEPSPEED_CDP_AUTOLOAD", "PIP_USER", "PIP_TARGET")
         environment = {key: value for key, value in os.environ.items() if key not in names} | variables
-        done = subprocess.run([self.python, *arguments], env=environment, cwd=self.site, capture_output=True, text=True,
-                              timeout=120)
+        done = subprocess.run(
+            [self.python, *arguments], env=environment, cwd=self.site, capture_output=True, text=True, timeout=120
+        )
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
@@ -148,7 +152,7 @@ def stub_plugin(folder: Path, plugin: str) -> Environment:
     package = environment.site / "deepspeed_cdp"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "plugin.py").write_text(plugin)
+    (package / "integration/plugin.py").write_text(plugin)
     return environment
 
 
@@ -160,8 +164,10 @@ def test_a_real_registration_error_is_told(tmp_path):
 
 def test_reload_registers_again(tmp_path):
     environment = stub_plugin(tmp_path, "import deepspeed\ndef register(): deepspeed.initialize = 'registered'")
-    code = ("import deepspeed, importlib; first = deepspeed.initialize; deepspeed.initialize = None; "
-            "importlib.reload(deepspeed); print(first, deepspeed.initialize)")
+    code = (
+        "import deepspeed, importlib; first = deepspeed.initialize; deepspeed.initialize = None; "
+        "importlib.reload(deepspeed); print(first, deepspeed.initialize)"
+    )
     assert environment.run("-c", code).strip() == "registered registered"
     assert "registered" not in environment.run("-c", code, DEEPSPEED_CDP_AUTOLOAD="0")
 
@@ -185,8 +191,10 @@ def test_start_up_is_not_slowed(tmp_path, capsys):
     median = {installed: 1e3 * statistics.median(times) for installed, times in seconds.items()}
     least = {installed: 1e3 * min(times) for installed, times in seconds.items()}
     with capsys.disabled():
-        print(f"\nstart-up: median {median[False]:.2f} ms without, {median[True]:.2f} ms with the .pth file; "
-              f"least {least[False]:.2f} and {least[True]:.2f} ms")
+        print(
+            f"\nstart-up: median {median[False]:.2f} ms without, {median[True]:.2f} ms with the .pth file; "
+            f"least {least[False]:.2f} and {least[True]:.2f} ms"
+        )
     # The noise of a busy machine is larger than the cost, which the next test bounds by what is imported.
     assert min(median[True] - median[False], least[True] - least[False]) < 2
 
@@ -211,6 +219,8 @@ def test_deepspeed_imported_before_the_pth_file_runs(tmp_path):
     for name in (PTH, "deepspeed_cdp_autoload.py"):
         shutil.copy(REPOSITORY / name, late / name)
     (late / "deepspeed_cdp" / "__init__.py").write_text("")
-    (late / "deepspeed_cdp" / "plugin.py").write_text("import deepspeed\ndef register(): deepspeed.initialize = 'registered'")
+    (late / "deepspeed_cdp" / "integration/plugin.py").write_text(
+        "import deepspeed\ndef register(): deepspeed.initialize = 'registered'"
+    )
     code = f"import deepspeed, site; site.addsitedir({str(late)!r}); print(deepspeed.initialize)"
     assert environment.run("-c", code).strip() == "registered"

@@ -18,23 +18,41 @@ def launched(rank: int, world: int, config: str) -> list[tuple[float, float]]:
     import cifar10
 
     import deepspeed_cdp
+
     deepspeed_cdp.register()  # which its .pth file does where the package is installed
-    return cifar10.main(["--dataset", "digits", "--epochs", "2", "--test-every", "1", "--deepspeed", "--deepspeed_config",
-                         config])
+    return cifar10.main(
+        ["--dataset", "digits", "--epochs", "2", "--test-every", "1", "--deepspeed", "--deepspeed_config", config]
+    )
 
 
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_simulating_a_script_is_launching_it(pool, tmp_path, rule) -> None:
     """Two ranks of DeepSpeed with the cyclic engine, stages by FLOPs, flushes for tests included, against --simulate-ranks 2."""
     import cifar10
+
     config = json.loads((REPOSITORY / "examples" / "images_ds_config.json").read_text())
     config["train_micro_batch_size_per_gpu"] = 96
     config["cyclic"]["rule"] = rule
     (tmp_path / "config.json").write_text(json.dumps(config))
     engine = pool.run(2, launched, str(tmp_path / "config.json"))[0]
-    simulated = cifar10.main(["--dataset", "digits", "--epochs", "2", "--test-every", "1", "--simulate-ranks", "2",
-                              "--micro-batch",
-                              "96", "--rule", rule, "--device", "cpu"])
+    simulated = cifar10.main(
+        [
+            "--dataset",
+            "digits",
+            "--epochs",
+            "2",
+            "--test-every",
+            "1",
+            "--simulate-ranks",
+            "2",
+            "--micro-batch",
+            "96",
+            "--rule",
+            rule,
+            "--device",
+            "cpu",
+        ]
+    )
     assert len(engine) == 2
     for (loss, accuracy), (expected, right) in zip(engine, simulated):
         assert loss == pytest.approx(expected, rel=1e-6) and accuracy == right
@@ -73,7 +91,7 @@ def test_it_goes_on_where_it_stopped(done, capsys) -> None:
     old, new = (learning_report.read(p) for p in (path, path))
     learned = [[{k: v for k, v in r.items() if k not in ("seconds", "time")} for r in rows] for rows in (old, new)]
     assert learned[0] == learned[1] and len(old) == 24
-    assert path.read_bytes().startswith(before[:before.rfind(b"gpt,1,cdp-v2,1,0,")]), "finished cases are kept as they were"
+    assert path.read_bytes().startswith(before[: before.rfind(b"gpt,1,cdp-v2,1,0,")]), "finished cases are kept as they were"
     assert run(done, "--datasets", "gpt", "--rules", "dp", "--seeds", "1", "--simulate-ranks", "2") == 2
     assert "--out has rows of gpt 1 dp 0 with 12 steps, 4 ranks" in capsys.readouterr().err
 
@@ -86,8 +104,14 @@ def test_a_case_that_fails_is_told_and_others_go_on(tmp_path, capsys) -> None:
     assert "0.1 s are over and 4 of 4 cases are not finished" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("wrong, told", [(("--datasets", "mnist"), "--datasets has 'mnist'; allowed are digits, gpt"),
-                                         (("--seeds", "0"), "of at least 1"), (("--rates", "x"), "are numbers")])
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (("--datasets", "mnist"), "--datasets has 'mnist'; allowed are digits, gpt"),
+        (("--seeds", "0"), "of at least 1"),
+        (("--rates", "x"), "are numbers"),
+    ],
+)
 def test_wrong_arguments(tmp_path, capsys, wrong, told) -> None:
     with pytest.raises(SystemExit):
         run(tmp_path, *wrong)

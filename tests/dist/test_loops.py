@@ -62,6 +62,7 @@ def unmanaged(rank: int, world: int, job: Job, counts: list[int]) -> tuple[bytes
     def too_many() -> None:
         for m in range(job.rounds + 1):
             engine.backward(micro(engine, job, 9, m, rank))
+
     text = "" if job.rule is None else told(too_many)
     torch.distributed.barrier()
     engine.destroy()
@@ -72,8 +73,9 @@ def test_unmanaged_gradient_accumulation_equals_zero3(pool):
     """The script decides when a step is over; steps of 1 to 3 micro-batches, on all ranks alike."""
     config = {"managed_gradient_accumulation": False, "zero_optimization": {"stage": 3, "overlap_comm": False}}
     counts = [3, 1, 2, 3]
-    ours, stock = (pool.run(2, unmanaged, Job("mlp", rule, 3, config=config, optimizer="sgd"), counts, timeout=120)
-                   for rule in ("dp", None))
+    ours, stock = (
+        pool.run(2, unmanaged, Job("mlp", rule, 3, config=config, optimizer="sgd"), counts, timeout=120) for rule in ("dp", None)
+    )
     for (state, samples, text), (expected, their_samples, _) in zip(ours, stock):
         same(unpack(state), unpack(expected), 1e-5, 1e-7)
         assert samples == their_samples
@@ -192,6 +194,7 @@ def with_default_device(rank: int, world: int, device: str | None, job: Job) -> 
 
     def under() -> contextlib.AbstractContextManager:
         return torch.device(device) if device else contextlib.nullcontext()
+
     module = models.build(job.kind)
     with under():
         engine = start(job, world, module)
@@ -204,6 +207,7 @@ def with_default_device(rank: int, world: int, device: str | None, job: Job) -> 
         engine.flush()
     with tempfile.TemporaryDirectory() if rank == 0 else contextlib.nullcontext() as made:
         import torch.distributed as dist
+
         box = [made]
         dist.broadcast_object_list(box)
         with under():

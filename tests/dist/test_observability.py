@@ -33,8 +33,16 @@ def metrics(rank: int, world: int, jobs: list[Job], slow: int = -1) -> list[dict
                 norm = engine.get_global_grad_norm()
             collectives += seen
             assert norm == told[-1]["grad_norm"] or math.isnan(norm)
-        results.append({"told": told, "stages": engine.cyclic_plan.stages, "collectives": collectives, "losses": losses,
-                        "received": set(engine._transport.received), "sent": set(engine._transport.sent)})
+        results.append(
+            {
+                "told": told,
+                "stages": engine.cyclic_plan.stages,
+                "collectives": collectives,
+                "losses": losses,
+                "received": set(engine._transport.received),
+                "sent": set(engine._transport.sent),
+            }
+        )
         engine.destroy()
     return results
 
@@ -130,8 +138,9 @@ def test_metrics_go_on_after_loading(pool, tmp_path):
     last = results[1][0]
     assert (last["step"], last["lag"]) == (2, 0)
     for rank, (_, with_states, after, without, later) in enumerate(results):
-        assert {k: with_states[k] for k in ("step", "lag", "loss", "grad_norm")} == \
-            {k: last[k] for k in ("step", "lag", "loss", "grad_norm")}
+        assert {k: with_states[k] for k in ("step", "lag", "loss", "grad_norm")} == {
+            k: last[k] for k in ("step", "lag", "loss", "grad_norm")
+        }
         assert (without["step"], without["grad_norm"]) == (None, None)
         assert after["step"] == (3 if rank else 2) and after["lag"] == (1 if rank else 2) and after["grad_norm"] > 0
         assert later["step"] == (3 if rank else None) and (later["loss"] is None) == (rank == 0)
@@ -145,12 +154,16 @@ TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 
 def instruments(folder: str) -> dict[str, Any]:
     """All of them at once. DeepSpeed's own linear function is left out: the flops profiler counts it and the matmul in it."""
-    return {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False},
-            "wall_clock_breakdown": True, "steps_per_print": 2, "memory_breakdown": False,
-            "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"},
-            "tensorboard": {"enabled": TENSORBOARD, "output_path": folder, "job_name": "tb"},
-            "flops_profiler": {"enabled": True, "profile_step": 3, "detailed": True, "output_file": f"{folder}/flops.txt"},
-            "comms_logger": {"enabled": True, "prof_all": True, "verbose": False}}
+    return {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "memory_efficient_linear": False},
+        "wall_clock_breakdown": True,
+        "steps_per_print": 2,
+        "memory_breakdown": False,
+        "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"},
+        "tensorboard": {"enabled": TENSORBOARD, "output_path": folder, "job_name": "tb"},
+        "flops_profiler": {"enabled": True, "profile_step": 3, "detailed": True, "output_file": f"{folder}/flops.txt"},
+        "comms_logger": {"enabled": True, "prof_all": True, "verbose": False},
+    }
 
 
 class _Lines(logging.Handler):
@@ -165,6 +178,7 @@ class _Lines(logging.Handler):
 def plain_flops(kind: str) -> dict[str, int]:
     """What DeepSpeed's profiler counts in one forward of the model on its own."""
     from deepspeed.profiling.flops_profiler import FlopsProfiler
+
     module = models.build(kind)
     profiler = FlopsProfiler(module)
     profiler.start_profile()
@@ -179,6 +193,7 @@ def watched(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
     """By job: what the instruments said on this rank, and what was trained."""
     import deepspeed
     from deepspeed.utils import logger
+
     results = []
     plain = plain_flops(jobs[0].kind)
     for job in jobs:
@@ -199,11 +214,19 @@ def watched(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
             logger.removeHandler(handler)
             logger.setLevel(level)
         profiler = engine.__dict__.get("flops_profiler")
-        results.append({"state": pack(whole(engine)), "plain": plain, "printed": out.getvalue(), "logged": handler.lines,
-                        "in_steps": in_steps,
-                        "summary": summary, "timers": dict(engine.get_wall_clock_timers()),
-                        "flops": profiler and {k: getattr(profiler, k, None) for k in ("flops", "macs", "params")},
-                        "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters())})
+        results.append(
+            {
+                "state": pack(whole(engine)),
+                "plain": plain,
+                "printed": out.getvalue(),
+                "logged": handler.lines,
+                "in_steps": in_steps,
+                "summary": summary,
+                "timers": dict(engine.get_wall_clock_timers()),
+                "flops": profiler and {k: getattr(profiler, k, None) for k in ("flops", "macs", "params")},
+                "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in engine.module.parameters()),
+            }
+        )
         engine.destroy()
     return results
 
@@ -215,9 +238,10 @@ def read_csv(folder: Path) -> dict[str, list[list[str]]]:
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     events = EventAccumulator(str(folder / "tb"))
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    return {tag: [(e.step, e.value) for e in events.StepMetrics(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.fixture(scope="module")
@@ -225,12 +249,16 @@ def runs(pool, tmp_path_factory) -> dict[Any, tuple[Path, list[dict[str, Any]], 
     """By rule: folder, each rank's results with the instruments, and without."""
     rules = ("dp", "cdp-v2", None)
     folders = [tmp_path_factory.mktemp(f"watched-{rule}") for rule in rules]
-    jobs = [Job("conv", rule, 2, clip=0.3, optimizer="sgd", schedule="lambda", steps=5, config=instruments(str(folder)))
-            for rule, folder in zip(rules, folders)]
+    jobs = [
+        Job("conv", rule, 2, clip=0.3, optimizer="sgd", schedule="lambda", steps=5, config=instruments(str(folder)))
+        for rule, folder in zip(rules, folders)
+    ]
     bare = [Job("conv", rule, 2, clip=0.3, optimizer="sgd", schedule="lambda", steps=5) for rule in rules]
     results = pool.run(2, watched, [*jobs, *bare], timeout=170)
-    return {rule: (folder, [r[at] for r in results], [r[at + 3] for r in results])
-            for at, (rule, folder) in enumerate(zip(rules, folders))}
+    return {
+        rule: (folder, [r[at] for r in results], [r[at + 3] for r in results])
+        for at, (rule, folder) in enumerate(zip(rules, folders))
+    }
 
 
 def test_instruments_change_nothing(runs):
@@ -267,8 +295,12 @@ def test_tensorboard_gets_what_it_gets_under_stock_zero3(runs):
 def test_timers_and_throughput_are_printed_as_under_stock_zero3(runs):
     def shape(result: dict[str, Any], of: str) -> list[str]:
         """The words of such lines; stock ZeRO-3 times parts of its optimizer's step as well."""
-        return [" ".join(word.rstrip(":") for word in line.split(of)[-1].split() if not any(c.isdigit() for c in word))
-                for line in [*result["printed"].splitlines(), *result["logged"]] if of in line]
+        return [
+            " ".join(word.rstrip(":") for word in line.split(of)[-1].split() if not any(c.isdigit() for c in word))
+            for line in [*result["printed"].splitlines(), *result["logged"]]
+            if of in line
+        ]
+
     for rule in ("dp", "cdp-v2"):
         ours, stock = runs[rule][1][0], runs[None][1][0]
         for of, count in (("time (ms) | fwd", 15), ("RunningAvgSamplesPerSec", 1), ("step=", 3)):

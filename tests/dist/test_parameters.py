@@ -17,9 +17,13 @@ class Adapted(nn.Module):
 
     def __init__(self, width: int = 16, blocks: int = 6):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.ModuleDict({"base": nn.Linear(width, width)} | (
-            {"down": nn.Linear(width, 2, bias=False), "up": nn.Linear(2, width, bias=False)} if i >= 3 else {}))
-            for i in range(blocks))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict(
+                {"base": nn.Linear(width, width)}
+                | ({"down": nn.Linear(width, 2, bias=False), "up": nn.Linear(2, width, bias=False)} if i >= 3 else {})
+            )
+            for i in range(blocks)
+        )
         for block in self.blocks:
             block["base"].requires_grad_(False)
         self.register_buffer("steps", torch.zeros(()))  # counts forwards, in place
@@ -73,11 +77,18 @@ def kinds(rank: int, world: int, jobs: list[Job], folder: str) -> list[dict[str,
         owner, plan = engine._runtime.owner, engine.cyclic_plan
         traffic = engine._runtime.traffic()
         engine.save_checkpoint(f"{folder}/{job.kind}")
-        results.append({
-            "state": pack(whole(engine)), "losses": losses, "stages": plan.stages, "traffic": traffic,
-            "steps": int(dict(engine.module.named_buffers()).get("steps", 0)),
-            "kept": sorted(n for n, p in owner.masters.items() if p in owner.optimizer.state), "masters": sorted(owner.masters),
-            "g_bytes": {u.name: u.g_bytes for u in plan.units}})
+        results.append(
+            {
+                "state": pack(whole(engine)),
+                "losses": losses,
+                "stages": plan.stages,
+                "traffic": traffic,
+                "steps": int(dict(engine.module.named_buffers()).get("steps", 0)),
+                "kept": sorted(n for n, p in owner.masters.items() if p in owner.optimizer.state),
+                "masters": sorted(owner.masters),
+                "g_bytes": {u.name: u.g_bytes for u in plan.units},
+            }
+        )
         engine.destroy()
     return results
 
@@ -117,14 +128,22 @@ def test_kinds_of_parameters_train_as_the_oracle_does(pool, tmp_path):
 def _oracle(job: Job, stages: Any, name: str) -> Any:
     from engine_work import ORACLES
 
-    from deepspeed_cdp import reference
-    from deepspeed_cdp.schedule import threshold
+    from deepspeed_cdp.analysis import reference
+    from deepspeed_cdp.plan.schedule import threshold
+
     module = built(job.kind)
     names = {n for stage in stages for n in stage}
     for n, p in module.named_parameters():
         p.requires_grad_(n in names)
-    return reference.train(module, stages, threshold(job.rule, 2), lambda t, m, r: data(job.kind, t, r),
-                           lambda call, x: models.loss(call, name, x), ORACLES[job.optimizer], job.steps)
+    return reference.train(
+        module,
+        stages,
+        threshold(job.rule, 2),
+        lambda t, m, r: data(job.kind, t, r),
+        lambda call, x: models.loss(call, name, x),
+        ORACLES[job.optimizer],
+        job.steps,
+    )
 
 
 def ties(rank: int, world: int, folder: str) -> None:

@@ -10,24 +10,39 @@ from optimizers import two_groups
 from pipe_threads import farthest
 from pipe_work import Job
 
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.plan.schedule import threshold
 
 FREE = {"pipeline": {"use_reentrant": False}}  # reentrant checkpoints want floating-point inputs, in stock DeepSpeed too
 COVER: dict[int, list[Job]] = {
-    1: [Job(2, tied=True, clip=0.5, warmup=True), Job(3, "cdp-v1", clip=0.5), Job(4, 1, checkpointing=1, config=FREE),
+    1: [
+        Job(2, tied=True, clip=0.5, warmup=True),
+        Job(3, "cdp-v1", clip=0.5),
+        Job(4, 1, checkpointing=1, config=FREE),
         Job(1, "cdp-v2", rounds=2),
-        Job(3, "cdp-v2", bf16=True, eval_after=(1,)), Job(3, "cdp-v1", clip=0.5, tied=True, cyclic={"warmup_steps": 2})],
-    2: [Job(2, "cdp-v2", clip=0.5, warmup=True, eval_after=(-1, 1, 3)), Job(2, "cdp-v1", tied=True, clip=0.5),
+        Job(3, "cdp-v2", bf16=True, eval_after=(1,)),
+        Job(3, "cdp-v1", clip=0.5, tied=True, cyclic={"warmup_steps": 2}),
+    ],
+    2: [
+        Job(2, "cdp-v2", clip=0.5, warmup=True, eval_after=(-1, 1, 3)),
+        Job(2, "cdp-v1", tied=True, clip=0.5),
         Job(2, "dp", 2, tied=True, clip=0.5, eval_after=(2,)),
         Job(2, "cdp-v2", checkpointing=1, config=FREE, cyclic={"placement": "pipeline"}),
-        Job(2, 2, 2, bf16=True, clip=0.5), Job(2, "cdp-v1", bf16=True, sum_fp32=True,
-                                               config={"zero_optimization": {"stage": 1}})],
-    3: [Job(3, "cdp-v2", tied=True, clip=0.5, warmup=True), Job(3, "cdp-v1", clip=0.5, eval_after=(2,)),
-        Job(2, "cdp-v2", tied=True, clip=0.5, warmup=True, eval_after=(1,)), Job(2, "cdp-v1", 2, clip=0.5),
-        Job(2, "dp", cyclic={"placement": "pyramid"}), Job(2, "cdp-v2", clip=0.5, cyclic={"warmup_steps": 2})],
+        Job(2, 2, 2, bf16=True, clip=0.5),
+        Job(2, "cdp-v1", bf16=True, sum_fp32=True, config={"zero_optimization": {"stage": 1}}),
+    ],
+    3: [
+        Job(3, "cdp-v2", tied=True, clip=0.5, warmup=True),
+        Job(3, "cdp-v1", clip=0.5, eval_after=(2,)),
+        Job(2, "cdp-v2", tied=True, clip=0.5, warmup=True, eval_after=(1,)),
+        Job(2, "cdp-v1", 2, clip=0.5),
+        Job(2, "dp", cyclic={"placement": "pyramid"}),
+        Job(2, "cdp-v2", clip=0.5, cyclic={"warmup_steps": 2}),
+    ],
     4: [Job(4, "cdp-v2", clip=0.5), Job(4, 4, tied=True)],
-    6: [Job(3, "cdp-v2", tied=True, clip=0.5, pyramid=True, eval_after=(-1, 0, 1, 2, 3)),
-        Job(3, "cdp-v1", clip=0.5, pyramid=True)],
+    6: [
+        Job(3, "cdp-v2", tied=True, clip=0.5, pyramid=True, eval_after=(-1, 0, 1, 2, 3)),
+        Job(3, "cdp-v1", clip=0.5, pyramid=True),
+    ],
 }
 
 
@@ -51,13 +66,16 @@ def test_every_weight_and_loss_equals_the_oracle(pool, world):
         own = job.steps if threshold(job.rule, job.stages) == 0 else max(1, job.cyclic.get("warmup_steps", 0))
         for r in ranks:
             assert r["told"] == ranks[0]["told"] and r["evaluated"] == ranks[0]["evaluated"] and r["steps"] == job.steps
-            assert r["told"] == pytest.approx([*means[:own], *means[own - 1:-1]][:job.steps], rel=1e-5), job
-            assert r["norms"] == pytest.approx([*norms[:own], *norms[own - 1:-1]][:job.steps], rel=1e-4 if job.bf16 else 1e-5)
+            assert r["told"] == pytest.approx([*means[:own], *means[own - 1 : -1]][: job.steps], rel=1e-5), job
+            assert r["norms"] == pytest.approx([*norms[:own], *norms[own - 1 : -1]][: job.steps], rel=1e-4 if job.bf16 else 1e-5)
             assert len(r["evaluated"]) == len(job.eval_after)
 
 
-@pytest.mark.parametrize("job", [Job(2, clip=0.5, warmup=True, rounds=2, eval_after=(2,)), Job(2, tied=True),
-                                 Job(2, checkpointing=1, config=FREE)], ids=["clip", "tied", "checkpointing"])
+@pytest.mark.parametrize(
+    "job",
+    [Job(2, clip=0.5, warmup=True, rounds=2, eval_after=(2,)), Job(2, tied=True), Job(2, checkpointing=1, config=FREE)],
+    ids=["clip", "tied", "checkpointing"],
+)
 def test_dp_equals_stock_deepspeed(pool, job):
     """Weights, losses, evaluation and learning rate, on all stages."""
     stock = pool.run(2, work.train, replace(job, rule=None))
@@ -69,9 +87,15 @@ def test_dp_equals_stock_deepspeed(pool, job):
         assert a["lr"] == b["lr"] and a["steps"] == b["steps"]
 
 
-@pytest.mark.parametrize(("world", "job"), [(2, Job(2, clip=0.5, warmup=True, tied=True, steps=6)),
-                                            (3, Job(2, "cdp-v1", steps=6)),
-                                            (1, Job(3, clip=0.5, bf16=True, steps=6))], ids=["pipeline", "pyramid", "single"])
+@pytest.mark.parametrize(
+    ("world", "job"),
+    [
+        (2, Job(2, clip=0.5, warmup=True, tied=True, steps=6)),
+        (3, Job(2, "cdp-v1", steps=6)),
+        (1, Job(3, clip=0.5, bf16=True, steps=6)),
+    ],
+    ids=["pipeline", "pyramid", "single"],
+)
 def test_resuming_is_bitwise_continuing(pool, tmp_path, world, job):
     on = pool.run(world, work.resume, job, job, str(tmp_path / "a"), 3, False)
     again = pool.run(world, work.resume, job, job, str(tmp_path / "b"), 3, True)
@@ -84,8 +108,12 @@ def load_elsewhere(rank: int, world: int, job: Job, folder: str) -> dict:
     engine = work.initialize(job)
     engine.load_checkpoint(folder)
     result = work.weights(engine)
-    state = {n: float(s["exp_avg"].double().sum()) for o in engine._runtime.owners.values() for n, m in o.masters.items()
-             for s in [o.optimizer.state[m]]}
+    state = {
+        n: float(s["exp_avg"].double().sum())
+        for o in engine._runtime.owners.values()
+        for n, m in o.masters.items()
+        for s in [o.optimizer.state[m]]
+    }
     held = {n: p.detach().clone() for u in engine._runtime.units.values() for n, p in zip(u.names, u.params)}
     engine.destroy()
     return {"weights": result, "state": state, "held": held}
@@ -94,8 +122,12 @@ def load_elsewhere(rank: int, world: int, job: Job, folder: str) -> dict:
 def test_other_placements_and_stages_read_a_checkpoint(pool, tmp_path):
     job = Job(2, clip=0.5, tied=True, steps=3)
     saved = pool.run(2, work.resume, job, job, str(tmp_path), 3, False)
-    for world, other in ((1, replace(job, stages=3)), (3, job), (4, replace(job, stages=4)),
-                         (1, replace(job, stages=1, rule="dp"))):
+    for world, other in (
+        (1, replace(job, stages=3)),
+        (3, job),
+        (4, replace(job, stages=4)),
+        (1, replace(job, stages=1, rule="dp")),
+    ):
         there = pool.run(world, load_elsewhere, other, str(tmp_path))
         assert farthest(merged(there), merged(saved)) == 0.0
         assert all(r["state"] for r in there if r["weights"])
@@ -113,19 +145,22 @@ def fail_to_start(rank: int, world: int, job: Job) -> str:
     return ""
 
 
-@pytest.mark.parametrize(("world", "job", "words"), [
-    (2, Job(2, config={"gradient_accumulation_steps": 3}), "takes a multiple of 2 micro-batches per step; set it to 4."),
-    (2, Job(2, cyclic={"placement": "pyramid"}), "start 3 ranks, or use \"auto\"."),
-    (2, Job(2, config={"zero_optimization": {"stage": 2}}), "zero_optimization.stage is 2: "),
-    (2, Job(2, config={"fp16": {"enabled": True}}), "fp16.enabled is true under cyclic.rule cdp-v2: "),
-    (2, Job(2, "dp", config={"fp16": {"enabled": True}}), "fp16.enabled is true: "),
-    (2, Job(2, cyclic={"min_unit_mb": 1.0}), "cyclic.min_unit_mb is 1.0: it is about models that are no PipelineModule"),
-    (2, Job(2, cyclic={"transport": "peer"}), "cyclic.transport is 'peer'"),
-    (2, Job(1), "has 2 ranks along 'data', and a cyclic pipeline has one rank per stage; start 1 ranks."),
-    (6, Job(3), "pass topology=deepspeed_cdp.pipe.module.pyramid_topology(3) to PipelineModule."),
-    (1, Job(2, rule=None), 'must divide distributed world size (1), unless "cyclic"'),
-    (4, Job(3), "num_stages (3) must divide distributed world size (4)"),
-])
+@pytest.mark.parametrize(
+    ("world", "job", "words"),
+    [
+        (2, Job(2, config={"gradient_accumulation_steps": 3}), "takes a multiple of 2 micro-batches per step; set it to 4."),
+        (2, Job(2, cyclic={"placement": "pyramid"}), 'start 3 ranks, or use "auto".'),
+        (2, Job(2, config={"zero_optimization": {"stage": 2}}), "zero_optimization.stage is 2: "),
+        (2, Job(2, config={"fp16": {"enabled": True}}), "fp16.enabled is true under cyclic.rule cdp-v2: "),
+        (2, Job(2, "dp", config={"fp16": {"enabled": True}}), "fp16.enabled is true: "),
+        (2, Job(2, cyclic={"min_unit_mb": 1.0}), "cyclic.min_unit_mb is 1.0: it is about models that are no PipelineModule"),
+        (2, Job(2, cyclic={"transport": "peer"}), "cyclic.transport is 'peer'"),
+        (2, Job(1), "has 2 ranks along 'data', and a cyclic pipeline has one rank per stage; start 1 ranks."),
+        (6, Job(3), "pass topology=deepspeed_cdp.integration.pipe_module.pyramid_topology(3) to PipelineModule."),
+        (1, Job(2, rule=None), 'must divide distributed world size (1), unless "cyclic"'),
+        (4, Job(3), "num_stages (3) must divide distributed world size (4)"),
+    ],
+)
 def test_what_is_refused(pool, world, job, words):
     for text in pool.run(world, fail_to_start, job):
         assert words in text and text.count("\n") == 0, text
@@ -142,6 +177,7 @@ def test_ranks_that_differ_say_so(pool):
 
 def stop_early(rank: int, world: int) -> str:
     from deepspeed_cdp.errors import HandoffError
+
     job = Job(2, timeout=3.0)
     engine = work.initialize(job)
     try:
@@ -190,14 +226,24 @@ def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dic
     """The runtime over torch.distributed's groups, as on GPUs, with gloo for NCCL."""
     import pipe_threads as threads
 
-    from deepspeed_cdp.pipe.nccl import GroupTransport
-    from deepspeed_cdp.pipe.runtime import PipeRuntime
+    from deepspeed_cdp.pipeline.runtime import PipeRuntime
+    from deepspeed_cdp.transport.nccl_group import GroupTransport
+
     case = threads.Case(stages, stages - 1, placement, tied=True, clip=0.05)
     model, schedule = threads.build(stages, True), case.schedule
     parts = {s: model.part(s, schedule) for s in schedule.stages_of(rank)}
     named = [(n, p) for part in parts.values() for u in sorted(part.units) for n, p in part.units[u]]
-    runtime = PipeRuntime(schedule, rank, parts, threads.loss, two_groups(named), {p: n for n, p in named},
-                          GroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"), torch.device("cpu"), case.clip)
+    runtime = PipeRuntime(
+        schedule,
+        rank,
+        parts,
+        threads.loss,
+        two_groups(named),
+        {p: n for n, p in named},
+        GroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"),
+        torch.device("cpu"),
+        case.clip,
+    )
     told = []
     for step in range(case.steps):
         threads.decay(step, runtime.user_optimizer)
@@ -211,6 +257,7 @@ def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dic
 @pytest.mark.parametrize(("world", "stages", "placement"), [(3, 3, "pipeline"), (3, 2, "pyramid")])
 def test_the_transport_of_gpus_carries_the_same(pool, world, stages, placement):
     import pipe_threads as threads
+
     results = pool.run(world, over_groups, stages, placement)
     want, means = threads.oracle(threads.Case(stages, stages - 1, placement, tied=True, clip=0.05))
     assert farthest({n: m for r in results for n, m in r[0].items()}, want) < 1e-6
@@ -219,7 +266,8 @@ def test_the_transport_of_gpus_carries_the_same(pool, world, stages, placement):
 
 def one_leaves(rank: int, world: int) -> tuple[str, float]:
     from deepspeed_cdp.errors import HandoffError
-    from deepspeed_cdp.pipe.nccl import GroupTransport
+    from deepspeed_cdp.transport.nccl_group import GroupTransport
+
     transport, begun = GroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"), time.monotonic()
     text = "left"
     try:

@@ -56,7 +56,7 @@ def die(rank: int, world: int, how: str, waiting_for: str) -> tuple[str, float]:
         for other in later:
             with pytest.raises(HandoffError, match="rank 1 closed the connection"):
                 other.wait("later")
-        t.close(linger=True)
+        t.close(drain=True)
         return str(error), time.perf_counter() - started
     raise AssertionError("no error")
 
@@ -74,7 +74,7 @@ def leave_early(rank: int, world: int) -> str:
     if rank == 0:  # it also holds the store
         for k in range(4):
             t.push("P", 1, full(k, 1 << 20))
-        t.close(linger=True)
+        t.close(drain=True)
         os._exit(0)
     boxes = [empty(1 << 20) for _ in range(4)]
     tickets = [t.post("P", 0, boxes[0])]
@@ -84,7 +84,7 @@ def leave_early(rank: int, world: int) -> str:
     for ticket in tickets:
         ticket.wait("here")
     assert all(is_full(box, k) for k, box in enumerate(boxes))
-    t.close(linger=True)
+    t.close(drain=True)
     return "taken"
 
 
@@ -119,8 +119,8 @@ def outlives_the_default_group(rank: int, world: int) -> None:
         for ticket in tickets:
             ticket.wait("here")
         assert is_full(box, rank + 1) and t.gather(rank, "here") == [0, 1]
-    t.close(linger=True)
-    t.close(linger=False)
+    t.close(drain=True)
+    t.close(drain=False)
 
 
 def test_it_outlives_the_default_process_group(pool):
@@ -138,7 +138,7 @@ def keeps_no_tickets(rank: int, world: int) -> tuple[int, float]:
         push.wait("here")
     seconds = (time.perf_counter() - started) / count
     left = sum(len(edge.pending) for edge in (*t._in.values(), *t._out.values()))
-    t.close(linger=True)
+    t.close(drain=True)
     return left, seconds
 
 
@@ -160,7 +160,7 @@ def store_stays_small(rank: int, world: int) -> None:
         t.gather([k] * 100, "here")
     t.gather(None, "here")
     assert abs(store.num_keys() - before) <= world  # a rank may not have deleted its last key yet
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def test_gathering_does_not_grow_the_store(pool):

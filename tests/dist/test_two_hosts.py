@@ -14,8 +14,20 @@ def test_a_ring_per_host_averages_over_the_link(tmp_path):
         pytest.skip(f"two hosts cannot be had here: {error}")
     rows = tmp_path / "rows.csv"
     try:
-        launch(prefixes, 2, 240, "--engines=rings,ring", "--layers=2", "--sequence=16", "--steps=4", "--warmup=2", "--repeats=1",
-               "--rounds=1", "--mbit=200", f"--rows={rows}")
+        launch(
+            prefixes,
+            2,
+            240,
+            "--engines=rings,ring",
+            "--layers=2",
+            "--sequence=16",
+            "--steps=4",
+            "--warmup=2",
+            "--repeats=1",
+            "--rounds=1",
+            "--mbit=200",
+            f"--rows={rows}",
+        )
     finally:
         hosts.__exit__(None, None, None)
     found = {line.split(",")[0]: dict(zip(FIELDS, line.split(","))) for line in rows.read_text().splitlines()}

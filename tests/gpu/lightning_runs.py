@@ -20,8 +20,12 @@ import torch
 
 STEPS = 20  # two epochs, each of which ends with a validation
 REPOSITORY = Path(__file__).resolve().parents[2]
-BASE = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}, "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 1.0}
+BASE = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_optimization": {"stage": 3},
+    "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 1.0,
+}
 # deepspeed_cdp is imported first, as the installed .pth would do
 START = "import runpy, sys; import deepspeed_cdp; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 
@@ -33,14 +37,38 @@ def run(folder: Path, name: str, gpus: str, cyclic: dict[str, Any] | None, steps
     config.write_text(json.dumps({**BASE, **block}))
     starter = folder / "start.py"
     starter.write_text(START)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(starter),
-               str(REPOSITORY / "examples/lightning_train.py"), "--config", str(config), "--steps", str(steps),
-               "--windows", "40", "--validate_every", "10", "--in_order", "--precision", "32-true", "--out", str(folder / name),
-               *(["--resume", str(resume)] if resume else [])]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(starter),
+        str(REPOSITORY / "examples/lightning_train.py"),
+        "--config",
+        str(config),
+        "--steps",
+        str(steps),
+        "--windows",
+        "40",
+        "--validate_every",
+        "10",
+        "--in_order",
+        "--precision",
+        "32-true",
+        "--out",
+        str(folder / name),
+        *(["--resume", str(resume)] if resume else []),
+    ]
     path = f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}"
     with open(folder / f"{name}.log", "w") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, timeout=120,
-                              env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": path}).returncode
+        code = subprocess.run(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            timeout=120,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": gpus, "PYTHONPATH": path},
+        ).returncode
     assert code == 0, f"{name} exited with {code}\n" + (folder / f"{name}.log").read_text()[-4000:]
 
 
@@ -49,7 +77,8 @@ def losses(folder: Path, name: str, which: str = "training") -> torch.Tensor:
 
 
 def weights(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    from deepspeed_cdp.convert import get_fp32_state_dict_from_zero_checkpoint
+    from deepspeed_cdp.cli.convert import get_fp32_state_dict_from_zero_checkpoint
+
     return get_fp32_state_dict_from_zero_checkpoint(str(folder / name / "last.ckpt"), tag="checkpoint")
 
 
@@ -69,21 +98,27 @@ def main() -> None:
             started = [pool.submit(run, folder, job[0], pair, *job[1:]) for job, pair in zip(jobs, pairs)]
             for job in started:
                 job.result()
+
         both(("zero3", None, STEPS), ("dp", {"rule": "dp"}, STEPS))
         both(("cdp-v2", {}, STEPS), ("half", {}, STEPS // 2))
         run(folder, "resumed", pairs[0], {}, STEPS, folder / "half" / "last.ckpt")
         apart = float((losses(folder, "dp") - losses(folder, "zero3")).abs().max())
         held_out = float((losses(folder, "dp", "held out") - losses(folder, "zero3", "held out")).abs().max())
         moved = far(weights(folder, "dp"), weights(folder, "zero3"))
-        checks = {"dp's training losses as ZeRO-3's": (apart, 1e-5), "dp's validation losses as ZeRO-3's": (held_out, 1e-5),
-                  "dp's weights as ZeRO-3's": (moved, 1e-4),
-                  "cdp-v2, resumed half-way, weights": (far(weights(folder, "resumed"), weights(folder, "cdp-v2")), 0.0)}
+        checks = {
+            "dp's training losses as ZeRO-3's": (apart, 1e-5),
+            "dp's validation losses as ZeRO-3's": (held_out, 1e-5),
+            "dp's weights as ZeRO-3's": (moved, 1e-4),
+            "cdp-v2, resumed half-way, weights": (far(weights(folder, "resumed"), weights(folder, "cdp-v2")), 0.0),
+        }
         for what, (value, most) in checks.items():
             good &= value <= most
             print(f"{'ok  ' if value <= most else 'BAD '} {what}: {value:.2e}, at most {most:.0e}", flush=True)
         v2 = losses(folder, "cdp-v2").mean(0)
-        print(f"     cdp-v2's mean loss of both ranks, first and last step: {v2[0]:.4f}, {v2[-1]:.4f}; "
-              f"ZeRO-3's {losses(folder, 'zero3').mean(0)[-1]:.4f}")
+        print(
+            f"     cdp-v2's mean loss of both ranks, first and last step: {v2[0]:.4f}, {v2[-1]:.4f}; "
+            f"ZeRO-3's {losses(folder, 'zero3').mean(0)[-1]:.4f}"
+        )
     print("passed" if good else "failed", flush=True)
     sys.exit(not good)
 

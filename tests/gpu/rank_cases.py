@@ -18,9 +18,9 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from rank_tools import Tools, finish, models, parser, run_cases  # noqa: E402
 
-from deepspeed_cdp import reference  # noqa: E402
+from deepspeed_cdp.analysis import reference  # noqa: E402
 from deepspeed_cdp.errors import HandoffError  # noqa: E402
-from deepspeed_cdp.schedule import threshold  # noqa: E402
+from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
 
 Verdict = tuple[bool, dict[str, Any]]
 STEPS = 6
@@ -28,8 +28,14 @@ LR = 1e-2
 
 
 # ---- a run and what is compared -----------------------------------------------------------------------------------------
-def steps_of(engine: Any, kind: str, data: torch.Tensor, first: int = 0, last: int | None = None,
-             after: Callable[[int], None] = lambda step: None) -> list[torch.Tensor]:
+def steps_of(
+    engine: Any,
+    kind: str,
+    data: torch.Tensor,
+    first: int = 0,
+    last: int | None = None,
+    after: Callable[[int], None] = lambda step: None,
+) -> list[torch.Tensor]:
     """Train over ``data`` ([steps, rounds, ...]); the losses, on the device."""
     losses = []
     for step in range(first, len(data) if last is None else last):
@@ -42,9 +48,17 @@ def steps_of(engine: Any, kind: str, data: torch.Tensor, first: int = 0, last: i
     return losses
 
 
-def run(tools: Tools, kind: str = "llama", rule: str = "cdp-v2", rounds: int = 1, module: torch.nn.Module | None = None,
-        config: dict[str, Any] | None = None, prepare: Callable[[Any], None] = lambda engine: None,
-        after: Callable[[Any, int], None] = lambda engine, step: None, dtype: torch.dtype | None = None) -> dict[str, Any]:
+def run(
+    tools: Tools,
+    kind: str = "llama",
+    rule: str = "cdp-v2",
+    rounds: int = 1,
+    module: torch.nn.Module | None = None,
+    config: dict[str, Any] | None = None,
+    prepare: Callable[[Any], None] = lambda engine: None,
+    after: Callable[[Any, int], None] = lambda engine, step: None,
+    dtype: torch.dtype | None = None,
+) -> dict[str, Any]:
     """A run from the start: weights, losses, stages."""
     module = models.build(kind) if module is None else module
     config = {"gradient_accumulation_steps": rounds, **(config or {})}
@@ -66,12 +80,22 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
     """The largest differences, relative to the largest weight and to each loss."""
     weights = [(v.float(), b["state"][k].float()) for k, v in a["state"].items()]
     scale = max(float(v.abs().max()) for v, _ in weights)
-    return {"weights": max(float((v - w).abs().max()) for v, w in weights) / scale,
-            "losses": float(((a["losses"] - b["losses"]) / b["losses"]).abs().max())}
+    return {
+        "weights": max(float((v - w).abs().max()) for v, w in weights) / scale,
+        "losses": float(((a["losses"] - b["losses"]) / b["losses"]).abs().max()),
+    }
 
 
-def against_oracle(tools: Tools, kind: str = "llama", rule: str = "cdp-v2", rounds: int = 1, clip: float = 0.0,
-                   bf16: bool = False, fp32_sums: bool = False, flush_after: tuple[int, ...] = ()) -> Verdict:
+def against_oracle(
+    tools: Tools,
+    kind: str = "llama",
+    rule: str = "cdp-v2",
+    rounds: int = 1,
+    clip: float = 0.0,
+    bf16: bool = False,
+    fp32_sums: bool = False,
+    flush_after: tuple[int, ...] = (),
+) -> Verdict:
     """A run beside the single-process reference on the same device."""
     dtype = torch.bfloat16 if bf16 else None
     config: dict[str, Any] = {"gradient_clipping": clip}
@@ -83,6 +107,7 @@ def against_oracle(tools: Tools, kind: str = "llama", rule: str = "cdp-v2", roun
     def after(engine: Any, step: int) -> None:
         if step in flush_after:
             engine.flush()
+
     got = run(tools, kind, rule, rounds, config=config, after=after, dtype=dtype)
     template = models.build(kind).to(tools.device)
     template = template.to(dtype) if dtype is not None else template
@@ -90,14 +115,28 @@ def against_oracle(tools: Tools, kind: str = "llama", rule: str = "cdp-v2", roun
     def place(x: torch.Tensor) -> torch.Tensor:
         x = x.to(tools.device)
         return x.to(dtype) if dtype is not None and x.is_floating_point() else x
-    want = reference.train(template, got["stages"], threshold(rule, tools.size),
-                           lambda t, m, r: place(models.batch(kind, t, m, r)), lambda call, x: models.loss(call, kind, x),
-                           lambda named: torch.optim.AdamW([p for _, p in named], lr=LR, foreach=True), STEPS, rounds=rounds,
-                           clip=clip, flush_after=set(flush_after), grad_dtype=torch.float32 if fp32_sums else None)
+
+    want = reference.train(
+        template,
+        got["stages"],
+        threshold(rule, tools.size),
+        lambda t, m, r: place(models.batch(kind, t, m, r)),
+        lambda call, x: models.loss(call, kind, x),
+        lambda named: torch.optim.AdamW([p for _, p in named], lr=LR, foreach=True),
+        STEPS,
+        rounds=rounds,
+        clip=clip,
+        flush_after=set(flush_after),
+        grad_dtype=torch.float32 if fp32_sums else None,
+    )
     mine = [want.losses[t, m, tools.rank] for t in range(STEPS) for m in range(rounds)]
-    figures = apart({"state": {n: got["state"][n] for n in want.masters}, "losses": got["losses"]},
-                    {"state": {n: p.to(got["state"][n].dtype) for n, p in want.masters.items()},
-                     "losses": torch.tensor(mine, device=tools.device)})
+    figures = apart(
+        {"state": {n: got["state"][n] for n in want.masters}, "losses": got["losses"]},
+        {
+            "state": {n: p.to(got["state"][n].dtype) for n, p in want.masters.items()},
+            "losses": torch.tensor(mine, device=tools.device),
+        },
+    )
     # kernels of another shape may sum in another order; in bf16 a weight may round to its neighbour (2^-8 of itself)
     return figures["weights"] < (4e-3 if bf16 else 1e-6) and figures["losses"] < (1e-3 if bf16 else 2e-6), figures
 
@@ -187,9 +226,11 @@ def eval_between(tools: Tools) -> Verdict:
                 for i in range(tools.rank + 1):
                     values.append(models.loss(engine, "llama", models.batch("llama", 900 + i, 0, 0).to(tools.device)).item())
             engine.train()
+
     got = run(tools, after=evaluate)
     want = run(tools, after=lambda engine, step: engine.flush() if step in where else None)
     import torch.distributed as dist
+
     firsts: list[Any] = [None] * tools.size
     dist.all_gather_object(firsts, values[0])
     good = same(got, want) and len(set(firsts)) == 1
@@ -222,29 +263,43 @@ def save_load(tools: Tools) -> Verdict:
 
 def first_use(tools: Tools) -> Verdict:
     """Kernels never used before, on one rank after the other, while streams wait for peers: loading them may synchronize."""
-    ops = [torch.special.bessel_j0, torch.erfinv, torch.special.i1e, lambda x: torch.sort(x).values, torch.digamma,
-           lambda x: torch.fft.rfft(x).real, lambda x: x.cumprod(0), torch.lgamma, lambda x: x.median(), torch.special.ndtri]
+    ops = [
+        torch.special.bessel_j0,
+        torch.erfinv,
+        torch.special.i1e,
+        lambda x: torch.sort(x).values,
+        torch.digamma,
+        lambda x: torch.fft.rfft(x).real,
+        lambda x: x.cumprod(0),
+        torch.lgamma,
+        lambda x: x.median(),
+        torch.special.ndtri,
+    ]
 
     def meddle(engine: Any, step: int) -> None:
         for k in range(2):
             x = torch.linspace(0.1, 0.9, 1000 + step, device=tools.device)
             ops[(2 * step + k + 3 * tools.rank) % len(ops)](x)
+
     return same(run(tools), run(tools, after=meddle)), {}
 
 
 def pressure(tools: Tools) -> Verdict:
     """Memory is taken, filled with nan and given back around each step, to the allocator or to the driver; nothing is in it."""
+
     def meddle(engine: Any, step: int) -> None:
         for k in range(8):
             torch.full(((1 + (step * 7 + k * 3 + tools.rank) % 11) << 18,), float("nan"), device=tools.device)
         if tools.cuda and step % 2:
             torch.cuda.empty_cache()
+
     return same(run(tools), run(tools, after=meddle)), {}
 
 
 def watched(tools: Tools) -> Verdict:
     """With every instrument on, each of which synchronizes in its way, the run is the same; steps are timed on the device."""
     import deepspeed
+
     seen: dict[str, Any] = {}
 
     def look(engine: Any, step: int) -> None:
@@ -255,20 +310,30 @@ def watched(tools: Tools) -> Verdict:
             tools.synchronize()
             if tools.cuda:
                 engine.tput_timer._collect()
-            seen.update(engine.cyclic_metrics, wall=time.perf_counter() - seen["started"],
-                        timed=engine.tput_timer.total_elapsed_time, timer=type(engine.tput_timer).__name__)
+            seen.update(
+                engine.cyclic_metrics,
+                wall=time.perf_counter() - seen["started"],
+                timed=engine.tput_timer.total_elapsed_time,
+                timer=type(engine.tput_timer).__name__,
+            )
 
     with tempfile.TemporaryDirectory() as folder:
-        instruments = {"wall_clock_breakdown": True, "steps_per_print": 2,
-                       "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"},
-                       "flops_profiler": {"enabled": True, "profile_step": 3, "output_file": f"{folder}/flops.txt"},
-                       "comms_logger": {"enabled": True, "prof_all": True}}
+        instruments = {
+            "wall_clock_breakdown": True,
+            "steps_per_print": 2,
+            "csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"},
+            "flops_profiler": {"enabled": True, "profile_step": 3, "output_file": f"{folder}/flops.txt"},
+            "comms_logger": {"enabled": True, "prof_all": True},
+        }
         watching = run(tools, config=instruments, after=look)
     deepspeed.comm.configure(enabled=False)
-    good = {"same": same(watching, run(tools)), "timed": 0 < seen["timed"] <= 1.01 * seen["wall"],
-            "timer": seen["timer"] == ("StreamThroughputTimer" if tools.cuda else "ThroughputTimer"),
-            "waited": (seen["waited_total"] is None) == tools.cuda,  # (on devices the eighth step is the first that is timed)
-            "step": seen["step"] == STEPS - 1 - seen["lag"] == (STEPS - 2 if tools.rank == tools.size - 1 else STEPS - 3)}
+    good = {
+        "same": same(watching, run(tools)),
+        "timed": 0 < seen["timed"] <= 1.01 * seen["wall"],
+        "timer": seen["timer"] == ("StreamThroughputTimer" if tools.cuda else "ThroughputTimer"),
+        "waited": (seen["waited_total"] is None) == tools.cuda,  # (on devices the eighth step is the first that is timed)
+        "step": seen["step"] == STEPS - 1 - seen["lag"] == (STEPS - 2 if tools.rank == tools.size - 1 else STEPS - 3),
+    }
     return all(good.values()), {**good, "ms timed": round(1e3 * seen["timed"]), "ms by the clock": round(1e3 * seen["wall"])}
 
 
@@ -281,11 +346,16 @@ def slow_rank(tools: Tools) -> Verdict:
         told.append(engine.cyclic_metrics)
         if tools.rank == tools.size - 1:
             time.sleep(0.05)
+
     steps_of(engine, "llama", tools.batches("llama", 1).expand(28, -1, -1, -1), after=late)
     tools.destroy(engine)
     last, guilty = told[-1], tools.rank == tools.size - 1
-    good = {"named": last["slowest"] == tools.size - 1, "busy": last["busy"] is not None and last["busy"][-1] > 0.045,
-            "waited": guilty or last["waited_total"] > 0.03, "early": not tools.cuda or told[2]["busy"] is None}
+    good = {
+        "named": last["slowest"] == tools.size - 1,
+        "busy": last["busy"] is not None and last["busy"][-1] > 0.045,
+        "waited": guilty or last["waited_total"] > 0.03,
+        "early": not tools.cuda or told[2]["busy"] is None,
+    }
     waits = {way: {str(edge): round(t, 4) for edge, t in last[way].items() if t > 0.001} for way in ("waited", "waited_sent")}
     return all(good.values()), {**good, "busy": last["busy"], **waits, "step": last["waited_step"]}
 
@@ -301,11 +371,13 @@ def three_steps(tools: Tools) -> Verdict:
 
 def after_error(tools: Tools) -> Verdict:
     """An engine whose forward raised is destroyed, on every rank; the next one works."""
+
     class Odd(RuntimeError):
         pass
 
     def refuse(*_: Any) -> None:
         raise Odd
+
     engine = tools.engine(models.build("llama"), "cdp-v2", None, LR)
     steps_of(engine, "llama", tools.batches("llama", 3))
     engine.module.model.layers[2].register_forward_pre_hook(refuse)

@@ -44,7 +44,7 @@ class Placed:
 
     def __init__(self, inner, streams):
         self.inner, self.streams, self.counts, self.sources = inner, streams, {}, []
-        self.arena = inner.allocate(len(streams) * inner.size ** 2 * SLOTS * SLOT_BYTES)
+        self.arena = inner.allocate(len(streams) * inner.size**2 * SLOTS * SLOT_BYTES)
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
@@ -59,7 +59,7 @@ class Placed:
         self.inner.moved_on()  # scenarios compute between messages without saying so, as hooks do
         stream = RENAMED.get(stream, stream)
         at = self.slot(stream, src, self.inner.rank)
-        place = self.arena[at:at + into.numel()]
+        place = self.arena[at : at + into.numel()]
         return Landing(self.inner.post(stream, src, place, [t.ticket for t in after], where, at), place, into)
 
     def push(self, stream, dst, source, after=None, into_at=-1):
@@ -67,7 +67,7 @@ class Placed:
         stream = RENAMED.get(stream, stream)
         at = self.slot(stream, self.inner.rank, dst)
         if stream in ("P0", "H0"):
-            self.arena[at:at + source.numel()].copy_(source)
+            self.arena[at : at + source.numel()].copy_(source)
         if after is not None:
             source = after.place
         self.sources.append(source)  # a plan's buffers stay; scenarios drop theirs
@@ -114,7 +114,7 @@ def relay_and_offers(make):
         offer.wait(W)
         assert is_full(box, k + 100 + before), f"offer {k}"
     agree(t)
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def streams_keep_the_order(make):
@@ -139,7 +139,7 @@ def streams_keep_the_order(make):
     device = time.perf_counter() - begun
     assert [int(s) for s in sums] == [(k + before) * 100000 for k in range(10)]
     assert host < device / 2, f"the host took {host:.3f} s of {device:.3f}"
-    t.close(linger=True)
+    t.close(drain=True)
 
 
 def device_waits_in_vain(make):
@@ -158,7 +158,7 @@ def device_waits_in_vain(make):
             assert "rank 0, step 7: no message on stream P from rank 1 within 5" in str(error), str(error)
     else:
         time.sleep(9)
-    t.close(linger=False)
+    t.close(drain=False)
 
 
 def what_did_not_come_is_nan(make):
@@ -182,30 +182,43 @@ def what_did_not_come_is_nan(make):
             for size in sizes:
                 t.push("P", 0, full(3, size))
         time.sleep(9)
-    t.close(linger=False)
+    t.close(drain=False)
 
 
 # scenario, ranks, streams, over peer too, broadcasts
 SCENARIOS = [
-    (contract.order_on_an_edge, 2, "P", True, False), (contract.edges_are_independent, 2, "free blocked stuck", True, False),
-    (contract.edges_are_independent, 3, "free blocked stuck", True, False), (contract.push_before_post, 2, "P", True, False),
-    (contract.post_before_push, 2, "P", True, False), (contract.ring_with_reused_buffers, 2, "G", True, False),
-    (contract.ring_with_reused_buffers, 4, "G", True, False), (contract.zero_bytes, 2, "P", False, False),
-    (contract.gather_and_broadcast, 2, "", True, True), (contract.gather_and_broadcast, 4, "", True, True),
-    (contract.reset_forgets, 2, "P Q", False, False), (contract.reset_forgets, 4, "P Q", False, False),
-    (contract.many_resets, 2, "P Q", False, False), (endings.close_lingers, 2, "early late", True, False),
-    (endings.close_drops_what_nobody_takes, 3, "P Q", False, False), (endings.close_without_linger, 2, "P Q", False, False),
-    (endings.late_gather, 3, "", True, False), (contract.two_at_once, 3, "P", True, False),
+    (contract.order_on_an_edge, 2, "P", True, False),
+    (contract.edges_are_independent, 2, "free blocked stuck", True, False),
+    (contract.edges_are_independent, 3, "free blocked stuck", True, False),
+    (contract.push_before_post, 2, "P", True, False),
+    (contract.post_before_push, 2, "P", True, False),
+    (contract.ring_with_reused_buffers, 2, "G", True, False),
+    (contract.ring_with_reused_buffers, 4, "G", True, False),
+    (contract.zero_bytes, 2, "P", False, False),
+    (contract.gather_and_broadcast, 2, "", True, True),
+    (contract.gather_and_broadcast, 4, "", True, True),
+    (contract.reset_forgets, 2, "P Q", False, False),
+    (contract.reset_forgets, 4, "P Q", False, False),
+    (contract.many_resets, 2, "P Q", False, False),
+    (endings.close_lingers, 2, "early late", True, False),
+    (endings.close_drops_what_nobody_takes, 3, "P Q", False, False),
+    (endings.close_without_linger, 2, "P Q", False, False),
+    (endings.late_gather, 3, "", True, False),
+    (contract.two_at_once, 3, "P", True, False),
     (contract.bad_peers, 2, "P", False, False),
-    (relay_and_offers, 2, "P P0", True, False), (relay_and_offers, 4, "P P0", True, False),
-    (streams_keep_the_order, 2, "G", True, False), (streams_keep_the_order, 4, "G", True, False),
-    (device_waits_in_vain, 2, "P", True, False), (what_did_not_come_is_nan, 2, "P", False, False),
+    (relay_and_offers, 2, "P P0", True, False),
+    (relay_and_offers, 4, "P P0", True, False),
+    (streams_keep_the_order, 2, "G", True, False),
+    (streams_keep_the_order, 4, "G", True, False),
+    (device_waits_in_vain, 2, "P", True, False),
+    (what_did_not_come_is_nan, 2, "P", False, False),
 ]
 
 
 def make(kind, streams, rank, world, device, timeout_seconds=20.0, name="a"):
     if kind == "peer":
         from deepspeed_cdp.transport.peer import STREAMS, PeerTransport
+
         transport = PeerTransport(rank, world, timeout_seconds, device, name=f"contract/{name}")
         print(f"     rank {rank}: {transport.lanes}", flush=True)
         return Placed(transport, STREAMS)

@@ -32,6 +32,7 @@ NAMED = re.compile(r"HandoffError: rank (?P<rank>\d+), step \d+, .*(stage \d+|fl
 def train(options: argparse.Namespace) -> None:
     """Train, a line of output per step; ``--reads`` says what the host blocks in."""
     import torch
+
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     faulthandler.dump_traceback_later(options.budget, exit=True)
     tools = Tools(options)
@@ -41,6 +42,7 @@ def train(options: argparse.Namespace) -> None:
 
     def refuse(*_) -> None:
         raise FloatingPointError("a forward that fails")
+
     for step in range(options.steps):
         if options.raises_at == step:
             module.model.layers[1].register_forward_pre_hook(refuse)
@@ -68,14 +70,37 @@ class Rank:
     def __init__(self, rank: int, options: argparse.Namespace, folder: str, port: int, arguments: list[str]):
         self.rank, self.steps, self.losses, self.state = rank, 0, {}, ""
         self.errors = open(os.path.join(folder, f"rank{rank}.log"), "w+")  # noqa: SIM115, closed by close
-        environment = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(options.ranks),
-                       "LOCAL_WORLD_SIZE": str(options.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                       "OMP_NUM_THREADS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        command = [sys.executable, str(HERE), "--is-rank", "--transport", options.transport, "--timeout", str(options.timeout),
-                   "--rule", options.rule, "--reads", options.reads, "--budget",
-                   str(options.budget), *(["--cpu"] if options.cpu else []), *arguments]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment,
-                                        start_new_session=True)
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(options.ranks),
+            "LOCAL_WORLD_SIZE": str(options.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "OMP_NUM_THREADS": "1",
+            "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        }
+        command = [
+            sys.executable,
+            str(HERE),
+            "--is-rank",
+            "--transport",
+            options.transport,
+            "--timeout",
+            str(options.timeout),
+            "--rule",
+            options.rule,
+            "--reads",
+            options.reads,
+            "--budget",
+            str(options.budget),
+            *(["--cpu"] if options.cpu else []),
+            *arguments,
+        ]
+        self.process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=self.errors, text=True, env=environment, start_new_session=True
+        )
         self.ended: float | None = None
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -129,13 +154,22 @@ class Case:
     def __init__(self, name: str, options: argparse.Namespace, calm: list["Rank"] | None):
         self.name, self.options, self.calm, self.wrong, self.figures = name, options, calm, [], {}
 
-    def run(self, steps: int, act: Callable[[Rank], None] | None = None, who: int = 1, raises: bool = False,
-            survive: bool = True) -> list[Rank]:
+    def run(
+        self, steps: int, act: Callable[[Rank], None] | None = None, who: int = 1, raises: bool = False, survive: bool = True
+    ) -> list[Rank]:
         """Args: act: done to rank ``who`` once it has begun; survive: whether all ranks are to end well."""
         options, port = self.options, _free_port()
         with tempfile.TemporaryDirectory() as folder:
-            ranks = [Rank(r, options, folder, port, ["--steps", str(steps), *(
-                ["--raises-at", str(BEGIN)] if raises and r == who else [])]) for r in range(options.ranks)]
+            ranks = [
+                Rank(
+                    r,
+                    options,
+                    folder,
+                    port,
+                    ["--steps", str(steps), *(["--raises-at", str(BEGIN)] if raises and r == who else [])],
+                )
+                for r in range(options.ranks)
+            ]
             try:
                 self._watch(ranks, act, who, raises, survive)
             finally:
@@ -196,12 +230,16 @@ class Case:
         if what:
             self.wrong.append(what)
         for r in ranks:
-            print(f"---- {self.name}, rank {r.rank}, exit code {r.poll()}, {r.steps} steps\n{r.text()[-5000:]}", file=sys.stderr,
-                  flush=True)
+            print(
+                f"---- {self.name}, rank {r.rank}, exit code {r.poll()}, {r.steps} steps\n{r.text()[-5000:]}",
+                file=sys.stderr,
+                flush=True,
+            )
 
 
 def _free_port() -> int:
     from workers import free_port
+
     return free_port()
 
 
@@ -223,10 +261,10 @@ def cases(options: argparse.Namespace) -> dict[str, Callable[[Case], None]]:
 
     long, brief = options.timeout + 6, options.timeout * 0.6
     return {
-        "killed": lambda c: c.run(10 ** 4, lambda r: r.process.send_signal(signal.SIGKILL), last, survive=False),
-        "killed_first": lambda c: c.run(10 ** 4, lambda r: r.process.send_signal(signal.SIGKILL), 0, survive=False),
-        "stopped": lambda c: c.run(10 ** 4, lambda r: stop(r, long), last, survive=False),
-        "raises": lambda c: c.run(10 ** 4, None, last, raises=True, survive=False),
+        "killed": lambda c: c.run(10**4, lambda r: r.process.send_signal(signal.SIGKILL), last, survive=False),
+        "killed_first": lambda c: c.run(10**4, lambda r: r.process.send_signal(signal.SIGKILL), 0, survive=False),
+        "stopped": lambda c: c.run(10**4, lambda r: stop(r, long), last, survive=False),
+        "raises": lambda c: c.run(10**4, None, last, raises=True, survive=False),
         "paused": lambda c: equal(c, c.run(BRIEF_STEPS, lambda r: stop(r, brief), last)),
         "paused_first": lambda c: equal(c, c.run(BRIEF_STEPS, lambda r: stop(r, brief), 0)),
     }
@@ -262,8 +300,11 @@ def main() -> None:
             else:
                 known[name](case)
         good &= not case.wrong
-        print(f"{'BAD ' if case.wrong else 'ok  '} {name}, {options.ranks} ranks, host reads by {options.reads}: "
-              f"{json.dumps(case.figures)} {'; '.join(case.wrong)} {time.monotonic() - begun:.1f} s", flush=True)
+        print(
+            f"{'BAD ' if case.wrong else 'ok  '} {name}, {options.ranks} ranks, host reads by {options.reads}: "
+            f"{json.dumps(case.figures)} {'; '.join(case.wrong)} {time.monotonic() - begun:.1f} s",
+            flush=True,
+        )
     print("passed" if good else "failed", flush=True)
     sys.exit(not good)
 

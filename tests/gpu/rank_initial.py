@@ -22,6 +22,7 @@ from benchmarks.sizes import SIZES
 
 def made(tools: Tools, how: str, config: Any, settings: dict[str, Any]) -> torch.nn.Module:
     import deepspeed
+
     if how == "zero.Init":
         with deepspeed.zero.Init(config_dict_or_path=settings):
             model = models.build(config, tools.device, torch.bfloat16)
@@ -37,12 +38,20 @@ def stage_numel(engine: Any) -> list[int]:
 
 def measure(tools: Tools, how: str, config: Any, folder: Path) -> bool:
     import deepspeed
+
     cyclic: dict[str, Any] = {"enabled": True, "transport": tools.transport, "timeout_seconds": 60}
     if how == "meta":
         cyclic["weights"] = str(folder)
-    settings = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True},
-                "steps_per_print": 10 ** 9, "zero_allow_untested_optimizer": True, "gradient_clipping": 0.0, "cyclic": cyclic,
-                "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}}}
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "bf16": {"enabled": True},
+        "steps_per_print": 10**9,
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0,
+        "cyclic": cyclic,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5, "torch_adam": True}},
+    }
     before = tools.settled_memory()
     host_before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if tools.cuda:
@@ -59,11 +68,15 @@ def measure(tools: Tools, how: str, config: Any, folder: Path) -> bool:
     tools.synchronize()
     after, stages = tools.memory(), stage_numel(engine)
     model_bytes = 2 * sum(stages)
-    figures = {"masters and moments": 12 * stages[tools.size - 1 - tools.rank],
-               "host's peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - host_before}
+    figures = {
+        "masters and moments": 12 * stages[tools.size - 1 - tools.rank],
+        "host's peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - host_before,
+    }
     if tools.cuda:
-        figures |= {"torch's peak": torch.cuda.max_memory_allocated() - before["allocated"],
-                    "outside torch": after["gpu"] - after["reserved"] - (before["gpu"] - before["reserved"])}
+        figures |= {
+            "torch's peak": torch.cuda.max_memory_allocated() - before["allocated"],
+            "outside torch": after["gpu"] - after["reserved"] - (before["gpu"] - before["reserved"]),
+        }
     told = ", ".join(f"{name} {value / model_bytes:.2f}" for name, value in figures.items())
     print(f"{how}, rank {tools.rank}: of a model of {model_bytes / 2**30:.2f} GiB: {told}", flush=True)
     tools.destroy(engine)

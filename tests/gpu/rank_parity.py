@@ -35,8 +35,8 @@ import models  # noqa: E402
 from places import take_gpu  # noqa: E402
 
 import deepspeed_cdp  # noqa: E402, F401
-from deepspeed_cdp import reference  # noqa: E402
-from deepspeed_cdp.schedule import threshold  # noqa: E402
+from deepspeed_cdp.analysis import reference  # noqa: E402
+from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
 
 STEPS = 6
 
@@ -49,16 +49,38 @@ def sgd(named):
     return torch.optim.SGD([p for _, p in named], lr=0.05, momentum=0.9, foreach=True)
 
 
-def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, synchronize: bool,
-          offload: bool = False, stage: int = 3, fusion: bool | str = "auto", fp32_sums: bool = False) -> dict:
+def check(
+    kind: str,
+    rule: str,
+    rounds: int,
+    bf16: bool,
+    rank: int,
+    size: int,
+    synchronize: bool,
+    offload: bool = False,
+    stage: int = 3,
+    fusion: bool | str = "auto",
+    fp32_sums: bool = False,
+) -> dict:
     device = torch.device("cpu") if ARGS.cpu else torch.device("cuda", torch.cuda.current_device())
     dtype = torch.bfloat16 if bf16 else torch.float32
     module = models.build(kind).to(device, dtype)
-    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": rounds, "gradient_clipping": 0.5,
-              "zero_optimization": {"stage": stage}, "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True,
-              "steps_per_print": 10 ** 9,
-              "cyclic": {"enabled": True, "rule": rule, "transport": ARGS.transport, "timeout_seconds": 30,
-                         "gradient_accumulation_fusion": fusion}}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": rounds,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": bf16},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+        "cyclic": {
+            "enabled": True,
+            "rule": rule,
+            "transport": ARGS.transport,
+            "timeout_seconds": 30,
+            "gradient_accumulation_fusion": fusion,
+        },
+    }
     if fp32_sums:
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     if offload:
@@ -89,39 +111,74 @@ def check(kind: str, rule: str, rounds: int, bf16: bool, rank: int, size: int, s
     assert ARGS.transport in ("auto", transport.name), transport.name
     engine.destroy()
     template = models.build(kind).to(device, dtype)
-    want = reference.train(template, stages, threshold(rule, size),
-                           lambda t, m, r: (lambda x: x.to(dtype) if x.is_floating_point() else x)(
-                               models.batch(kind, t, m, r).to(device)),
-                           lambda call, x: models.loss(call, kind, x), make, STEPS, rounds=rounds, clip=0.5, flush_after={3},
-                           grad_dtype=torch.float32 if fp32_sums else None)
+    want = reference.train(
+        template,
+        stages,
+        threshold(rule, size),
+        lambda t, m, r: (lambda x: x.to(dtype) if x.is_floating_point() else x)(models.batch(kind, t, m, r).to(device)),
+        lambda call, x: models.loss(call, kind, x),
+        make,
+        STEPS,
+        rounds=rounds,
+        clip=0.5,
+        flush_after={3},
+        grad_dtype=torch.float32 if fp32_sums else None,
+    )
     worst = max(float((state[n].float() - p.to(dtype).float()).abs().max()) for n, p in want.masters.items())
     scale = max(float(p.abs().max()) for p in want.masters.values())
     mine = max(abs(float(v) - want.losses[k]) / abs(want.losses[k]) for k, v in losses.items())
     bytes_right = all(row["counted"] == row["closed form"] for row in traffic.values())
-    return {"model": kind, "rule": rule, "rounds": rounds, "bf16": bf16, "ranks": size, "weights": worst / scale, "losses": mine,
-            "bytes": bytes_right, "sync": synchronize, "offload": offload, "stage": stage, "transport": transport.name,
-            "fused": fused, "fp32 sums": fp32_sums}
+    return {
+        "model": kind,
+        "rule": rule,
+        "rounds": rounds,
+        "bf16": bf16,
+        "ranks": size,
+        "weights": worst / scale,
+        "losses": mine,
+        "bytes": bytes_right,
+        "sync": synchronize,
+        "offload": offload,
+        "stage": stage,
+        "transport": transport.name,
+        "fused": fused,
+        "fp32 sums": fp32_sums,
+    }
 
 
 def main() -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     deepspeed.init_distributed("gloo" if ARGS.cpu else take_gpu()[1])
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cases = [(k, r, m, False, s)
-             for k, r, m, s in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"), (1,), (False,))]
-    cases += [("llama", "cdp-v2", 2, False, True), ("llama-tied", "cdp-v1", 1, True, False), ("llama", "cdp-v2", 1, True, True),
-              ("routed", "cdp-v2", 1, False, False)]
-    cases += [("llama-tied", "cdp-v2", 2, False, False, True), ("llama", "cdp-v1", 1, False, True, True),
-              ("llama-tied", "cdp-v2", 1, True, False, True), ("llama", "dp", 1, True, False, True)]  # optimizer in host memory
+    cases = [
+        (k, r, m, False, s) for k, r, m, s in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"), (1,), (False,))
+    ]
+    cases += [
+        ("llama", "cdp-v2", 2, False, True),
+        ("llama-tied", "cdp-v1", 1, True, False),
+        ("llama", "cdp-v2", 1, True, True),
+        ("routed", "cdp-v2", 1, False, False),
+    ]
+    cases += [
+        ("llama-tied", "cdp-v2", 2, False, False, True),
+        ("llama", "cdp-v1", 1, False, True, True),
+        ("llama-tied", "cdp-v2", 1, True, False, True),
+        ("llama", "dp", 1, True, False, True),
+    ]  # optimizer in host memory
     # gradients added after the products that make them; and inside these to sums of another dtype
     cases += [("llama", "cdp-v2", 1, False, False, False, 3, False), ("llama-tied", "cdp-v1", 2, True, False, False, 3, False)]
     cases += [("llama", rule, 2, True, False, False, 3, "auto", True) for rule in ("cdp-v2", "cdp-v1")]
     cases = [] if ARGS.replicas else cases
     # every rank keeps all parameters; under v1 owners publish apart, under v2 and dp in place
     cases += [(k, r, 1, False, False, False, 1) for k, r in itertools.product(("mlp", "llama-tied"), ("cdp-v2", "cdp-v1", "dp"))]
-    cases += [("llama", "cdp-v2", 2, False, True, False, 2), ("llama-tied", "cdp-v1", 1, True, False, False, 0),
-              ("llama", "cdp-v2", 1, True, True, False, 1), ("routed", "cdp-v2", 1, False, False, False, 1),
-              ("llama-tied", "cdp-v1", 2, False, True, False, 1), ("llama-tied", "cdp-v2", 2, False, False, True, 1)]
+    cases += [
+        ("llama", "cdp-v2", 2, False, True, False, 2),
+        ("llama-tied", "cdp-v1", 1, True, False, False, 0),
+        ("llama", "cdp-v2", 1, True, True, False, 1),
+        ("routed", "cdp-v2", 1, False, False, False, 1),
+        ("llama-tied", "cdp-v1", 2, False, True, False, 1),
+        ("llama-tied", "cdp-v2", 2, False, False, True, 1),
+    ]
     if ARGS.rules:
         rules = [int(r) if r.isdigit() else r for r in ARGS.rules.split(",")]
         cases = [(kind, r, rounds, False, False) for kind, r, rounds in itertools.product(("mlp", "llama-tied"), rules, (1, 2))]
@@ -130,8 +187,9 @@ def main() -> None:
         begun = time.time()
         row = check(*case[:4], rank, size, *case[4:])
         # fp32: kernels of another shape may sum in another order; bf16: a weight may round to its neighbour (2^-7 of it)
-        good = (row["weights"] < (2 ** -7 if row["bf16"] else 1e-6) and row["losses"] < (1e-3 if row["bf16"] else 1e-6)
-                and row["bytes"])
+        good = (
+            row["weights"] < (2**-7 if row["bf16"] else 1e-6) and row["losses"] < (1e-3 if row["bf16"] else 1e-6) and row["bytes"]
+        )
         failed |= not good
         if rank == 0:
             print(("ok  " if good else "BAD ") + json.dumps(row) + f" {time.time() - begun:.1f} s", flush=True)

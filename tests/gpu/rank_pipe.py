@@ -29,8 +29,10 @@ def launch(args: argparse.Namespace) -> int:
     worst = 0
     for world in args.ranks:
         began = time.time()
-        code = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
-                               __file__, *sys.argv[1:]], env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode
+        code = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}", __file__, *sys.argv[1:]],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        ).returncode
         worst = max(worst, abs(code))
         print(f"{world} ranks: {f'FAILED {code}' if code else 'ok'} in {time.time() - began:.0f} s", flush=True)
     return worst
@@ -40,7 +42,8 @@ def check(work, job, rank: int, world: int) -> str:
     """One job against the oracle on this rank's device; what is wrong, or ""."""
     import torch.distributed as dist
 
-    from deepspeed_cdp.schedule import threshold
+    from deepspeed_cdp.plan.schedule import threshold
+
     result = work.train(rank, world, job)
     everyone = [None] * world
     dist.all_gather_object(everyone, {n: w.cpu() for n, w in result["weights"].items()})
@@ -66,13 +69,18 @@ def main(args: argparse.Namespace) -> int:
     from places import take_gpu
 
     from benchmarks.pipeline import measure
+
     logger.setLevel("ERROR")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device, backend = (torch.device("cpu"), "gloo") if args.cpu else take_gpu()
     work.DEVICE = device
     deepspeed.init_distributed(dist_backend=backend, verbose=False)
-    jobs = [Job(world, "cdp-v2", tied=True, clip=0.5, warmup=True), Job(world, "cdp-v1", clip=0.5, eval_after=(2,)),
-            Job(world, "dp", 2), Job(world, "cdp-v2", bf16=True, sum_fp32=True)]
+    jobs = [
+        Job(world, "cdp-v2", tied=True, clip=0.5, warmup=True),
+        Job(world, "cdp-v1", clip=0.5, eval_after=(2,)),
+        Job(world, "dp", 2),
+        Job(world, "cdp-v2", bf16=True, sum_fp32=True),
+    ]
     if world == 1:
         jobs = [Job(3, "cdp-v2", tied=True, clip=0.5), Job(2, "cdp-v1"), Job(3, "cdp-v2", bf16=True, sum_fp32=True)]
     if world == 3:
@@ -86,14 +94,18 @@ def main(args: argparse.Namespace) -> int:
         sys.stdout = loud
         bad += text.startswith("FAILED")
         name = "single device" if world == 1 else "pipeline" if world == job.stages else "pyramid"
-        say(f"{world} ranks, {name} of {job.stages} stages, {job.rule}{', tied' * job.tied}{', bf16' * job.bf16}: {text} "
-            f"({time.time() - began:.1f} s)")
+        say(
+            f"{world} ranks, {name} of {job.stages} stages, {job.rule}{', tied' * job.tied}{', bf16' * job.bf16}: {text} "
+            f"({time.time() - began:.1f} s)"
+        )
     for way in ("stock", "dp", "cdp-v2", "cdp-v1") if world > 1 else ():
         sys.stdout = quiet
         row = measure(way, world, 1, args.ms / 1000, args.steps)
         sys.stdout = loud
-        say(f"{world} stages, {row['micro_batches']} micro-batches, {row['engine']}: {row['ms_per_step']:.1f} ms per step, idle "
-            f"{row['idle']:.1%}, closed form {row['closed_form']:.1%}")
+        say(
+            f"{world} stages, {row['micro_batches']} micro-batches, {row['engine']}: {row['ms_per_step']:.1f} ms per step, idle "
+            f"{row['idle']:.1%}, closed form {row['closed_form']:.1%}"
+        )
     torch.distributed.barrier()
     if not args.cpu and world > torch.cuda.device_count():
         os._exit(bad)  # NCCL 2.31 does not come back from destroying communicators of ranks that share a GPU

@@ -1,6 +1,6 @@
 """One rank of the GPU checks of rings of rings and of the warm-up: against the oracle, bitwise between rings, over peer or nccl.
 
-    torchrun --nproc-per-node 4 tests/gpu/rank_rings.py [--ring 2] [--transport peer|nccl] [--cpu] [CASE ...]
+torchrun --nproc-per-node 4 tests/gpu/rank_rings.py [--ring 2] [--transport peer|nccl] [--cpu] [CASE ...]
 """
 
 import hashlib
@@ -20,8 +20,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 from rank_cases import LR, STEPS, Verdict, apart, same, steps_of  # noqa: E402
 from rank_tools import Tools, finish, models, parser, run_cases  # noqa: E402
 
-from deepspeed_cdp import reference  # noqa: E402
-from deepspeed_cdp.schedule import threshold  # noqa: E402
+from deepspeed_cdp.analysis import reference  # noqa: E402
+from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
 
 
 def everyone(value: Any, tools: Tools) -> list[Any]:
@@ -41,17 +41,38 @@ def digest(engine: Any) -> str:
     return found.hexdigest()
 
 
-def against_oracle(tools: Tools, kind: str = "llama", rule: str = "cdp-v2", rounds: int = 1, clip: float = 0.0, warmup: int = 0,
-                   bf16: bool = False, offload: bool = False, meddle: Callable[[int], None] = lambda step: None) -> Verdict:
+def against_oracle(
+    tools: Tools,
+    kind: str = "llama",
+    rule: str = "cdp-v2",
+    rounds: int = 1,
+    clip: float = 0.0,
+    warmup: int = 0,
+    bf16: bool = False,
+    offload: bool = False,
+    meddle: Callable[[int], None] = lambda step: None,
+) -> Verdict:
     """A run beside the oracle, whose order of sums is the rings'; counted bytes; replicas of a stage are equal bit by bit."""
     ring, dtype = tools.ring, torch.bfloat16 if bf16 else None
-    cyclic = {"enabled": True, "rule": rule, "transport": tools.transport, "timeout_seconds": tools.timeout, "ring_size": ring,
-              "warmup_steps": warmup}
-    config: dict[str, Any] = {"gradient_clipping": clip, "gradient_accumulation_steps": rounds, "cyclic": cyclic,
-                              "bf16": {"enabled": bf16}}
+    cyclic = {
+        "enabled": True,
+        "rule": rule,
+        "transport": tools.transport,
+        "timeout_seconds": tools.timeout,
+        "ring_size": ring,
+        "warmup_steps": warmup,
+    }
+    config: dict[str, Any] = {
+        "gradient_clipping": clip,
+        "gradient_accumulation_steps": rounds,
+        "cyclic": cyclic,
+        "bf16": {"enabled": bf16},
+    }
     if offload:
-        config |= {"zero_force_ds_cpu_optimizer": False,
-                   "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}
+        config |= {
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        }
     module = models.build(kind)
     engine = tools.engine(module if dtype is None else module.to(dtype), rule, config, LR)
     losses = steps_of(engine, kind, tools.batches(kind, STEPS, rounds, dtype), after=meddle)
@@ -65,15 +86,26 @@ def against_oracle(tools: Tools, kind: str = "llama", rule: str = "cdp-v2", roun
     def place(x: torch.Tensor) -> torch.Tensor:
         x = x.to(tools.device)
         return x.to(dtype) if dtype is not None and x.is_floating_point() else x
+
     template = models.build(kind).to(tools.device)
-    want = reference.train(template if dtype is None else template.to(dtype), stages, threshold(rule, ring),
-                           lambda t, m, r: place(models.batch(kind, t, m, r)), lambda call, x: models.loss(call, kind, x),
-                           lambda named: torch.optim.AdamW([p for _, p in named], lr=LR, foreach=True), STEPS, rounds=rounds,
-                           clip=clip, warmup_steps=warmup, rings=tools.size // ring)
+    want = reference.train(
+        template if dtype is None else template.to(dtype),
+        stages,
+        threshold(rule, ring),
+        lambda t, m, r: place(models.batch(kind, t, m, r)),
+        lambda call, x: models.loss(call, kind, x),
+        lambda named: torch.optim.AdamW([p for _, p in named], lr=LR, foreach=True),
+        STEPS,
+        rounds=rounds,
+        clip=clip,
+        warmup_steps=warmup,
+        rings=tools.size // ring,
+    )
     mine = [want.losses[t, m, tools.rank] for t in range(STEPS) for m in range(rounds)]
-    figures: dict[str, Any] = apart({"state": {n: state[n] for n in want.masters}, "losses": torch.stack(losses).float()},
-                                    {"state": {n: p.to(state[n].dtype) for n, p in want.masters.items()},
-                                     "losses": torch.tensor(mine, device=tools.device)})
+    figures: dict[str, Any] = apart(
+        {"state": {n: state[n] for n in want.masters}, "losses": torch.stack(losses).float()},
+        {"state": {n: p.to(state[n].dtype) for n, p in want.masters.items()}, "losses": torch.tensor(mine, device=tools.device)},
+    )
     good = figures["weights"] < (4e-3 if bf16 else 1e-6) and figures["losses"] < (1e-3 if bf16 else 2e-6)
     replicas = all(digests[r] == digests[r % ring] for r in range(tools.size))
     right = all(row["counted"] == row["closed form"] for row in traffic.values()) and collectives == 0
@@ -86,10 +118,12 @@ def against_oracle(tools: Tools, kind: str = "llama", rule: str = "cdp-v2", roun
 
 def synchronized(tools: Tools) -> Verdict:
     """The host waits for its whole device after every step, and frees memory."""
+
     def meddle(step: int) -> None:
         tools.synchronize()
         if tools.cuda:
             torch.cuda.empty_cache()
+
     return against_oracle(tools, "llama-tied", "cdp-v2", 2, 0.5, meddle=meddle)
 
 
@@ -102,6 +136,7 @@ def dawdling(tools: Tools) -> Verdict:
             torch.cuda._sleep(int(dice.random() * 60_000_000))
         elif dice.random() < 0.5:
             time.sleep(0.03 * dice.random())
+
     return against_oracle(tools, "llama", "cdp-v2", 1, 0.0, meddle=meddle)
 
 
@@ -111,8 +146,16 @@ def save_load(tools: Tools) -> Verdict:
     folder = os.path.join(tempfile.gettempdir(), f"cyclic-rings-{os.environ['MASTER_PORT']}-{run_id}")
 
     def config(ring: int) -> dict[str, Any]:
-        return {"cyclic": {"enabled": True, "rule": "cdp-v2", "transport": tools.transport, "timeout_seconds": tools.timeout,
-                           "ring_size": ring}}
+        return {
+            "cyclic": {
+                "enabled": True,
+                "rule": "cdp-v2",
+                "transport": tools.transport,
+                "timeout_seconds": tools.timeout,
+                "ring_size": ring,
+            }
+        }
+
     data, ends = tools.batches("llama", STEPS), []
     engine = tools.engine(models.build("llama"), "cdp-v2", config(tools.ring), LR)
     steps_of(engine, "llama", data, 0, 3)

@@ -107,17 +107,25 @@ def main() -> None:
     losses = torch.equal(calm["losses"], wild["losses"])
     finite = bool(torch.isfinite(calm["losses"]).all())
     grown = {name: growth(out["samples"]) for name, out in (("undisturbed", calm), (how, wild))}
-    grown["second engine"] = {k: after[k] - before[k] - (sum(v.numel() * v.element_size() for v in wild["state"].values())
-                                                         if k == "allocated" else 0) for k in after}
+    grown["second engine"] = {
+        k: after[k] - before[k] - (sum(v.numel() * v.element_size() for v in wild["state"].values()) if k == "allocated" else 0)
+        for k in after
+    }
     # gloo closes its sockets late; rank_cases.py counts what many engines leave behind
     room = {"second engine": {**ROOM, "fds": 8}}
     bad = [f"{name} {k} {v}" for name, figures in grown.items() for k, v in figures.items() if v > room.get(name, ROOM)[k]]
-    print(f"rank {tools.rank}: weights equal bitwise: {equal}; losses: {losses}; finite: {finite}; growth {grown}; "
-          f"too much: {bad or 'nothing'}", file=sys.stderr, flush=True)
+    print(
+        f"rank {tools.rank}: weights equal bitwise: {equal}; losses: {losses}; finite: {finite}; growth {grown}; "
+        f"too much: {bad or 'nothing'}",
+        file=sys.stderr,
+        flush=True,
+    )
     with tools.limit("the verdict", 60):
         good = tools.agree(equal and losses and finite and not bad)
-        tools.say(f"{options.steps} steps, {tools.size} ranks: disturbed ({how}) equals undisturbed bitwise: {equal and losses}; "
-                  f"growth: {grown}")
+        tools.say(
+            f"{options.steps} steps, {tools.size} ranks: disturbed ({how}) equals undisturbed bitwise: {equal and losses}; "
+            f"growth: {grown}"
+        )
         finish(tools, good)
 
 

@@ -45,6 +45,7 @@ class Tools:
         import deepspeed
 
         import deepspeed_cdp
+
         deepspeed_cdp.register()
         if self.cuda:
             self.device, backend = take_gpu()
@@ -63,16 +64,23 @@ class Tools:
             print(text, flush=True)
 
     # ---- engines --------------------------------------------------------------------------------------------------------
-    def engine(self, module: torch.nn.Module, rule: str | int = "cdp-v2", config: dict[str, Any] | None = None,
-               lr: float = 1e-3) -> Any:
+    def engine(
+        self, module: torch.nn.Module, rule: str | int = "cdp-v2", config: dict[str, Any] | None = None, lr: float = 1e-3
+    ) -> Any:
         """The engine of a module on this device, with AdamW."""
         import deepspeed
+
         module = module.to(self.device)
         optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=lr, foreach=True)
-        whole = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}, "steps_per_print": 10 ** 9,
-                 "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True,
-                 "cyclic": {"enabled": True, "rule": rule, "transport": self.transport, "timeout_seconds": self.timeout},
-                 **(config or {})}
+        whole = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3},
+            "steps_per_print": 10**9,
+            "gradient_clipping": 0.0,
+            "zero_allow_untested_optimizer": True,
+            "cyclic": {"enabled": True, "rule": rule, "transport": self.transport, "timeout_seconds": self.timeout},
+            **(config or {}),
+        }
         engine = deepspeed.initialize(model=module, optimizer=optimizer, config=whole)[0]
         self.engines.append(engine)
         return engine
@@ -103,8 +111,11 @@ class Tools:
 
     def memory(self) -> dict[str, int]:
         """Bytes allocated and reserved by torch's allocator, bytes of the GPU and of the host in use, open files, threads."""
-        figures = {"rss": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-                   "fds": len(os.listdir("/proc/self/fd")), "threads": len(os.listdir("/proc/self/task"))}
+        figures = {
+            "rss": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+            "fds": len(os.listdir("/proc/self/fd")),
+            "threads": len(os.listdir("/proc/self/task")),
+        }
         if self.cuda:
             figures |= {"allocated": torch.cuda.memory_allocated(), "reserved": torch.cuda.memory_reserved()}
             free, total = torch.cuda.mem_get_info()
@@ -115,6 +126,7 @@ class Tools:
     def agree(self, good: bool) -> bool:
         """Collective: whether it is good on every rank."""
         import torch.distributed as dist
+
         verdicts: list[Any] = [None] * self.size
         dist.all_gather_object(verdicts, bool(good))
         return all(verdicts)
@@ -150,8 +162,8 @@ class Tools:
 
     def _diagnose(self) -> None:
         for engine in self.engines:
-            transport, handoff = engine._transport, engine._runtime.handoff if engine._runtime else None
-            where = f"step {handoff.global_step}, action {handoff._cursor}" if handoff else "setting up"
+            transport, executor = engine._transport, engine._runtime.executor if engine._runtime else None
+            where = f"step {executor.global_step}, action {executor._cursor}" if executor else "setting up"
             told = transport.diagnose() if hasattr(transport, "diagnose") else "(this transport cannot tell)"
             print(f"rank {self.rank}, host at {where}: {told}", file=sys.stderr, flush=True)
 
@@ -184,6 +196,7 @@ def run_cases(tools: Tools, cases: dict[str, Callable[[Tools], tuple[bool, dict[
 def finish(tools: Tools, good: bool) -> None:
     """Say how it went, last, and end."""
     import torch.distributed as dist
+
     tools.say("passed" if good else "failed")
     dist.barrier()
     dist.destroy_process_group()

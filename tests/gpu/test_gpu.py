@@ -16,8 +16,15 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def torchrun(ranks: int, script: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-               str(Path(__file__).parent / script), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        str(Path(__file__).parent / script),
+        *arguments,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -54,8 +61,14 @@ def needs(ranks: int) -> None:
 
 def launched(command: list[str], seconds: float, **environment: str) -> str:
     """The command's output, whose last line says passed; what is left of it after its time is killed."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
-                               env={**os.environ, **environment})
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, **environment},
+    )
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
@@ -67,8 +80,17 @@ def launched(command: list[str], seconds: float, **environment: str) -> str:
 
 
 def ranks_run(ranks: int, script: str, *arguments: str, seconds: float = 300, **environment: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-               str(Path(__file__).parent / script), "--budget", str(seconds), *arguments]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        str(Path(__file__).parent / script),
+        "--budget",
+        str(seconds),
+        *arguments,
+    ]
     return launched(command, seconds + 45, **environment)
 
 
@@ -85,9 +107,27 @@ def test_synchronize_read_and_empty_cache_in_every_step(ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("case", ["first_use", "pressure", "two_engines", "after_destroy", "after_error", "compile",
-                                  "checkpoint_reentrant", "checkpoint_nonreentrant", "eval_between", "save_load", "clip",
-                                  "clip_v1", "accumulate", "bf16", "fp32_sums", "watched"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "first_use",
+        "pressure",
+        "two_engines",
+        "after_destroy",
+        "after_error",
+        "compile",
+        "checkpoint_reentrant",
+        "checkpoint_nonreentrant",
+        "eval_between",
+        "save_load",
+        "clip",
+        "clip_v1",
+        "accumulate",
+        "bf16",
+        "fp32_sums",
+        "watched",
+    ],
+)
 def test_case(case, ranks):
     needs(ranks)
     ranks_run(ranks, "rank_cases.py", case)
@@ -123,14 +163,24 @@ def test_memcheck():
 
 def test_driver_calls_are_measured():
     needs(1)
-    done = subprocess.run([sys.executable, "-m", "benchmarks.driver_calls"], capture_output=True, text=True, timeout=120,
-                          cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.driver_calls"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.returncode == 0 and "| write |" in done.stdout, done.stdout + done.stderr
 
 
 def test_phases_of_steps_are_told():
     needs(2)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "benchmarks.phases"]
-    done = subprocess.run(command + ["--model", "llama-tiny", "--sequence", "64", "--steps", "8", "--seconds", "200"],
-                          capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        command + ["--model", "llama-tiny", "--sequence", "64", "--steps", "8", "--seconds", "200"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=Path(__file__).parents[2],
+    )
     assert done.returncode == 0 and "cdp-v2, driver: " in done.stdout, done.stdout + done.stderr

@@ -1,6 +1,6 @@
 """The simulator on a GPU: a captured step does what an eager one does. Needs no DeepSpeed:
 
-    python -m pytest --noconftest tests/gpu/test_simulated_gpu.py
+python -m pytest --noconftest tests/gpu/test_simulated_gpu.py
 """
 
 import os
@@ -14,7 +14,7 @@ import pytest  # noqa: E402
 import torch  # noqa: E402
 from models import build  # noqa: E402
 
-from deepspeed_cdp.simulated import Simulator, stages_of  # noqa: E402
+from deepspeed_cdp.analysis.learning_simulator import Simulator, stages_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 STEPS = 12
@@ -38,8 +38,9 @@ def mixed(module, batch):
 def train(kind: str, rule: str, loss, warmup: int, clip: float, capture: bool) -> tuple[list, dict[str, torch.Tensor]]:
     """Losses by step and rank, and the weights at the end."""
     module = build(kind).cuda()
-    ring = Simulator(module, torch.optim.AdamW(module.parameters(), lr=0.01), stages_of(module, 3), rule, warmup_steps=warmup,
-                     clip=clip)
+    ring = Simulator(
+        module, torch.optim.AdamW(module.parameters(), lr=0.01), stages_of(module, 3), rule, warmup_steps=warmup, clip=clip
+    )
     captured, delayed, losses = None, None, []
     for step in range(STEPS):
         for group in ring.optimizer.param_groups:  # a captured step must obey it

@@ -65,7 +65,7 @@ class Run:
         first = engine.global_steps
         device_losses = torch.zeros(options.save, device=tools.device)  # a list of them would look like growth
         for step in range(engine.global_steps, self.steps):
-            chance = random.Random(10 ** 6 * tools.rank + step)
+            chance = random.Random(10**6 * tools.rank + step)
             loss = models.loss(engine, options.model, batches[step % BATCHES, 0])
             if wild and step == self.steps // 2 + 3 and not self.killed.exists() and tools.rank == tools.size - 1:
                 self.killed.write_text(str(step))
@@ -82,7 +82,7 @@ class Run:
             if step % options.evaluate == options.evaluate - 1:
                 self._evaluate(engine, batches)
             if step % options.save == options.save - 1 or step == self.steps - 1:
-                self.losses[first:step + 1] = device_losses[:step + 1 - first].cpu()
+                self.losses[first : step + 1] = device_losses[: step + 1 - first].cpu()
                 first = step + 1
                 self._save(engine, step)
                 self._compare(step + 1)
@@ -118,8 +118,14 @@ class Run:
             assert equal, f"the losses of the first {steps} steps differ from the undisturbed run's"
 
     def _sample(self, step: int, began: float) -> None:
-        figures = {"run": self.name, "attempt": self.attempt, "rank": self.tools.rank, "step": step + 1,
-                   "seconds": round(time.monotonic() - began, 2), **self.tools.memory()}
+        figures = {
+            "run": self.name,
+            "attempt": self.attempt,
+            "rank": self.tools.rank,
+            "step": step + 1,
+            "seconds": round(time.monotonic() - began, 2),
+            **self.tools.memory(),
+        }
         new = not self.samples.exists()
         with self.samples.open("a", newline="") as file:
             writer = csv.DictWriter(file, list(figures), lineterminator="\n")
@@ -149,8 +155,11 @@ def judge(rows: list[dict[str, str]], settled: int) -> tuple[dict[str, Any], lis
         for figure in ROOM:
             if len(group) >= 6 and figure in group[0]:
                 up, error = growth([float(r[figure]) for r in group])
-                told[" ".join(("{} attempt {} rank {}".format(*key), figure))] = {"grown": up, "error": round(error, 1),
-                                                                                   "samples": len(group)}
+                told[" ".join(("{} attempt {} rank {}".format(*key), figure))] = {
+                    "grown": up,
+                    "error": round(error, 1),
+                    "samples": len(group),
+                }
                 if up - error > ROOM[figure]:
                     grown.append(f"{key} {figure}: by {up:.0f} +- {error:.0f}")
     return told, grown
@@ -158,8 +167,11 @@ def judge(rows: list[dict[str, str]], settled: int) -> tuple[dict[str, Any], lis
 
 def digests(checkpoint: Path) -> dict[str, str]:
     """SHA-256 of every tensor's bytes (masters, moments, norms and buffers) by file and name."""
-    return {f"{file.name} {name}": hashlib.sha256(x.reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
-            for file in sorted(checkpoint.glob("*.safetensors")) for name, x in sorted(load_file(file).items())}
+    return {
+        f"{file.name} {name}": hashlib.sha256(x.reshape(-1).contiguous().view(torch.uint8).numpy()).hexdigest()
+        for file in sorted(checkpoint.glob("*.safetensors"))
+        for name, x in sorted(load_file(file).items())
+    }
 
 
 def count_steps(tools: Tools, options: Any, out: Path) -> int:
@@ -170,6 +182,7 @@ def count_steps(tools: Tools, options: Any, out: Path) -> int:
     if not options.minutes:
         return options.steps
     import torch.distributed as dist
+
     known = out / "work" / "steps"
     if known.exists():
         return int(known.read_text())
@@ -201,8 +214,12 @@ def calm(tools: Tools, options: Any, steps: int, out: Path) -> None:
         return
     seconds = Run(tools, options, "calm", steps, out).train()
     if tools.rank == 0:
-        told = {**settings(tools, options), "steps": steps, "seconds": round(seconds, 1),
-                "digests": digests(out / "work" / "calm" / f"step{steps}")}
+        told = {
+            **settings(tools, options),
+            "steps": steps,
+            "seconds": round(seconds, 1),
+            "digests": digests(out / "work" / "calm" / f"step{steps}"),
+        }
         (out / "calm.new").write_text(json.dumps(told, indent=1) + "\n")
         os.replace(out / "calm.new", out / "calm.json")
     tools.agree(True)  # it is there for all
@@ -211,9 +228,15 @@ def calm(tools: Tools, options: Any, steps: int, out: Path) -> None:
 
 def settings(tools: Tools, options: Any) -> dict[str, Any]:
     """What the two runs must share."""
-    return {"ranks": tools.size, "model": options.model, "rule": options.rule, "save every": options.save,
-            "evaluate every": options.evaluate, "device": torch.cuda.get_device_name() if tools.cuda else "CPU",
-            "torch": torch.__version__}
+    return {
+        "ranks": tools.size,
+        "model": options.model,
+        "rule": options.rule,
+        "save every": options.save,
+        "evaluate every": options.evaluate,
+        "device": torch.cuda.get_device_name() if tools.cuda else "CPU",
+        "torch": torch.__version__,
+    }
 
 
 def undisturbed(tools: Tools, options: Any, steps: int, out: Path) -> dict[str, Any]:
@@ -245,8 +268,12 @@ def wild(tools: Tools, options: Any, steps: int, out: Path) -> bool:
     equal = tools.agree(equal and bool(mine) and mine == known["digests"])
     if tools.rank:
         return equal
-    rows = [r for name in ("calm", "wild") for rank in range(tools.size)
-            for r in csv.DictReader((out / f"{name}_samples_{rank}.csv").open(newline=""))]
+    rows = [
+        r
+        for name in ("calm", "wild")
+        for rank in range(tools.size)
+        for r in csv.DictReader((out / f"{name}_samples_{rank}.csv").open(newline=""))
+    ]
     told, grown = judge(rows, options.save)
     with (out / "samples.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
@@ -254,9 +281,18 @@ def wild(tools: Tools, options: Any, steps: int, out: Path) -> bool:
         writer.writerows(rows)
     killed, restarts = run.killed.read_text() if run.killed.exists() else "", run.attempt
     good = equal and not grown and bool(killed) and restarts == 1
-    summary = {"passed": good, "steps": steps, **settings(tools, options), "equal bitwise": equal, "killed in step": killed,
-               "restarts": restarts, "grown": grown, "seconds of the undisturbed run": known["seconds"],
-               "seconds of the disturbed run after the restart": round(seconds, 1), "growth": told}
+    summary = {
+        "passed": good,
+        "steps": steps,
+        **settings(tools, options),
+        "equal bitwise": equal,
+        "killed in step": killed,
+        "restarts": restarts,
+        "grown": grown,
+        "seconds of the undisturbed run": known["seconds"],
+        "seconds of the disturbed run after the restart": round(seconds, 1),
+        "growth": told,
+    }
     (out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     tools.say(json.dumps({k: v for k, v in summary.items() if k != "growth"}))
     return good

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_cdp.activations import Profile, track
-from deepspeed_cdp.discover import Example
+from deepspeed_cdp.analysis.activations import Profile, track
+from deepspeed_cdp.model.discover import Example
 
 WIDTH, BATCH = 32, 4
 

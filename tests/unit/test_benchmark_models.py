@@ -26,6 +26,7 @@ def test_no_host_sync_is_the_same_computation_without_the_search(monkeypatch):
     def spy(*args, **kwargs):
         attention.append((kwargs["attn_mask"], kwargs["is_causal"]))
         return real_attention(*args, **kwargs)
+
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
 
     loss, gradients = loss_and_gradients(True)
@@ -43,6 +44,7 @@ def test_no_host_sync_reads_no_value(monkeypatch):
 
     def told(self):
         raise RuntimeError("the host wants to know a tensor's value")
+
     with monkeypatch.context() as patched:
         for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
             patched.setattr(torch.Tensor, name, told)
@@ -57,8 +59,10 @@ def test_operations_are_six_per_parameter_of_a_product_and_token():
     model = models.build(config, torch.device("meta"), torch.float32)
     products = sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
     assert models.flops_per_token(config, 100) == 6 * products + 6 * 4 * 64 * 100
-    sizes = {name: models.build(models.configuration(name), torch.device("meta"), torch.float32).num_parameters() / 1e9
-             for name in ("llama-1.3b", "llama-3b", "llama-8b")}
+    sizes = {
+        name: models.build(models.configuration(name), torch.device("meta"), torch.float32).num_parameters() / 1e9
+        for name in ("llama-1.3b", "llama-3b", "llama-8b")
+    }
     assert {n: round(s, 1) for n, s in sizes.items()} == {"llama-1.3b": 1.3, "llama-3b": 3.1, "llama-8b": 8.0}
 
 

@@ -11,12 +11,37 @@ OLD = rows.FIELDS[:23]  # the columns of the first recorded runs
 
 
 def row(engine: str, step_ms: float, window: int = 0, **others) -> dict:
-    values = {"engine": engine, "model": "llama-tiny", "ranks": 2, "micro_batch": 1, "sequence": 2048, "compiled": False,
-              "jitter_ms": 0.0, "repeat": 0, "window": window, "step_ms": step_ms, "p20_ms": step_ms - 1, "p80_ms": step_ms + 1,
-              "p99_ms": step_ms + 9, "tokens_per_s_per_gpu": 2048 / step_ms * 1000, "mfu": "", "peak_gib": 3.0,
-              "received_mib_per_step": 7.0, "loss": 5.5, "device": "NVIDIA H100 80GB HBM3", "torch": "2.13.0",
-              "deepspeed": "0.19.8", "commit": "abc", "time": "2026-11-28T00:00:00", "steady_gib": 2.0, "host_sync": True,
-              "bandwidth_gb_s": "", "build": "full", "python": "3.11.2", "transformers": "5.24.0"}
+    values = {
+        "engine": engine,
+        "model": "llama-tiny",
+        "ranks": 2,
+        "micro_batch": 1,
+        "sequence": 2048,
+        "compiled": False,
+        "jitter_ms": 0.0,
+        "repeat": 0,
+        "window": window,
+        "step_ms": step_ms,
+        "p20_ms": step_ms - 1,
+        "p80_ms": step_ms + 1,
+        "p99_ms": step_ms + 9,
+        "tokens_per_s_per_gpu": 2048 / step_ms * 1000,
+        "mfu": "",
+        "peak_gib": 3.0,
+        "received_mib_per_step": 7.0,
+        "loss": 5.5,
+        "device": "NVIDIA H100 80GB HBM3",
+        "torch": "2.13.0",
+        "deepspeed": "0.19.8",
+        "commit": "abc",
+        "time": "2026-11-28T00:00:00",
+        "steady_gib": 2.0,
+        "host_sync": True,
+        "bandwidth_gb_s": "",
+        "build": "full",
+        "python": "3.11.2",
+        "transformers": "5.24.0",
+    }
     return {**values, **others}
 
 
@@ -118,14 +143,17 @@ def test_plots(some, tmp_path):
     assert {p.name: p.read_bytes() for p in plots.draw(some, tmp_path / "images", "x_")} == first, "the same rows, the same files"
 
 
-@pytest.mark.parametrize("arguments, told", [
-    (["--engines", "cdp-v2,fsdp3"], "--engines has 'fsdp3'; allowed are compute"),
-    (["--engines", "cdp-v2,fsdp2", "--bandwidth-limit", "25"], "--bandwidth-limit holds back hand-offs and 'fsdp2' has none"),
-    (["--engines", "cdp-v2", "--bandwidth-limit", "-1"], "--bandwidth-limit is -1; it must be above 0"),
-    (["--models", "llama-1.3b,llama-2b"], "--models has 'llama-2b'; allowed are llama-tiny"),
-    (["--layer-ms", "5"], "--layer-ms is 5, but GPUs compute by themselves; use it with --cpu"),
-    (["--windows", "0"], "must each be at least 1"),
-])
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--engines", "cdp-v2,fsdp3"], "--engines has 'fsdp3'; allowed are compute"),
+        (["--engines", "cdp-v2,fsdp2", "--bandwidth-limit", "25"], "--bandwidth-limit holds back hand-offs and 'fsdp2' has none"),
+        (["--engines", "cdp-v2", "--bandwidth-limit", "-1"], "--bandwidth-limit is -1; it must be above 0"),
+        (["--models", "llama-1.3b,llama-2b"], "--models has 'llama-2b'; allowed are llama-tiny"),
+        (["--layer-ms", "5"], "--layer-ms is 5, but GPUs compute by themselves; use it with --cpu"),
+        (["--windows", "0"], "must each be at least 1"),
+    ],
+)
 def test_wrong_command_lines_are_told_in_a_sentence(arguments, told, capsys):
     with pytest.raises(SystemExit) as ended:
         run.parse(arguments)

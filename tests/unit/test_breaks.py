@@ -9,9 +9,10 @@ from local_ring import run_ranks
 from optimizers import adamw
 from torch import nn
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.runtime import Runtime, Settings
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.schedule import threshold
+from deepspeed_cdp.runtime.runtime import Runtime
 
 
 class Chain(nn.Module):
@@ -136,8 +137,17 @@ def test_no_gradient_is_lost(kind, rule, sums):
     modules = [build(kind, dtype) for _ in range(2)]
     settings = Settings(rule, rounds=2, sum_dtype=sums)
     results = run_ranks(2, lambda rank, transport: train(modules[rank], rank, transport, settings, adamw))
-    want = reference.train(build(kind, dtype), results[0][0].plan.stages, threshold(rule, 2),
-                           lambda t, m, r: batch(t, m, r).to(dtype), loss, adamw, 3, rounds=2, grad_dtype=sums)
+    want = reference.train(
+        build(kind, dtype),
+        results[0][0].plan.stages,
+        threshold(rule, 2),
+        lambda t, m, r: batch(t, m, r).to(dtype),
+        loss,
+        adamw,
+        3,
+        rounds=2,
+        grad_dtype=sums,
+    )
     assert {**results[0][1], **results[1][1]} == want.losses
     for name, value in want.masters.items():
         assert torch.equal(results[0][2][name], value.to(dtype)), name
@@ -145,19 +155,28 @@ def test_no_gradient_is_lost(kind, rule, sums):
 
 def test_optimizer_state_made_before_follows_the_masters_dtype():
     """Adagrad makes its sums when it is built, from bf16 parameters."""
+
     def adagrad(named):
         return torch.optim.Adagrad([p for _, p in named], lr=0.05)
 
     modules = [build("boxed", torch.bfloat16) for _ in range(2)]
     results = run_ranks(2, lambda rank, transport: train(modules[rank], rank, transport, Settings("cdp-v2"), adagrad))
-    want = reference.train(build("boxed", torch.bfloat16), results[0][0].plan.stages, 1,
-                           lambda t, m, r: batch(t, m, r).to(torch.bfloat16), loss, adagrad, 3)
+    want = reference.train(
+        build("boxed", torch.bfloat16),
+        results[0][0].plan.stages,
+        1,
+        lambda t, m, r: batch(t, m, r).to(torch.bfloat16),
+        loss,
+        adagrad,
+        3,
+    )
     for name, value in want.masters.items():
         assert torch.equal(results[0][2][name], value.to(torch.bfloat16)), name
 
 
 def test_a_tensor_learning_rate_is_recorded_by_value():
     """Schedulers write into it, before the update that it was recorded for."""
+
     def run(lr):
         def halve(optimizer):
             for group in optimizer.param_groups:
@@ -165,10 +184,12 @@ def test_a_tensor_learning_rate_is_recorded_by_value():
                     group["lr"].mul_(0.5)
                 else:
                     group["lr"] *= 0.5
+
         modules = [build("boxed") for _ in range(2)]
         make = lambda named: torch.optim.SGD([p for _, p in named], lr=lr())  # noqa: E731
-        return run_ranks(2, lambda rank, transport: train(modules[rank], rank, transport, Settings("dp"), make,
-                                                          on_step=halve))[0][2]
+        return run_ranks(2, lambda rank, transport: train(modules[rank], rank, transport, Settings("dp"), make, on_step=halve))[
+            0
+        ][2]
 
     floats, tensors = run(lambda: 0.5), run(lambda: torch.tensor(0.5))
     for name, value in floats.items():
@@ -179,8 +200,9 @@ def test_a_tensor_learning_rate_is_recorded_by_value():
 def test_optimizers_that_cannot_work_are_refused_at_once(make, words):
     module = build("boxed")
     with pytest.raises(ValueError, match=words):
-        run_ranks(1, lambda rank, transport: train(module, rank, transport, Settings("dp"),
-                                                   lambda named: make([p for _, p in named])))
+        run_ranks(
+            1, lambda rank, transport: train(module, rank, transport, Settings("dp"), lambda named: make([p for _, p in named]))
+        )
 
 
 def test_a_complex_parameter_is_refused():
@@ -203,11 +225,12 @@ def test_the_module_in_train_mode_and_loading_into_it_are_refused_while_gathered
         with torch.no_grad():
             assert module(batch(0, 0, 0)).isfinite().all()
         runtime.close(True)
+
     run_ranks(1, work)
 
 
 class Shared(nn.Module):
-    """An embedding that is used twice, so held, and called by itself in evaluation."""
+    """An embedding that is used twice, so persistent, and called by itself in evaluation."""
 
     def __init__(self):
         super().__init__()
@@ -242,4 +265,5 @@ def test_a_held_module_called_by_itself_gathers():
         runtime.end_backward()
         runtime.step()
         return runtime
+
     run_ranks(1, work)

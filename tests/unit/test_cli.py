@@ -29,33 +29,118 @@ CASES = {
 }
 NUMBER = (int, float)
 SCHEMA = {
-    "costs": {"ok": bool, "ranks": int, "psi_p": NUMBER, "psi_a": NUMBER, "psi_int": NUMBER,
-              "rows": [{"figure": str, "implementation": str, "cyclic": bool, "devices": int, "activations": NUMBER,
-                        "parameters": NUMBER, "volume": NUMBER, "steps": int, "forms": {str: str}}]},
-    "plan": {"ok": bool, "model": {"name": str, "parameters": int, "bytes": int, "dtype": str, "batch": str, "flops": NUMBER},
-             "rule": (str, int), "threshold": int, "ranks": int, "rounds": int, "rings": int, "across": [int], "exchange": NUMBER,
-             "units": [{"name": str, "stage": int, "bytes": int, "flops": NUMBER}], "held": (dict, type(None)),
-             "stages": [{"stage": int, "owner": int, "units": int, "from": str, "to": str, "parameter_bytes": int, "trained": int,
-                         "flops_fraction": NUMBER, "seconds": NUMBER}],
-             "memory": [{str: int}], "activations": int,
-             "traffic": {"received": [{"F": int, "B": int, "G": int, "O": int}], "messages": [int], "link_busy": NUMBER},
-             "time": {"step": NUMBER, "parts": {str: NUMBER}, "compute_only": NUMBER, "from": str, "of_compute": NUMBER,
-                      "idle": [NUMBER], "offsets": [NUMBER]},
-             "others": [{"name": str, "memory": NUMBER, "received": NUMBER, "messages": int, "step": NUMBER}],
-             "hardware": {str: NUMBER}, "dominates": str, "warnings": [str]},
-    "simulate": {"ok": bool, "ranks": int, "ring_size": int, "rings": int, "threshold": int, "rounds": int, "method": str,
-                 "period": NUMBER, "busy": NUMBER, "pass": NUMBER, "idle": [NUMBER], "offsets": [NUMBER],
-                 "jitter": [dict.fromkeys(("jitter", "period", "longer", "own_delay", "with_barrier"), NUMBER)],
-                 "late_once": [{"late": NUMBER, "others_end_later": NUMBER}], "slack": NUMBER, "source": str,
-                 "exchange": NUMBER, "hardware": {str: NUMBER}},
-    "timeline": {"ok": bool, "ranks": int, "rule": (str, int), "threshold": int, "period": int, "files": [str],
-                 "passes": [{"backward": bool, **dict.fromkeys(("time", "rank", "stage", "step", "round", "version"), int)}]},
-    "memory": {"ok": bool, "model": str, "batch": str, "dtype": str, "device": str, "clock": str, "total": NUMBER, "peak": int,
-               "forward_ends": NUMBER, "workers": [{"workers": int, "together": int, "in_turn": int, "saving": NUMBER}]},
-    "doctor": {"ok": bool, "versions": {str: (str, type(None))}, "registration": {"active": bool, "why": str, "files": [str]},
-               "devices": {"gpus": [str], "peer_access": list, "transport": (str, type(None)), "why": str,
-                           "troubles": {str: str}},
-               "environment": [str], "self_test": type(None), "problems": [str]},
+    "costs": {
+        "ok": bool,
+        "ranks": int,
+        "psi_p": NUMBER,
+        "psi_a": NUMBER,
+        "psi_int": NUMBER,
+        "rows": [
+            {
+                "figure": str,
+                "implementation": str,
+                "cyclic": bool,
+                "devices": int,
+                "activations": NUMBER,
+                "parameters": NUMBER,
+                "volume": NUMBER,
+                "steps": int,
+                "forms": {str: str},
+            }
+        ],
+    },
+    "plan": {
+        "ok": bool,
+        "model": {"name": str, "parameters": int, "bytes": int, "dtype": str, "batch": str, "flops": NUMBER},
+        "rule": (str, int),
+        "threshold": int,
+        "ranks": int,
+        "rounds": int,
+        "rings": int,
+        "across": [int],
+        "exchange": NUMBER,
+        "units": [{"name": str, "stage": int, "bytes": int, "flops": NUMBER}],
+        "persistent": (dict, type(None)),
+        "stages": [
+            {
+                "stage": int,
+                "owner": int,
+                "units": int,
+                "from": str,
+                "to": str,
+                "parameter_bytes": int,
+                "trained": int,
+                "flops_fraction": NUMBER,
+                "seconds": NUMBER,
+            }
+        ],
+        "memory": [{str: int}],
+        "activations": int,
+        "traffic": {"received": [{"F": int, "B": int, "G": int, "O": int}], "messages": [int], "link_busy": NUMBER},
+        "time": {
+            "step": NUMBER,
+            "parts": {str: NUMBER},
+            "compute_only": NUMBER,
+            "from": str,
+            "of_compute": NUMBER,
+            "idle": [NUMBER],
+            "offsets": [NUMBER],
+        },
+        "others": [{"name": str, "memory": NUMBER, "received": NUMBER, "messages": int, "step": NUMBER}],
+        "hardware": {str: NUMBER},
+        "dominates": str,
+        "warnings": [str],
+    },
+    "simulate": {
+        "ok": bool,
+        "ranks": int,
+        "ring_size": int,
+        "rings": int,
+        "threshold": int,
+        "rounds": int,
+        "method": str,
+        "period": NUMBER,
+        "busy": NUMBER,
+        "pass": NUMBER,
+        "idle": [NUMBER],
+        "offsets": [NUMBER],
+        "jitter": [dict.fromkeys(("jitter", "period", "longer", "own_delay", "with_barrier"), NUMBER)],
+        "late_once": [{"late": NUMBER, "others_end_later": NUMBER}],
+        "slack": NUMBER,
+        "source": str,
+        "exchange": NUMBER,
+        "hardware": {str: NUMBER},
+    },
+    "timeline": {
+        "ok": bool,
+        "ranks": int,
+        "rule": (str, int),
+        "threshold": int,
+        "period": int,
+        "files": [str],
+        "passes": [{"backward": bool, **dict.fromkeys(("time", "rank", "stage", "step", "round", "version"), int)}],
+    },
+    "memory": {
+        "ok": bool,
+        "model": str,
+        "batch": str,
+        "dtype": str,
+        "device": str,
+        "clock": str,
+        "total": NUMBER,
+        "peak": int,
+        "forward_ends": NUMBER,
+        "workers": [{"workers": int, "together": int, "in_turn": int, "saving": NUMBER}],
+    },
+    "doctor": {
+        "ok": bool,
+        "versions": {str: (str, type(None))},
+        "registration": {"active": bool, "why": str, "files": [str]},
+        "devices": {"gpus": [str], "peer_access": list, "transport": (str, type(None)), "why": str, "troubles": {str: str}},
+        "environment": [str],
+        "self_test": type(None),
+        "problems": [str],
+    },
 }
 
 
@@ -109,9 +194,14 @@ def test_json_of_the_doctor():
 
 
 WRONG = [
-    ("", None), ("nope", "command is 'nope'; allowed are plan,"), ("costs --ranks 0", "'0' is not a whole number of at least 1"),
-    ("costs --ranks", "expected one argument"), ("costs --parameters many", "'many' is no size"), ("costs --nope", "--nope"),
-    ("plan --ranks 2", "--model"), ("plan --model python:cli_models:mlp", "--ranks"),
+    ("", None),
+    ("nope", "command is 'nope'; allowed are plan,"),
+    ("costs --ranks 0", "'0' is not a whole number of at least 1"),
+    ("costs --ranks", "expected one argument"),
+    ("costs --parameters many", "'many' is no size"),
+    ("costs --nope", "--nope"),
+    ("plan --ranks 2", "--model"),
+    ("plan --model python:cli_models:mlp", "--ranks"),
     ("plan --model x --ranks 2", "--model is 'x'; allowed are hf:PATH"),
     ("plan --model hf:/nowhere --ranks 2", "which does not exist"),
     ("plan --model python:no_such_module:f --ranks 2", "cannot be imported"),
@@ -138,9 +228,12 @@ WRONG = [
     ("simulate --ranks 4 --parameters 1e9 --step-ms 1 --jitter-ms 1,x", "'x' is not a number"),
     ("simulate --ranks 8 --ring-size 4 --parameters 1e9 --step-ms 1 --method events", "simulates one ring"),
     ("simulate --ranks 999 --parameters 1e9 --step-ms 1 --method events", "use waves"),
-    ("timeline", "give either --ranks"), ("timeline --ranks 2 --from x", "give either --ranks"),
-    ("timeline --ranks 2 --out a.gif", "whose ending is unknown"), ("timeline --ranks 9999", "too large to look at"),
-    ("timeline --from {bad}/none.json", "cannot be read"), ("timeline --from {bad}/list.json", "is no recording"),
+    ("timeline", "give either --ranks"),
+    ("timeline --ranks 2 --from x", "give either --ranks"),
+    ("timeline --ranks 2 --out a.gif", "whose ending is unknown"),
+    ("timeline --ranks 9999", "too large to look at"),
+    ("timeline --from {bad}/none.json", "cannot be read"),
+    ("timeline --from {bad}/list.json", "is no recording"),
     ("memory --model python:cli_models:mlp --workers 0", "'0' is not a whole number"),
     ("memory --model python:cli_models:branching", "give a batch that works"),
     ("memory --model python:cli_models:mlp --clock seconds", "clock is 'seconds'"),
@@ -187,8 +280,9 @@ def test_a_plan_is_the_engines_with_the_configs_own_settings(tmp_path, capsys):
 
 
 def test_a_plan_says_what_it_takes_for_auto(tmp_path, capsys):
-    (tmp_path / "auto.json").write_text('{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto", '
-                                        '"train_micro_batch_size_per_gpu": "auto"}')
+    (tmp_path / "auto.json").write_text(
+        '{"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto", "train_micro_batch_size_per_gpu": "auto"}'
+    )
     told = []
     for more in ("", "--micro-batch 2"):
         assert main(shlex.split(f"plan --model python:cli_models:mlp --ranks 4 --config {tmp_path}/auto.json {more} --json")) == 0
@@ -217,20 +311,31 @@ def test_usage_names_every_command(capsys):
 def test_convert_is_the_old_command_too(capsys, tmp_path):
     assert main(["convert", "check", str(tmp_path / "none")]) == 1
     assert "is not a folder" in capsys.readouterr().err
-    done = subprocess.run([sys.executable, "-m", "deepspeed_cdp.convert", "check", str(tmp_path / "none")], capture_output=True,
-                          text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "deepspeed_cdp.cli.convert", "check", str(tmp_path / "none")],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 1 and "is not a folder" in done.stderr
 
 
 def test_costs_and_schedules_need_no_torch():
-    code = ("import sys; from deepspeed_cdp.cli.main import main; main(['costs']); main(['timeline', '--ranks', '2']); "
-            "sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed', 'matplotlib')))")
+    code = (
+        "import sys; from deepspeed_cdp.cli.main import main; main(['costs']); main(['timeline', '--ranks', '2']); "
+        "sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed', 'matplotlib')))"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
 
 
 def test_a_closed_pipe_is_no_error():
-    done = subprocess.run(f"{sys.executable} -m deepspeed_cdp.cli.main timeline --ranks 9 --json | head -c 10", shell=True,
-                          capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        f"{sys.executable} -m deepspeed_cdp.cli.main timeline --ranks 9 --json | head -c 10",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
@@ -240,13 +345,16 @@ def test_warnings_say_what_to_do():
     for part in ("times the mean stage's bytes", "set cyclic.partition_method to 'parameters'", "use more ranks", "the link"):
         assert part in text
     secret = json.loads(output("plan --model python:cli_models:tied_in_secret --ranks 2 --json"))
-    assert any("'embedding.weight' is read outside unit 'embedding'" in w for w in secret["warnings"]) and secret["held"] is None
+    assert (
+        any("'embedding.weight' is read outside unit 'embedding'" in w for w in secret["warnings"])
+        and secret["persistent"] is None
+    )
     tied = json.loads(output("plan --model python:cli_models:tied --ranks 2 --json"))
-    assert any("held parameters (embedding.weight)" in w and "untie" in w for w in tied["warnings"])
+    assert any("persistent parameters (embedding.weight)" in w and "untie" in w for w in tied["warnings"])
     alone = json.loads(output("plan --model python:cli_models:mlp --ranks 8 --json"))
     assert any("single unit" in w for w in alone["warnings"])
     quiet = json.loads(output("plan --model python:cli_models:mlp --ranks 4 --json"))
-    assert not any("times the mean" in w or "held" in w for w in quiet["warnings"])
+    assert not any("times the mean" in w or "persistent" in w for w in quiet["warnings"])
 
 
 def test_pictures_are_written(tmp_path):

@@ -2,11 +2,23 @@
 
 import pytest
 
-from deepspeed_cdp.config import KEYS, CyclicConfig, parse_cyclic
+from deepspeed_cdp.integration.config import KEYS, CyclicConfig, parse_cyclic
 
-DEFAULTS = {"enabled": False, "rule": "cdp-v2", "partition_method": "auto", "units": None, "ring_size": "auto",
-            "transport": "auto", "keep_after_forward": False, "min_unit_mb": 0.0, "warmup_steps": 0, "placement": "auto",
-            "timeout_seconds": 600, "weights": None, "gradient_accumulation_fusion": "auto"}
+DEFAULTS = {
+    "enabled": False,
+    "rule": "cdp-v2",
+    "partition_method": "auto",
+    "units": None,
+    "ring_size": "auto",
+    "transport": "auto",
+    "keep_after_forward": False,
+    "min_unit_mb": 0.0,
+    "warmup_steps": 0,
+    "placement": "auto",
+    "timeout_seconds": 600,
+    "weights": None,
+    "gradient_accumulation_fusion": "auto",
+}
 
 
 def parse(**block):
@@ -36,28 +48,77 @@ def test_auto_is_kept_not_dropped():
     assert {"ring_size", "transport", "placement", "partition_method"} <= config.model_fields_set
 
 
-@pytest.mark.parametrize("block", [
-    {"rule": "dp"}, {"rule": "cdp-v1"}, {"rule": "cdp-v2"}, {"rule": 0}, {"rule": 7}, {"partition_method": "flops"},
-    {"partition_method": "type:Decoder.*"}, {"units": ["model.layers.0", "lm_head"]}, {"transport": "gloo"},
-    {"timeout_seconds": 0.5}, {"timeout_seconds": 30}, {"warmup_steps": 0}, {"warmup_steps": 100}, {"weights": "a/folder"}])
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"rule": "dp"},
+        {"rule": "cdp-v1"},
+        {"rule": "cdp-v2"},
+        {"rule": 0},
+        {"rule": 7},
+        {"partition_method": "flops"},
+        {"partition_method": "type:Decoder.*"},
+        {"units": ["model.layers.0", "lm_head"]},
+        {"transport": "gloo"},
+        {"timeout_seconds": 0.5},
+        {"timeout_seconds": 30},
+        {"warmup_steps": 0},
+        {"warmup_steps": 100},
+        {"weights": "a/folder"},
+    ],
+)
 def test_allowed_values_come_through_unchanged(block):
     config = parse(**block)
     assert {key: getattr(config, key) for key in block} == block and config.enabled
 
 
-@pytest.mark.parametrize("key, value", [
-    ("rule", "cdp-v3"), ("rule", "3"), ("rule", -1), ("rule", 1.5), ("rule", True), ("rule", None), ("rule", "auto"),
-    ("partition_method", "best"), ("partition_method", "type:"), ("partition_method", "type:("), ("partition_method", 3),
-    ("units", []), ("units", "model.layers"), ("units", ["a", "a"]), ("units", [1]), ("ring_size", 0), ("ring_size", True),
-    ("ring_size", "all"), ("ring_size", 2.0), ("transport", "mpi"), ("min_unit_mb", -1), ("min_unit_mb", "25"),
-    ("min_unit_mb", True),
-    ("keep_after_forward", "auto"), ("keep_after_forward", 1), ("gradient_accumulation_fusion", "on"),
-    ("gradient_accumulation_fusion", 1),
-    ("placement", "ring"), ("timeout_seconds", 0), ("timeout_seconds", -3), ("timeout_seconds", float("inf")),
-    ("timeout_seconds", float("nan")), ("timeout_seconds", "600"), ("timeout_seconds", True), ("weights", ""),
-    ("weights", 3), ("enabled", "auto"), ("warmup_steps", -1), ("warmup_steps", True), ("warmup_steps", 2.0),
-    ("warmup_steps", "10"),
-    ("enabled", 1)])
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("rule", "cdp-v3"),
+        ("rule", "3"),
+        ("rule", -1),
+        ("rule", 1.5),
+        ("rule", True),
+        ("rule", None),
+        ("rule", "auto"),
+        ("partition_method", "best"),
+        ("partition_method", "type:"),
+        ("partition_method", "type:("),
+        ("partition_method", 3),
+        ("units", []),
+        ("units", "model.layers"),
+        ("units", ["a", "a"]),
+        ("units", [1]),
+        ("ring_size", 0),
+        ("ring_size", True),
+        ("ring_size", "all"),
+        ("ring_size", 2.0),
+        ("transport", "mpi"),
+        ("min_unit_mb", -1),
+        ("min_unit_mb", "25"),
+        ("min_unit_mb", True),
+        ("keep_after_forward", "auto"),
+        ("keep_after_forward", 1),
+        ("gradient_accumulation_fusion", "on"),
+        ("gradient_accumulation_fusion", 1),
+        ("placement", "ring"),
+        ("timeout_seconds", 0),
+        ("timeout_seconds", -3),
+        ("timeout_seconds", float("inf")),
+        ("timeout_seconds", float("nan")),
+        ("timeout_seconds", "600"),
+        ("timeout_seconds", True),
+        ("weights", ""),
+        ("weights", 3),
+        ("enabled", "auto"),
+        ("warmup_steps", -1),
+        ("warmup_steps", True),
+        ("warmup_steps", 2.0),
+        ("warmup_steps", "10"),
+        ("enabled", 1),
+    ],
+)
 def test_wrong_values_are_named_with_what_is_allowed_and_the_fix(key, value):
     text = error_of(parse_cyclic, {"cyclic": {"enabled": True, key: value}})
     allowed, fix = KEYS[key]
@@ -68,11 +129,12 @@ def test_wrong_values_are_named_with_what_is_allowed_and_the_fix(key, value):
 
 
 def test_rule_error_reads_as_documented():
-    assert error_of(parse, rule="cdp-v3").startswith("cyclic.rule is 'cdp-v3'; allowed are \"dp\", \"cdp-v1\", \"cdp-v2\"")
+    assert error_of(parse, rule="cdp-v3").startswith('cyclic.rule is \'cdp-v3\'; allowed are "dp", "cdp-v1", "cdp-v2"')
 
 
-@pytest.mark.parametrize("key, near", [("rul", "rule"), ("timeout", "timeout_seconds"), ("ringsize", "ring_size"),
-                                       ("enable", "enabled")])
+@pytest.mark.parametrize(
+    "key, near", [("rul", "rule"), ("timeout", "timeout_seconds"), ("ringsize", "ring_size"), ("enable", "enabled")]
+)
 def test_unknown_key_gets_the_nearest_known_one(key, near):
     text = error_of(parse_cyclic, {"cyclic": {"enabled": True, key: 1}})
     assert text.startswith(f"cyclic.{key} is 1, but there is no such key") and text.endswith(f"did you mean cyclic.{near}?")
@@ -89,8 +151,10 @@ def test_unknown_key_is_an_error_even_when_disabled():
     assert "no such key" in error_of(parse_cyclic, {"cyclic": {"enabled": False, "rulez": "dp"}})
 
 
-@pytest.mark.parametrize("shorthand, fix", [(True, '{"enabled": true}'), (False, '{"enabled": false}'),
-                                            ("cdp-v2", '{"enabled": true}'), (None, '{"enabled": true}')])
+@pytest.mark.parametrize(
+    "shorthand, fix",
+    [(True, '{"enabled": true}'), (False, '{"enabled": false}'), ("cdp-v2", '{"enabled": true}'), (None, '{"enabled": true}')],
+)
 def test_shorthand_is_refused_with_the_fix(shorthand, fix):
     assert fix in error_of(parse_cyclic, {"cyclic": shorthand})
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from deepspeed.ops.adam import FusedAdam
 
-from deepspeed_cdp.checkpoint_parts import fit_counts
+from deepspeed_cdp.optim.state import fit_counts
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""discover.py on models of many shapes."""
+"""model/discover.py on models of many shapes."""
 
 import copy
 import logging
@@ -9,8 +9,8 @@ import torch
 import transformers as hf
 from torch import nn
 
-from deepspeed_cdp import discover
-from deepspeed_cdp.discover import Example, Units, example_of, find_units, trace
+from deepspeed_cdp.model import discover
+from deepspeed_cdp.model.discover import Example, Units, example_of, find_units, trace
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -30,7 +30,8 @@ def bert():
 
 def t5():
     return hf.T5ForConditionalGeneration(
-        hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0))
+        hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, decoder_start_token_id=0)
+    )
 
 
 def albert():
@@ -67,13 +68,21 @@ def linear():
 
 def resnet():
     def residual(c, out):
-        return Net(lambda m, x: torch.relu(m.bn1(m.conv1(x)) + m.down(x)), conv1=nn.Conv2d(c, out, 3, padding=1),
-                   bn1=nn.BatchNorm2d(out), down=nn.Sequential(nn.Conv2d(c, out, 1), nn.BatchNorm2d(out)))
+        return Net(
+            lambda m, x: torch.relu(m.bn1(m.conv1(x)) + m.down(x)),
+            conv1=nn.Conv2d(c, out, 3, padding=1),
+            bn1=nn.BatchNorm2d(out),
+            down=nn.Sequential(nn.Conv2d(c, out, 1), nn.BatchNorm2d(out)),
+        )
 
-    return Net(lambda m, x: m.fc(m.layer2(m.layer1(m.bn(m.conv(x)))).mean((2, 3))),
-               fc=nn.Linear(8, 2),  # registered first, called last
-               conv=nn.Conv2d(3, 4, 3), bn=nn.BatchNorm2d(4), layer1=nn.Sequential(residual(4, 4), residual(4, 4)),
-               layer2=nn.Sequential(residual(4, 8), residual(8, 8)))
+    return Net(
+        lambda m, x: m.fc(m.layer2(m.layer1(m.bn(m.conv(x)))).mean((2, 3))),
+        fc=nn.Linear(8, 2),  # registered first, called last
+        conv=nn.Conv2d(3, 4, 3),
+        bn=nn.BatchNorm2d(4),
+        layer1=nn.Sequential(residual(4, 4), residual(4, 4)),
+        layer2=nn.Sequential(residual(4, 8), residual(8, 8)),
+    )
 
 
 def rooted():
@@ -83,9 +92,15 @@ def rooted():
         x = m.b(x * m.scale + m.shifts[0])
         return m.a(m.spare(x) if spare else x) + m.shifts[1]
 
-    return Net(run, scale=nn.Parameter(torch.ones(8)), empty=nn.Parameter(torch.ones(0)),
-               shifts=nn.ParameterList([torch.zeros(8), torch.zeros(8)]), a=linear().requires_grad_(False),
-               spare=linear(), b=linear())
+    return Net(
+        run,
+        scale=nn.Parameter(torch.ones(8)),
+        empty=nn.Parameter(torch.ones(0)),
+        shifts=nn.ParameterList([torch.zeros(8), torch.zeros(8)]),
+        a=linear().requires_grad_(False),
+        spare=linear(),
+        b=linear(),
+    )
 
 
 def moe(route=False):
@@ -112,9 +127,19 @@ def transformer():
 
 
 MODELS = {
-    "mlp": (mlp, X8), "nested": (nested, X8), "llama": (llama, None), "tied": (lambda: llama(True), None), "vit": (vit, None),
-    "bert": (bert, None), "t5": (t5, None), "albert": (albert, None), "resnet": (resnet, IMAGE), "rooted": (rooted, X8),
-    "moe": (moe, X8), "transformer": (transformer, SEQ), "linear": (linear, X8),
+    "mlp": (mlp, X8),
+    "nested": (nested, X8),
+    "llama": (llama, None),
+    "tied": (lambda: llama(True), None),
+    "vit": (vit, None),
+    "bert": (bert, None),
+    "t5": (t5, None),
+    "albert": (albert, None),
+    "resnet": (resnet, IMAGE),
+    "rooted": (rooted, X8),
+    "moe": (moe, X8),
+    "transformer": (transformer, SEQ),
+    "linear": (linear, X8),
 }
 
 
@@ -132,8 +157,8 @@ def check(model, units):
     """Every parameter exactly once, each list in order, each unit's parameters below it, costs are element counts."""
     order = [name for name, _ in model.named_parameters()]
     carried = [list(unit.parameters) for unit in units.units]
-    assert sorted(sum(carried, list(units.held))) == sorted(order)
-    for part in [*carried, list(units.held)]:
+    assert sorted(sum(carried, list(units.persistent))) == sorted(order)
+    for part in [*carried, list(units.persistent)]:
         assert part == sorted(part, key=order.index)
     modules = dict(model.named_modules())
     for unit in units.units:
@@ -222,6 +247,7 @@ def test_trace_failure_is_none_and_logged(caplog):
 
 def test_an_engines_hooks_round_the_model_are_left_out():
     """DeepSpeed puts its hooks on the model before it makes the optimizer, and they fail until it has."""
+
     def not_yet(*_):
         raise AttributeError("'CyclicEngine' object has no attribute 'engine_timers'")
 
@@ -250,11 +276,11 @@ def test_llama(traced):
     model = llama()
     units = find_units(model, 2, example_of(model) if traced else None)
     layers = [f"model.layers.{i}" for i in range(3)]
-    assert names(units) == ["model.embed_tokens", *layers, "model.norm", "lm_head"] and units.held == ()
+    assert names(units) == ["model.embed_tokens", *layers, "model.norm", "lm_head"] and units.persistent == ()
     assert [unit.type_name for unit in units.units][:2] == ["Embedding", "LlamaDecoderLayer"]
     model = llama(True)
     units = find_units(model, 2, example_of(model) if traced else None)
-    assert names(units) == [*layers, "model.norm"] and units.held == ("model.embed_tokens.weight",)
+    assert names(units) == [*layers, "model.norm"] and units.persistent == ("model.embed_tokens.weight",)
     assert units.held_cost == 64 * 16
 
 
@@ -281,15 +307,20 @@ def test_vit_embeddings_are_one_unit():
         units = find_units(model, 2, example)
         assert names(units) == ["vit.embeddings", "vit.layers.0", "vit.layers.1", "vit.layernorm", "classifier"]
         assert {"vit.embeddings.cls_token", "vit.embeddings.position_embeddings"} < set(units.units[0].parameters)
-        assert units.held == ()
+        assert units.persistent == ()
 
 
 def test_bert_and_t5():
     assert names(find_units(bert(), 2)) == [
-        "bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1", "bert.pooler", "classifier"]
+        "bert.embeddings",
+        "bert.encoder.layer.0",
+        "bert.encoder.layer.1",
+        "bert.pooler",
+        "classifier",
+    ]
     model = t5()
     units = find_units(model, 2, example_of(model))
-    assert units.held == ("shared.weight",)
+    assert units.persistent == ("shared.weight",)
     assert names(units) == [f"{side}.{x}" for side in ("encoder", "decoder") for x in ("block.0", "block.1", "final_layer_norm")]
 
 
@@ -301,7 +332,7 @@ def test_conv_net_in_execution_order():
 
 def test_root_parameters_are_held_and_an_untaken_branch_keeps_its_place():
     units, traced = find_units(rooted(), 2), find_units(rooted(), 2, X8)
-    assert units.held == traced.held == ("scale", "empty", "shifts.0", "shifts.1") and units.held_cost == 24
+    assert units.persistent == traced.persistent == ("scale", "empty", "shifts.0", "shifts.1") and units.held_cost == 24
     assert names(units) == ["a", "spare", "b"] and names(traced) == ["b", "a", "spare"] and traced.units[2].flops == 0
     assert names(find_units(rooted(), 2, Example((torch.zeros(3, 8),), {"spare": True}))) == ["b", "spare", "a"]
 
@@ -315,9 +346,9 @@ def test_split_prefers_to_hold_nothing():
     large = Net(None, own=nn.Parameter(torch.zeros(99)), a=linear(), b=linear())
     model = nn.Sequential(large, Net(None, a=linear(), b=linear()))
     units = find_units(model, 3)
-    assert names(units) == ["0", "1.a", "1.b"] and units.held == ()
+    assert names(units) == ["0", "1.a", "1.b"] and units.persistent == ()
     units = find_units(model, 4)
-    assert names(units) == ["0.a", "0.b", "1.a", "1.b"] and units.held == ("0.own",)
+    assert names(units) == ["0.a", "0.b", "1.a", "1.b"] and units.persistent == ("0.own",)
 
 
 def test_a_module_that_is_read_not_called_is_not_split_off():
@@ -338,13 +369,13 @@ def test_a_module_that_is_read_not_called_is_not_split_off():
 
 def test_called_twice_is_held():
     units = find_units(twice(), 2, X8)
-    assert names(units) == ["first", "last"] and units.held == ("block.weight", "block.bias")
+    assert names(units) == ["first", "last"] and units.persistent == ("block.weight", "block.bias")
     assert names(find_units(twice(), 2)) == ["first", "block", "last"]  # unknowable without an example
     with pytest.raises(ValueError, match="cyclic.units has 'block', whose parameters are all shared .* or used several times"):
         find_units(twice(), 1, X8, names=["block"])
     model = albert()
     units = find_units(model, 2, example_of(model))
-    assert any("albert_layer_groups.0" in name for name in units.held)
+    assert any("albert_layer_groups.0" in name for name in units.persistent)
     assert not any("albert_layer_groups" in name for name in names(units))
 
 
@@ -353,7 +384,7 @@ def test_one_module_at_two_paths():
     model = nn.Sequential(nn.Linear(8, 8), shared, nn.ReLU(), shared, nn.Linear(8, 8))
     for example in (None, X8):
         units = find_units(model, 2, example)
-        assert names(units) == ["0", "4"] and units.held == ("1.weight", "1.bias")
+        assert names(units) == ["0", "4"] and units.persistent == ("1.weight", "1.bias")
 
 
 def test_tied_parameter_leaves_the_rest_of_its_unit():
@@ -361,7 +392,7 @@ def test_tied_parameter_leaves_the_rest_of_its_unit():
     model[2].weight = model[0].weight
     units = find_units(model, 2)
     assert [u.parameters for u in units.units] == [("0.bias",), ("2.bias",), ("4.weight", "4.bias")]
-    assert units.held == ("0.weight",)
+    assert units.persistent == ("0.weight",)
     model[0].bias = model[2].bias  # the units 0 and 2 have nothing left
     assert names(find_units(model, 1)) == ["4"]
 
@@ -376,7 +407,7 @@ def test_lstm():
     model = Net(lambda m, x: m.head(m.lstm(x)[0]), lstm=nn.LSTM(8, 8, 2), head=linear())
     seen, units = trace(model, X8), find_units(model, 2, X8)
     assert set(seen.inside) == {name for name, _ in model.named_parameters()} and seen.inside["lstm.weight_ih_l0"] == {"", "lstm"}
-    assert names(units) == ["lstm", "head"] and units.held == ()
+    assert names(units) == ["lstm", "head"] and units.persistent == ()
     assert all(a is b for a, b in zip(model.lstm._flat_weights, model.lstm.parameters(), strict=True))
 
 

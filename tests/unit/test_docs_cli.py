@@ -26,6 +26,7 @@ def test_every_block_is_current(monkeypatch):
 
 def test_files_that_the_page_names_are_there():
     import re
+
     page = (ROOT / "docs" / "cli.md").read_text()
     for target in re.findall(r"\]\(([^)#]+)", page):
         if not target.startswith("http"):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 
-from deepspeed_cdp.files import CheckpointError
-from deepspeed_cdp.foreign import _load
+from deepspeed_cdp.checkpoint.deepspeed_formats import _load
+from deepspeed_cdp.errors import CheckpointError
 
 
 class Asks:

@@ -1,4 +1,5 @@
-"""fused.py: Adam in one pass, run by Triton's interpreter on the CPU; skipped without triton (torch for CPUs comes without it).
+"""optim/fused_adam.py: Adam in one pass, run by Triton's interpreter on the CPU; skipped without triton (torch for CPUs
+comes without it).
 
 To run it: ``pip install triton``, then this file alone (TRITON_INTERPRET must be set before triton is imported).
 """
@@ -11,7 +12,7 @@ import torch
 os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
-from deepspeed_cdp import fused  # noqa: E402
+from deepspeed_cdp.optim import fused_adam  # noqa: E402
 
 SHAPES = {"weight": (64, 70), "bias": (70,), "other": (5000,), "even": (2, 1024)}  # blocks that are full, and ends of them
 
@@ -19,13 +20,15 @@ SHAPES = {"weight": (64, 70), "bias": (70,), "other": (5000,), "even": (2, 1024)
 def aligned(count: int, dtype: torch.dtype) -> torch.Tensor:
     raw = torch.zeros(count * 4 + 64, dtype=torch.uint8)
     start = -raw.data_ptr() % 16
-    return raw[start:start + count * dtype.itemsize].view(dtype)
+    return raw[start : start + count * dtype.itemsize].view(dtype)
 
 
 def masters() -> dict[str, torch.nn.Parameter]:
     torch.manual_seed(0)
-    return {n: torch.nn.Parameter(aligned(torch.Size(s).numel(), torch.float32).view(s).copy_(torch.randn(s)))
-            for n, s in SHAPES.items()}
+    return {
+        n: torch.nn.Parameter(aligned(torch.Size(s).numel(), torch.float32).view(s).copy_(torch.randn(s)))
+        for n, s in SHAPES.items()
+    }
 
 
 @pytest.mark.parametrize("clip", [None, 0.3])
@@ -34,13 +37,18 @@ def masters() -> dict[str, torch.nn.Parameter]:
 def test_equals_torch(kind, dtype, clip):
     """Three steps over two units and two groups, one of them with another rate, from sums of four micro-batches."""
     ours, theirs = masters(), masters()
-    make = lambda p: kind([{"params": [p["weight"], p["other"], p["even"]]}, {"params": [p["bias"]], "lr": 3e-3}],  # noqa: E731
-                          lr=1e-2, weight_decay=0.1)
-    sums = {0: {n: aligned(ours[n].numel(), dtype).view(SHAPES[n]) for n in ("weight", "bias")},
-            1: {n: aligned(ours[n].numel(), dtype).view(SHAPES[n]) for n in ("other", "even")}}
+
+    def make(p):
+        groups = [{"params": [p["weight"], p["other"], p["even"]]}, {"params": [p["bias"]], "lr": 3e-3}]
+        return kind(groups, lr=1e-2, weight_decay=0.1)
+
+    sums = {
+        0: {n: aligned(ours[n].numel(), dtype).view(SHAPES[n]) for n in ("weight", "bias")},
+        1: {n: aligned(ours[n].numel(), dtype).view(SHAPES[n]) for n in ("other", "even")},
+    }
     published = [{n: aligned(p.numel(), torch.float32).view(SHAPES[n]) for n, p in ours.items()} for _ in range(2)]
     optimizer, reference = make(ours), make(theirs)
-    adam = fused.Adam(optimizer, ours, sums, published)
+    adam = fused_adam.Adam(optimizer, ours, sums, published)
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     for step in range(3):
         for unit in sums.values():
@@ -70,7 +78,9 @@ def test_a_loaded_state_is_taken_up():
     ours = masters()
     optimizer = torch.optim.AdamW(ours.values(), lr=1e-2)
     sums = {0: {n: aligned(p.numel(), torch.float32).view(SHAPES[n]).fill_(1) for n, p in ours.items()}}
-    adam = fused.Adam(optimizer, ours, sums, [{n: aligned(p.numel(), torch.float32).view(SHAPES[n]) for n, p in ours.items()}])
+    adam = fused_adam.Adam(
+        optimizer, ours, sums, [{n: aligned(p.numel(), torch.float32).view(SHAPES[n]) for n, p in ours.items()}]
+    )
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     adam.update(0, options, 1.0, None, None)
     for p in ours.values():
@@ -88,7 +98,7 @@ def test_a_loaded_state_is_taken_up():
 def test_what_it_does_not_know_is_left_to_the_optimizer():
     p = [torch.nn.Parameter(torch.zeros(3))]
     device = torch.device("cuda")
-    assert fused.Adam.suits(torch.optim.AdamW(p), device) and fused.Adam.suits(torch.optim.Adam(p), device)
+    assert fused_adam.Adam.suits(torch.optim.AdamW(p), device) and fused_adam.Adam.suits(torch.optim.Adam(p), device)
     for other in (torch.optim.AdamW(p, amsgrad=True), torch.optim.Adam(p, maximize=True), torch.optim.SGD(p, lr=0.1)):
-        assert not fused.Adam.suits(other, device)
-    assert not fused.Adam.suits(torch.optim.AdamW(p), torch.device("cpu"))
+        assert not fused_adam.Adam.suits(other, device)
+    assert not fused_adam.Adam.suits(torch.optim.AdamW(p), torch.device("cpu"))

@@ -1,4 +1,5 @@
-"""Linear layers that add their weights' gradients to the running sums themselves (sums.py): to rounding, nothing else changes."""
+"""Linear layers that add their weights' gradients to the running sums themselves (runtime/grad_accumulation.py): to
+rounding, nothing else changes."""
 
 import contextlib
 from collections.abc import Callable
@@ -15,10 +16,11 @@ from optimizers import sgd
 from test_breaks import Chain, batch, line, loss
 from torch import nn
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.runtime import Runtime, Settings
-from deepspeed_cdp.schedule import threshold
-from deepspeed_cdp.sums import Sums
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.schedule import threshold
+from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
+from deepspeed_cdp.runtime.runtime import Runtime
 
 SIZE = 3
 
@@ -48,12 +50,16 @@ class Shapes(nn.Module):
         return torch.tanh(h) + self.flat(x.reshape(-1)) + x.sum() / 100
 
 
-MODELS = {**{f"hooks: {k}": make for k, make in test_hooks.MODELS.items()},
-          **{f"breaks: {k}": make for k, make in test_breaks.MODELS.items() if k not in ("weight_norm", "in place")},
-          **{f"gradients: {k}": make for k, make in test_gradients.MODELS.items()},
-          "changed in place": lambda: Chain(*(nn.Sequential(nn.Unflatten(0, (2, 2)), line(), nn.ReLU(inplace=True), line(),
-                                                            nn.Flatten(0, 1)) for _ in range(6))),
-          "twice": lambda: Chain(*(Twice() for _ in range(6))), "shapes": lambda: Chain(*(Shapes() for _ in range(4)))}
+MODELS = {
+    **{f"hooks: {k}": make for k, make in test_hooks.MODELS.items()},
+    **{f"breaks: {k}": make for k, make in test_breaks.MODELS.items() if k not in ("weight_norm", "in place")},
+    **{f"gradients: {k}": make for k, make in test_gradients.MODELS.items()},
+    "changed in place": lambda: Chain(
+        *(nn.Sequential(nn.Unflatten(0, (2, 2)), line(), nn.ReLU(inplace=True), line(), nn.Flatten(0, 1)) for _ in range(6))
+    ),
+    "twice": lambda: Chain(*(Twice() for _ in range(6))),
+    "shapes": lambda: Chain(*(Shapes() for _ in range(4))),
+}
 ORACLE = {f"hooks: {k}": f"hooks: {v}" for k, v in test_hooks.WITHOUT.items()} | {"gradients: sparse": "gradients: dense"}
 
 
@@ -71,12 +77,22 @@ def difference(kind: str, chosen: Settings, size: int = SIZE) -> float:
     modules = [build(kind) for _ in range(size)]
     results = run_ranks(size, lambda rank, transport: test_breaks.train(modules[rank], rank, transport, chosen, sgd))
     assert all(runtime.fused for runtime, *_ in results)
-    want = reference.train(build(ORACLE.get(kind, kind)), results[0][0].plan.stages, threshold(chosen.rule, size), batch, loss,
-                           sgd, 3, rounds=chosen.rounds)
+    want = reference.train(
+        build(ORACLE.get(kind, kind)),
+        results[0][0].plan.stages,
+        threshold(chosen.rule, size),
+        batch,
+        loss,
+        sgd,
+        3,
+        rounds=chosen.rounds,
+    )
     losses = {k: v for result in results for k, v in result[1].items()}
     assert losses.keys() == want.losses.keys()
-    return max(*(abs(losses[k] - v) for k, v in want.losses.items()),
-               *(float((results[0][2][n] - v).abs().max()) for n, v in want.masters.items()))
+    return max(
+        *(abs(losses[k] - v) for k, v in want.losses.items()),
+        *(float((results[0][2][n] - v).abs().max()) for n, v in want.masters.items()),
+    )
 
 
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
@@ -93,18 +109,25 @@ def test_on_rings_of_all_sizes_and_with_replicas(size: int, replicated: bool) ->
 
 @pytest.mark.parametrize("broken", ["lost", "twice", "not started"])
 def test_the_oracle_would_notice(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Sums.add_product
+    add = GradAccumulation.add_product
 
-    def wrong(self: Sums, i: int, *given: Any) -> bool:
+    def wrong(self: GradAccumulation, i: int, *given: Any) -> bool:
         if broken == "not started":
-            self.binder.handoff.starting.discard(i)
+            self.param_hooks.executor.starting.discard(i)
         return broken == "lost" or (add(self, i, *given) and (broken != "twice" or add(self, i, *given)))
-    monkeypatch.setattr(Sums, "add_product", wrong)
+
+    monkeypatch.setattr(GradAccumulation, "add_product", wrong)
     assert not difference("twice", settings()) < 1e-3  # or nan
 
 
-def one_step(module: nn.Module, rank: int, transport: Any, around: Callable[[], Any] = contextlib.nullcontext,
-             backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward, **options: Any) -> dict[str, torch.Tensor]:
+def one_step(
+    module: nn.Module,
+    rank: int,
+    transport: Any,
+    around: Callable[[], Any] = contextlib.nullcontext,
+    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
     """The masters after a step."""
     runtime = Runtime(module, sgd(list(module.named_parameters())), settings(**options), transport, torch.device("cpu"))
     with runtime.forward(), around():
@@ -120,12 +143,13 @@ def one_step(module: nn.Module, rank: int, transport: Any, around: Callable[[], 
 def inside(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[bool], list[dict[str, torch.Tensor]]]:
     """One step of the plain model: what each layer's backward answered when it was asked to add, and all ranks' masters."""
     asked: list[bool] = []
-    add = Sums.add_product
+    add = GradAccumulation.add_product
 
     def seen(*given: Any) -> bool:
         asked.append(add(*given))
         return asked[-1]
-    monkeypatch.setattr(Sums, "add_product", seen)
+
+    monkeypatch.setattr(GradAccumulation, "add_product", seen)
     modules = [build("hooks: plain") for _ in range(SIZE)]
     change = options.pop("change", None)
     if change:
@@ -192,8 +216,8 @@ class Penalized(nn.Module):
     def forward(self, x):
         inner = x.detach().requires_grad_()
         y = torch.tanh(self.linear(inner))
-        slope, = torch.autograd.grad(y.sum(), inner, create_graph=self.graph)
-        weight, = torch.autograd.grad(torch.tanh(self.linear(inner)).sum(), self.linear.weight)
+        (slope,) = torch.autograd.grad(y.sum(), inner, create_graph=self.graph)
+        (weight,) = torch.autograd.grad(torch.tanh(self.linear(inner)).sum(), self.linear.weight)
         return torch.tanh(self.linear(x)) + slope.pow(2) / 10 + weight.sum() / 100
 
 
@@ -226,11 +250,13 @@ def test_transforms_see_a_plain_layer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_frozen_weight_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the optimizer has it and it is frozen afterwards: its gradient is zero."""
+
     def freeze() -> Any:
         modules[0].blocks[3].first.weight.requires_grad_(False)
         return contextlib.nullcontext()
+
     modules = [build("hooks: plain")]
-    got, = run_ranks(1, lambda rank, transport: one_step(modules[0], rank, transport, around=freeze))
+    (got,) = run_ranks(1, lambda rank, transport: one_step(modules[0], rank, transport, around=freeze))
     want = build("hooks: plain").state_dict()
     assert torch.equal(got["blocks.3.first.weight"], want["blocks.3.first.weight"])
     assert not torch.equal(got["blocks.3.second.weight"], want["blocks.3.second.weight"])
@@ -238,12 +264,14 @@ def test_a_frozen_weight_stays_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_in_bf16_a_sum_is_rounded_once() -> None:
     """A sum of three ranks is nearer to the exact one than rounded gradients, rounded again and again, are."""
+
     def error(fusion: bool) -> float:
         modules = [build("hooks: plain", torch.bfloat16) for _ in range(SIZE)]
 
         def work(rank: int, transport: Any) -> dict[str, torch.Tensor]:
             runtime, _, _ = test_breaks.train(modules[rank], rank, transport, settings("dp", fusion), sgd, steps=1)
             return {n: m.detach().clone() for n, m in runtime.owner.masters.items()}
+
         masters = {k: v for result in run_ranks(SIZE, work) for k, v in result.items()}
         template = build("hooks: plain", torch.bfloat16).double()
         exact = {n: 0 for n in masters}
@@ -253,6 +281,7 @@ def test_in_bf16_a_sum_is_rounded_once() -> None:
             exact = {n: exact[n] + p.grad / SIZE for n, p in template.named_parameters()}
         weights = [n for n, p in template.named_parameters() if n.endswith("first.weight")]
         return sum(float(((template.get_parameter(n).detach() - 0.05 * exact[n]) - masters[n]).abs().mean()) for n in weights)
+
     assert error(True) < error(False)
 
 

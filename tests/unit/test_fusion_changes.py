@@ -1,4 +1,5 @@
-"""Fused linear layers (sums.py) whose module, weight or surroundings somebody changes: they compute what a plain layer would."""
+"""Fused linear layers (runtime/grad_accumulation.py) whose module, weight or surroundings somebody changes: they compute
+what a plain layer would."""
 
 import contextlib
 import gc
@@ -15,8 +16,8 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
-from deepspeed_cdp.runtime import Runtime
-from deepspeed_cdp.sums import Sums
+from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
+from deepspeed_cdp.runtime.runtime import Runtime
 
 
 def test_weights_that_change_places_go_the_common_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -27,10 +28,11 @@ def test_weights_that_change_places_go_the_common_way(monkeypatch: pytest.Monkey
         for module in modules:
             swap(module.blocks[3])
         return contextlib.nullcontext()
+
     modules, asked = [build("hooks: plain")], []
-    add = Sums.add_product
-    monkeypatch.setattr(Sums, "add_product", lambda *given: asked.append(1) or add(*given))
-    got, = run_ranks(1, lambda rank, transport: one_step(modules[0], rank, transport, around=swapped))
+    add = GradAccumulation.add_product
+    monkeypatch.setattr(GradAccumulation, "add_product", lambda *given: asked.append(1) or add(*given))
+    (got,) = run_ranks(1, lambda rank, transport: one_step(modules[0], rank, transport, around=swapped))
     assert len(asked) == 14
     want = build("hooks: plain")
     optimizer = sgd(list(want.named_parameters()))
@@ -72,22 +74,35 @@ def _prune(module: nn.Module) -> Any:
     return contextlib.nullcontext()
 
 
-@pytest.mark.parametrize("around", [
-    lambda _: _exchanged(nn.Linear, "forward", Doubling.forward), _reclass, lambda _: DoublingMode(), _prune,
-    lambda _: _exchanged(nn.functional, "linear", lambda x, w, b=None: 2 * torch._C._nn.linear(x, w, b))])
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda _: _exchanged(nn.Linear, "forward", Doubling.forward),
+        _reclass,
+        lambda _: DoublingMode(),
+        _prune,
+        lambda _: _exchanged(nn.functional, "linear", lambda x, w, b=None: 2 * torch._C._nn.linear(x, w, b)),
+    ],
+)
 def test_who_replaces_what_a_layer_does_is_heard(around: Callable[[nn.Module], Any]) -> None:
     """After the engine has been made."""
     results = []
     for fusion in (True, False):
         module = build("hooks: plain")
-        results.append(run_ranks(1, lambda rank, transport, module=module, fusion=fusion: one_step(
-            module, rank, transport, around=lambda: around(module), fusion=fusion, replicated=True)))
+        results.append(
+            run_ranks(
+                1,
+                lambda rank, transport, module=module, fusion=fusion: one_step(
+                    module, rank, transport, around=lambda: around(module), fusion=fusion, replicated=True
+                ),
+            )
+        )
     assert_equal(*results)
 
 
 def test_what_has_been_replaced_before_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.functional, "linear", lambda x, w, b=None: 2 * torch._C._nn.linear(x, w, b))
-    with pytest.raises(ValueError, match="torch.nn.functional.linear has been replaced in this process; use \"auto\""):
+    with pytest.raises(ValueError, match='torch.nn.functional.linear has been replaced in this process; use "auto"'):
         run_ranks(1, lambda rank, transport: one_step(build("hooks: plain"), rank, transport))
 
 
@@ -110,14 +125,16 @@ class Borrowing(nn.Module):
 
 def test_a_layer_of_another_unit_goes_the_common_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where parameters stay; elsewhere it would read what is not there."""
+
     def make() -> nn.Module:
         blocks = [Borrowing(None)]
         for _ in range(5):
             blocks.append(Borrowing(blocks[-1]))
         return Chain(*blocks)
+
     monkeypatch.setitem(MODELS, "borrowing", make)
     module, oracle = build("borrowing"), build("borrowing")
-    got, = run_ranks(1, lambda rank, transport: one_step(module, rank, transport, replicated=True))
+    (got,) = run_ranks(1, lambda rank, transport: one_step(module, rank, transport, replicated=True))
     optimizer = sgd(list(oracle.named_parameters()))
     loss(oracle, batch(0, 0, 0)).backward()
     optimizer.step()
@@ -126,10 +143,12 @@ def test_a_layer_of_another_unit_goes_the_common_way(monkeypatch: pytest.MonkeyP
 
 def test_a_weight_that_is_changed_after_its_use_is_refused() -> None:
     """As autograd does, of tensors that it has saved."""
+
     def backward(value: torch.Tensor) -> None:
         with torch.no_grad():
             module.blocks[3].first.weight.mul_(2)
         value.backward()
+
     module = build("hooks: plain")
     with pytest.raises(RuntimeError, match="modified by an inplace operation: the weight of a linear layer"):
         run_ranks(1, lambda rank, transport: one_step(module, rank, transport, backward=backward, replicated=True))
@@ -139,10 +158,11 @@ def test_layers_without_elements_and_weights_frozen_after_the_forward() -> None:
     def backward(value: torch.Tensor) -> None:
         module.blocks[3].first.weight.requires_grad_(False)
         value.backward()
+
     module = build("hooks: plain")
     module.blocks[5].empty = nn.Linear(8, 0)
     module.blocks[5].register_forward_hook(lambda block, args, out: out + block.empty(out).sum())
-    got, = run_ranks(1, lambda rank, transport: one_step(module, rank, transport, backward=backward))
+    (got,) = run_ranks(1, lambda rank, transport: one_step(module, rank, transport, backward=backward))
     want = build("hooks: plain").state_dict()
     assert torch.equal(got["blocks.3.first.weight"], want["blocks.3.first.weight"])
     assert not torch.equal(got["blocks.5.first.weight"], want["blocks.5.first.weight"])
@@ -158,6 +178,7 @@ def test_a_backward_after_the_end_is_refused() -> None:
         runtime.close(False)
         with pytest.raises(ValueError, match=r"a backward came after engine.destroy\(\)"):
             value.backward()
+
     run_ranks(1, work)
 
 
@@ -174,9 +195,10 @@ def test_who_wraps_a_layer_later_keeps_the_wrapper_and_nothing_else() -> None:
     def wrap() -> Any:
         layer = module.blocks[0].first
         inner = layer.forward
-        kept.append(weakref.ref(inner.__self__.binder))
+        kept.append(weakref.ref(inner.__self__.param_hooks))
         layer.forward = lambda x: (calls.append(x.shape), inner(x))[1]
         return contextlib.nullcontext()
+
     run_ranks(1, lambda rank, transport: one_step(module, rank, transport, around=wrap))
     gc.collect()
     assert calls and "forward" in module.blocks[0].first.__dict__ and kept[0]() is None

@@ -15,19 +15,48 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from deepspeed_cdp import export
-from deepspeed_cdp.files import CheckpointError, check_tag, entry, save_plain, save_tensors
-from deepspeed_cdp.foreign import open_stored
-from deepspeed_cdp.initial import keys_of
-from deepspeed_cdp.stored import COUNTERS, MANIFEST, manifest_text, pack_state, unpack_state
+from deepspeed_cdp.checkpoint import export
+from deepspeed_cdp.checkpoint.deepspeed_formats import open_stored
+from deepspeed_cdp.checkpoint.files import check_tag, entry, save_plain, save_tensors
+from deepspeed_cdp.checkpoint.format import COUNTERS, MANIFEST, manifest_text, pack_state, unpack_state
+from deepspeed_cdp.errors import CheckpointError
+from deepspeed_cdp.model.materialize import keys_of
 
-QUICK = settings(max_examples=60, deadline=None, derandomize=True,
-                 suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-NUMBERS = st.one_of(st.integers(-2, 9), st.integers(), st.floats(), st.just(10 ** 400))
-NAMES = st.one_of(st.sampled_from(["param/w", "w", "../x", "/etc/passwd", "", "float32", "load", "nn", "stage_000.safetensors",
-                                   "client.pt", "tensor", "dict", "list", "plain", "a\0b", "\ud800"]), st.text(max_size=4))
-JSON = st.recursive(st.one_of(st.none(), st.booleans(), NUMBERS, NAMES),
-                    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)), max_leaves=6)
+QUICK = settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+NUMBERS = st.one_of(st.integers(-2, 9), st.integers(), st.floats(), st.just(10**400))
+NAMES = st.one_of(
+    st.sampled_from(
+        [
+            "param/w",
+            "w",
+            "../x",
+            "/etc/passwd",
+            "",
+            "float32",
+            "load",
+            "nn",
+            "stage_000.safetensors",
+            "client.pt",
+            "tensor",
+            "dict",
+            "list",
+            "plain",
+            "a\0b",
+            "\ud800",
+        ]
+    ),
+    st.text(max_size=4),
+)
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, NAMES),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(NAMES, inner, max_size=3)),
+    max_leaves=6,
+)
 
 
 def make(folder: Path, more: bool = True) -> dict[str, Any]:
@@ -51,13 +80,31 @@ def make(folder: Path, more: bool = True) -> dict[str, Any]:
         file = f"buffers_{rank:03d}.safetensors"
         files[file] = save_tensors(str(folder), file, {"b": torch.ones(3), "n": torch.tensor(rank)}, {})
     files["client.pt"] = save_plain(str(folder), "client.pt", {"client_state": {"a": 1}, "lr_scheduler": None}, "")
-    manifest = {"deepspeed_cdp": "0.1.0", "ranks": 2, "rule": "cdp-v2", "stages": [["w"], ["v"]], "dtype": "bfloat16",
-                "groups": [["w"], ["v"]], "options": [{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.2}], "shared": {"u": "w"},
-                "frozen_left_out": False, "counters": {c: 4 for c in COUNTERS},
-                "loss_scale": {"untold": False, "dynamic": True, "cur_scale": 8.0, "cur_iter": 3, "last_overflow_iter": -1,
-                               "cur_hysteresis": 1, "scale_window": 5, "min_scale": 1, "delayed_shift": 1,
-                               "consecutive_hysteresis": False},
-                "files": files}
+    manifest = {
+        "deepspeed_cdp": "0.1.0",
+        "ranks": 2,
+        "rule": "cdp-v2",
+        "stages": [["w"], ["v"]],
+        "dtype": "bfloat16",
+        "groups": [["w"], ["v"]],
+        "options": [{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.2}],
+        "shared": {"u": "w"},
+        "frozen_left_out": False,
+        "counters": {c: 4 for c in COUNTERS},
+        "loss_scale": {
+            "untold": False,
+            "dynamic": True,
+            "cur_scale": 8.0,
+            "cur_iter": 3,
+            "last_overflow_iter": -1,
+            "cur_hysteresis": 1,
+            "scale_window": 5,
+            "min_scale": 1,
+            "delayed_shift": 1,
+            "consecutive_hysteresis": False,
+        },
+        "files": files,
+    }
     (folder / MANIFEST).write_text(manifest_text(manifest))
     return manifest
 
@@ -146,6 +193,7 @@ def test_trees_of_optimizer_state(tmp_path_factory, data):
     manifest = make(folder)
     path = folder / "stage_000.safetensors"
     from safetensors import safe_open
+
     with safe_open(path, "pt") as file:
         text = file.metadata()["state"]
     other = data.draw(st.one_of(st.none(), st.text(max_size=6), st.builds(lambda: json.dumps(changed(data, json.loads(text))))))
@@ -161,10 +209,11 @@ def test_what_tensor_files_say(tmp_path_factory, data):
     """Other tensors than the manifest has, or no tensors at all, with a digest that agrees."""
     folder = tmp_path_factory.mktemp("fuzz") / "t"
     manifest = make(folder)
-    path = folder / data.draw(st.sampled_from(["stage_001.safetensors", "buffers_000.safetensors", "buffers_001.safetensors",
-                                               "client.pt"]))
+    path = folder / data.draw(
+        st.sampled_from(["stage_001.safetensors", "buffers_000.safetensors", "buffers_001.safetensors", "client.pt"])
+    )
     if data.draw(st.booleans()) or path.suffix == ".pt":
-        path.write_bytes(data.draw(st.binary(max_size=40)) + path.read_bytes()[data.draw(st.integers(0, 60)):])
+        path.write_bytes(data.draw(st.binary(max_size=40)) + path.read_bytes()[data.draw(st.integers(0, 60)) :])
     else:
         tensors = load_file(path)
         name = data.draw(st.sampled_from(sorted(tensors)))
@@ -183,8 +232,10 @@ def test_what_tensor_files_say(tmp_path_factory, data):
 def test_clients_pickles(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("fuzz") / "t"
     manifest = make(folder)
-    torch.save(data.draw(JSON.filter(lambda x: "\ud800" not in repr(x).encode().decode("unicode_escape", "replace"))),
-               folder / "client.pt")
+    torch.save(
+        data.draw(JSON.filter(lambda x: "\ud800" not in repr(x).encode().decode("unicode_escape", "replace"))),
+        folder / "client.pt",
+    )
     manifest["files"]["client.pt"].update(entry(str(folder / "client.pt")))
     (folder / MANIFEST).write_text(manifest_text(manifest))
     use(folder)
@@ -265,7 +316,7 @@ def test_any_damage_is_named(tmp_path_factory, data):
     if how == "take":
         path.unlink()
     else:
-        rest = bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1:] if how == "flip" else b""
+        rest = bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :] if how == "flip" else b""
         path.write_bytes(good[:at] + rest)
     try:
         with open_stored(str(folder)) as stored:

@@ -11,9 +11,10 @@ from optimizers import sgd
 from test_breaks import Chain, batch, line, loss, train
 from torch import nn
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.runtime import Runtime, Settings
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.schedule import threshold
+from deepspeed_cdp.runtime.runtime import Runtime
 
 SIZE = 3
 
@@ -41,9 +42,11 @@ class Indexed(nn.Module):
         return torch.tanh(self.linear(x + self.table((x.detach().abs().sum(-1) * 10).long() % 16)))
 
 
-MODELS = {"sometimes": lambda: Chain(*(Sometimes() for _ in range(6))),
-          "dense": lambda: Chain(*(Indexed(False) for _ in range(6))),
-          "sparse": lambda: Chain(*(Indexed(True) for _ in range(6)))}
+MODELS = {
+    "sometimes": lambda: Chain(*(Sometimes() for _ in range(6))),
+    "dense": lambda: Chain(*(Indexed(False) for _ in range(6))),
+    "sparse": lambda: Chain(*(Indexed(True) for _ in range(6))),
+}
 
 
 def build(kind: str) -> nn.Module:
@@ -59,7 +62,7 @@ def settings(rule: str = "cdp-v2", rounds: int = 1) -> Settings:
 @pytest.mark.parametrize("rule", ["dp", "cdp-v2"])
 @pytest.mark.parametrize(("kind", "oracle"), [("sometimes", "sometimes"), ("sparse", "dense")])
 def test_sums_equal_the_oracle(kind: str, oracle: str, rule: str, rounds: int) -> None:
-    """A sum that a rank starts holds what it held a step ago, unless each of its parameters is written."""
+    """A sum that a rank starts holds what it persistent a step ago, unless each of its parameters is written."""
     modules, chosen, seen = [build(kind) for _ in range(SIZE)], settings(rule, rounds), set()
     for module in modules:
         for block in module.blocks:
@@ -106,6 +109,7 @@ def test_one_launch_a_unit(monkeypatch: pytest.MonkeyPatch) -> None:
         def counted(sums, grads, name=name, original=original):
             calls[name, len(sums)] += 1
             original(sums, grads)
+
         monkeypatch.setattr(torch, name, counted)
     run_ranks(SIZE, lambda rank, transport: one_step(modules[rank], rank, transport))
     units, parameters = len(modules[0].blocks), 3
@@ -121,8 +125,13 @@ def test_those_that_nobody_wants_are_dropped(size: int, replicated: bool) -> Non
 
     def work(rank: int, transport: Any) -> list[int]:
         module, left = modules[rank], []
-        runtime = Runtime(module, torch.optim.SGD(module.blocks[-1].parameters(), lr=0.1),
-                          Settings("cdp-v2", partition_method="uniform", replicated=replicated), transport, torch.device("cpu"))
+        runtime = Runtime(
+            module,
+            torch.optim.SGD(module.blocks[-1].parameters(), lr=0.1),
+            Settings("cdp-v2", partition_method="uniform", replicated=replicated),
+            transport,
+            torch.device("cpu"),
+        )
         for step in range(3):
             with runtime.forward():
                 value = loss(module, batch(step, 0, rank))
@@ -132,6 +141,7 @@ def test_those_that_nobody_wants_are_dropped(size: int, replicated: bool) -> Non
             runtime.step()
         runtime.close(True)
         return left
+
     assert run_ranks(size, work) == [[0, 0, 0]] * size
 
 
@@ -148,8 +158,9 @@ def test_their_graphs_are_not_kept() -> None:
             warnings.simplefilter("ignore", UserWarning)  # torch's, of the cycle that this makes
             value.backward(create_graph=True)
         runtime.end_backward()
-        graphs = any(view.requires_grad for views in runtime.binder.sums._views.values() for view in views)
+        graphs = any(view.requires_grad for views in runtime.param_hooks.sums._views.values() for view in views)
         runtime.step()
         runtime.close(True)
         return graphs
+
     assert run_ranks(SIZE, work) == [False] * SIZE

@@ -18,9 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.runtime import Runtime, Settings
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.schedule import threshold
+from deepspeed_cdp.runtime.runtime import Runtime
 
 SIZE = 4
 innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -141,14 +142,23 @@ def assert_same_as_oracle(kind: str, chosen: Settings, around: Callable[[], Any]
     def work(rank: int, transport: Any) -> tuple:
         with around():
             return train(modules[rank], rank, transport, chosen, sgd)
+
     results = run_ranks(SIZE, work)
     plan = results[0][0].plan
     first = 2 if chosen.keep_after_forward else 4
     assert [u.stage for u in plan.units] == [0, 0, 1, 1, 2, 2, 3, 3]
     assert [plan.kept(i) for i in range(8)] == [i >= first for i in range(8)]
-    want = reference.train(build(WITHOUT.get(kind, kind), dtype), plan.stages, threshold(chosen.rule, SIZE),
-                           lambda t, m, r: batch(t, m, r).to(dtype), loss, sgd, 3, rounds=chosen.rounds,
-                           grad_dtype=chosen.sum_dtype)
+    want = reference.train(
+        build(WITHOUT.get(kind, kind), dtype),
+        plan.stages,
+        threshold(chosen.rule, SIZE),
+        lambda t, m, r: batch(t, m, r).to(dtype),
+        loss,
+        sgd,
+        3,
+        rounds=chosen.rounds,
+        grad_dtype=chosen.sum_dtype,
+    )
     assert {k: v for result in results for k, v in result[1].items()} == want.losses
     for name, value in want.masters.items():
         assert torch.equal(results[0][2][name], value.to(dtype)), name
@@ -190,6 +200,7 @@ def test_a_checkpoint_saves_no_activation_of_its_unit(kind: str, keep: bool) -> 
         runtime.step()
         runtime.close(True)
         return gone
+
     for gone in run_ranks(SIZE, work):
         assert gone == [kind != "plain"] * 8
 
@@ -218,6 +229,7 @@ def test_only_units_that_come_anew_have_their_saved_tensors_looked_after(keep: b
         runtime = train(modules[rank], rank, transport, settings(keep=keep), sgd, steps=2)[0]
         assert innermost(True) is None
         return runtime.plan
+
     for module, plan in zip(modules, run_ranks(SIZE, work)):
         assert [block.seen for block in module.blocks] == [[not plan.kept(i)] * 2 for i in range(8)]
 
@@ -245,6 +257,7 @@ def test_a_forward_that_raises_leaves_no_saved_tensor_hooks(at: int) -> None:
         ready.wait()
         runtime.close(False)
         return module.blocks[at].seen
+
     assert run_ranks(2, work) == [[at == 0]] * 2
 
 
@@ -284,6 +297,7 @@ def test_a_second_backward_is_refused_in_every_stage() -> None:
                 with pytest.raises(ValueError, match="without a training forward"):
                     again.backward(retain_graph=True)
             assert all(p.grad is None for p in modules[rank].parameters())
+
     run_ranks(SIZE, work)
 
 
@@ -295,6 +309,7 @@ def test_a_second_backward_is_refused_where_outputs_have_no_hook() -> None:
         with one_step(modules[rank], rank, transport) as value:
             with pytest.raises(ValueError, match="without a training forward"):
                 value.backward()
+
     run_ranks(SIZE, work)
 
 
@@ -305,25 +320,26 @@ class Lending(torch.nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(12))
-        self.binder = None
+        self.param_hooks = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
-            if number == 1 and self.binder is not None:
+            if number == 1 and self.param_hooks is not None:
                 parameters = [layer.weight, layer.bias]
-                assert self.binder.lend(parameters)
+                assert self.param_hooks.borrow(parameters)
                 x = torch.addmm(layer.bias, x, layer.weight.t())
-                self.binder.take_back(parameters)
+                self.param_hooks.give_back(parameters)
             else:
                 x = layer(x)
             x = torch.tanh(2 * x)
         return x.sum()
 
 
-@pytest.mark.parametrize("least", [0, 10 ** 6])
+@pytest.mark.parametrize("least", [0, 10**6])
 @pytest.mark.parametrize("size", [2, 4])
 def test_lent_parameters_give_the_module_s_own_results(size, least):
     """Also between two modules of a merged unit, which is bound already but whose saved tensors nobody looked after."""
+
     def train_it(lending: bool) -> list:
         built = [Lending() for _ in range(size)]
 
@@ -331,7 +347,7 @@ def test_lent_parameters_give_the_module_s_own_results(size, least):
             module = built[rank]
             settings = Settings(partition_method="uniform", min_unit_bytes=least, units=[f"layers.{i}" for i in range(12)])
             runtime = Runtime(module, torch.optim.SGD(module.parameters(), lr=0.1), settings, transport, torch.device("cpu"))
-            module.binder = runtime.binder if lending else None
+            module.param_hooks = runtime.param_hooks if lending else None
             for step in range(6):
                 x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * step + rank))
                 with runtime.forward():
@@ -342,7 +358,9 @@ def test_lent_parameters_give_the_module_s_own_results(size, least):
             state = {k: v.clone() for k, v in runtime.whole_state().items()}
             runtime.close(True)
             return state
+
         return run_ranks(size, work)
-    called, lent = train_it(False)[0], train_it(True)[0]
+
+    called, borrowed = train_it(False)[0], train_it(True)[0]
     for name, value in called.items():
-        torch.testing.assert_close(lent[name], value, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+        torch.testing.assert_close(borrowed[name], value, rtol=0, atol=0, msg=lambda m, name=name: f"{name}: {m}")

@@ -28,7 +28,7 @@ def as_python_2_wrote(value: object) -> bytes:
     opcodes = {"SHORT_BINBYTES": b"U", "BINBYTES": b"T"}
     for opcode, _, at in list(pickletools.genops(bytes(raw))):
         if opcode.name in opcodes:
-            raw[at:at + 1] = opcodes[opcode.name]
+            raw[at : at + 1] = opcodes[opcode.name]
     raw[1] = 2  # the protocol
     return bytes(raw)
 
@@ -77,8 +77,15 @@ def test_a_pickle_that_would_run_something_is_refused(tmp_path, monkeypatch) -> 
     assert not Path("executed").exists()
 
 
-@pytest.mark.parametrize("name, raw", [("data_batch_1", b""), ("test_batch", pickle.dumps({"labels": [1]}, 2)),
-                                       ("data_batch_2", pickle.dumps([1], 2)), ("data_batch_5", b"PK")])
+@pytest.mark.parametrize(
+    "name, raw",
+    [
+        ("data_batch_1", b""),
+        ("test_batch", pickle.dumps({"labels": [1]}, 2)),
+        ("data_batch_2", pickle.dumps([1], 2)),
+        ("data_batch_5", b"PK"),
+    ],
+)
 def test_damaged_files_are_named_as_such(tmp_path, name, raw) -> None:
     write(tmp_path, "python")
     (tmp_path / name).write_bytes(raw)
@@ -121,7 +128,7 @@ def test_crops_and_mirrors_are_of_the_image() -> None:
     assert pixels.shape == (4, 1, 6, 6) and labels.tolist() == [2, 0, 2, 1]
     for image, label in zip(pixels, labels):
         padded = torch.nn.functional.pad(data.normal(data.train[0][label]), [2] * 4)
-        crops = [padded[:, i:i + 6, j:j + 6] for i in range(5) for j in range(5)]
+        crops = [padded[:, i : i + 6, j : j + 6] for i in range(5) for j in range(5)]
         assert any(torch.equal(image, c) or torch.equal(image, c.flip(-1)) for c in crops)
 
 
@@ -137,7 +144,7 @@ def test_imagenet_from_a_folder(tmp_path) -> None:
                 (folder / f"{i}.JPEG").write_bytes(raw.getvalue())
     data = images.ImageNet(str(tmp_path), workers=0)
     assert len(data) == 6
-    (pixels, labels), = data.testing(8)
+    ((pixels, labels),) = data.testing(8)
     assert pixels.shape == (2, 3, 224, 224) and labels.tolist() == [0, 1] and pixels[1, 0].mean() > 2 > -1 > pixels[0, 0].mean()
     batches = [list(data.epoch(0, 1, rank, 2, 1)) for rank in range(2)]
     assert [len(b) for b in batches] == [3, 3] and sorted(int(y) for b in batches for _, y in b) == [0, 0, 0, 1, 1, 1]

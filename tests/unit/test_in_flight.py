@@ -1,4 +1,4 @@
-"""in_flight.py: finished sums between parameters and running sums, and what goes wrong if they are there too short."""
+"""plan/buffer_layout.py: finished sums between parameters and running sums, and what goes wrong if they are there too short."""
 
 from dataclasses import replace
 
@@ -6,23 +6,28 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cdp import in_flight, program
-from deepspeed_cdp.layout import Lifetime, Stream, beside, overlap_in_time, placed
-from deepspeed_cdp.plan import END, HELD, START, Plan, Unit
-from deepspeed_cdp.program import build
-from deepspeed_cdp.schedule import Schedule, threshold
-from deepspeed_cdp.validate import PlanError, validate
+from deepspeed_cdp.plan import buffer_layout, builder
+from deepspeed_cdp.plan.constants import END, PERSISTENT, START
+from deepspeed_cdp.plan.interval_alloc import Lifetime, Stream, beside, overlap_in_time, placed
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import build
+from deepspeed_cdp.plan.schedule import Schedule, threshold
+from deepspeed_cdp.plan.unit_schedule import Unit
+from deepspeed_cdp.verify.check import validate
+from deepspeed_cdp.verify.well_formed import PlanError
 
 
-def make(ranks: int, rule: str | int = "cdp-v2", rounds: int = 1, per_stage: int = 2, held: Unit | None = None) -> Plan:
+def make(ranks: int, rule: str | int = "cdp-v2", rounds: int = 1, per_stage: int = 2, persistent: Unit | None = None) -> Plan:
     units = tuple(Unit(f"u{i}", i // per_stage, (f"w{i}",), (), 1024, 1024) for i in range(ranks * per_stage))
-    return Plan(Schedule(ranks, threshold(rule, ranks), rounds), units, held)
+    return Plan(Schedule(ranks, threshold(rule, ranks), rounds), units, persistent)
 
 
 def ticks(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
     """By unit, positions from the start of the rank's round between which its finished sum is in use."""
-    return {i: (x.start / 2 / plan.scale, (x.end - START) / 2 / plan.scale)
-            for (i, _), x in in_flight.finished_sums(plan, rank).lives.items()}
+    return {
+        i: (x.start / 2 / plan.scale, (x.end - START) / 2 / plan.scale)
+        for (i, _), x in buffer_layout.finished_sums(plan, rank).lives.items()
+    }
 
 
 def test_lifetimes_by_hand() -> None:
@@ -32,8 +37,8 @@ def test_lifetimes_by_hand() -> None:
     assert ticks(v2, 2) == {3: (0, 1), 2: (0, 1)}
     assert ticks(v2, 3) == {1: (-0.5, 0), 0: (0, 0)}, "its own backward finishes them, its next forward needs the update"
     assert ticks(v1, 0) == {7: (0, 7), 6: (0, 7)} and ticks(v1, 3) == {1: (-0.5, 1), 0: (0, 1)}
-    held = make(3, held=Unit("", 0, ("tied",), (), 64, 64))
-    assert ticks(held, 2)[HELD] == (0, 0) and HELD not in ticks(held, 1)
+    persistent = make(3, persistent=Unit("", 0, ("tied",), (), 64, 64))
+    assert ticks(persistent, 2)[PERSISTENT] == (0, 0) and PERSISTENT not in ticks(persistent, 1)
 
 
 def test_frozen_units_have_none() -> None:
@@ -69,8 +74,12 @@ def plans(draw: st.DrawFn) -> Plan:
     for stage, count in enumerate(counts):
         for _ in range(count):
             units.append(Unit(f"u{len(units)}", stage, ("w",), (), draw(size), draw(st.one_of(st.just(0), size))))
-    return Plan(Schedule(ranks, draw(st.integers(ranks - 1, 2 * ranks - 1)), draw(st.integers(1, 3))), tuple(units),
-                None, draw(st.booleans()))
+    return Plan(
+        Schedule(ranks, draw(st.integers(ranks - 1, 2 * ranks - 1)), draw(st.integers(1, 3))),
+        tuple(units),
+        None,
+        draw(st.booleans()),
+    )
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)
@@ -78,7 +87,11 @@ def plans(draw: st.DrawFn) -> Plan:
 def test_no_two_in_use_at_once_share_a_byte(plan: Plan) -> None:
     """All three kinds, on every rank; and the whole is no larger than with finished sums behind."""
     for rank, layouts in enumerate(plan.layouts):
-        streams = (in_flight.parameters(plan, layouts.p.items), in_flight.running_sums(plan), in_flight.finished_sums(plan, rank))
+        streams = (
+            buffer_layout.parameters(plan, layouts.p.items),
+            buffer_layout.running_sums(plan),
+            buffer_layout.finished_sums(plan, rank),
+        )
         found = [(life, layout.offsets[v]) for stream, layout in zip(streams, layouts) for v, life in stream.lives.items()]
         for k, (a, at) in enumerate(found):
             assert at + a.nbytes <= layouts.p.nbytes
@@ -89,11 +102,14 @@ def test_no_two_in_use_at_once_share_a_byte(plan: Plan) -> None:
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 19), st.integers(0, 15), st.integers(0, 5)), max_size=8),
-       st.lists(st.tuples(st.integers(0, 19), st.integers(0, 15), st.integers(0, 5)), max_size=5))
+@given(
+    st.lists(st.tuples(st.integers(0, 19), st.integers(0, 15), st.integers(0, 5)), max_size=8),
+    st.lists(st.tuples(st.integers(0, 19), st.integers(0, 15), st.integers(0, 5)), max_size=5),
+)
 def test_beside_leaves_the_others_where_they_are(fixed: list[tuple[int, int, int]], more: list[tuple[int, int, int]]) -> None:
     def lives(items: list[tuple[int, int, int]]) -> dict:
         return {(i, True): Lifetime(start, start + length, 64 * n) for i, (start, length, n) in enumerate(items)}
+
     stream, new = Stream(lives(fixed), [0] * len(fixed)), lives(more)
     places, end = placed([stream], 20)
     where, nbytes = beside([stream], places, new, 20)
@@ -111,13 +127,14 @@ def test_beside_leaves_the_others_where_they_are(fixed: list[tuple[int, int, int
 @pytest.mark.parametrize("rounds", [1, 2])
 def test_sums_that_are_let_in_only_in_the_next_step_are_refused(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They come in the owner's next round, but a user's barrier between two steps would keep it from letting them in."""
-    true = in_flight.finished_sums
+    true = buffer_layout.finished_sums
 
     def late(plan: Plan, rank: int) -> Stream:
         lives, ends = true(plan, rank)
         after = plan.schedule.start(1, 0, rank) * plan.scale
         return Stream({v: x._replace(start=min(2 * (plan.summed(0, v[0]) - after) + END, x.end)) for v, x in lives.items()}, ends)
-    monkeypatch.setattr(in_flight, "finished_sums", late)
+
+    monkeypatch.setattr(buffer_layout, "finished_sums", late)
     with pytest.raises(PlanError):
         validate(make(4, rounds=rounds, per_stage=3))
 
@@ -125,9 +142,9 @@ def test_sums_that_are_let_in_only_in_the_next_step_are_refused(rounds: int, mon
 @pytest.mark.parametrize(("ranks", "rank"), [(3, 1), (4, 1), (5, 1)])
 def test_what_is_let_in_before_the_update_is_refused(ranks: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By this rank, which has something to let in as soon as its finished sums are out of use."""
-    true = program.update_in_round
-    monkeypatch.setattr(program, "update_in_round", lambda p, r: (true(p, r)[0] - (r == rank), true(p, r)[1]))
-    with pytest.raises(PlanError, match=r"LET \(stream"):
+    true = builder.update_in_round
+    monkeypatch.setattr(builder, "update_in_round", lambda p, r: (true(p, r)[0] - (r == rank), true(p, r)[1]))
+    with pytest.raises(PlanError, match=r"GRANT_CREDIT \(stream"):
         validate(make(ranks))
 
 
@@ -139,4 +156,5 @@ def test_they_are_let_in_once_a_step_and_before_it_is_over() -> None:
             first = [(a, x) for a in build(plan, rank, True) for x in a.posts if x.stream == "O"]
             assert [x for _, x in steady] == [x for _, x in first]
             assert [(x.unit, x.round, x.ahead) for _, x in steady] == (
-                [(i, rounds - 1, 0) for i in reversed(plan.members(3 - rank))] if rank < 3 else [])
+                [(i, rounds - 1, 0) for i in reversed(plan.members(3 - rank))] if rank < 3 else []
+            )

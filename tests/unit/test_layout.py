@@ -1,4 +1,4 @@
-"""layout.py by brute force: lifetimes laid on a circle of ticks, and a walk that posts every message at its gate."""
+"""plan/interval_alloc.py by brute force: lifetimes laid on a circle of ticks, and a walk that posts every message at its gate."""
 
 import random
 
@@ -6,10 +6,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cdp import layout
-from deepspeed_cdp.layout import ALIGN, Lifetime, aligned, allocate, gates, overlap_in_time
-from deepspeed_cdp.plan import Plan, Unit
-from deepspeed_cdp.schedule import Schedule
+from deepspeed_cdp.plan import interval_alloc
+from deepspeed_cdp.plan.interval_alloc import ALIGN, Lifetime, aligned, allocate, gates, overlap_in_time
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.schedule import Schedule
+from deepspeed_cdp.plan.unit_schedule import Unit
 
 PERIODS = st.integers(2, 24)
 
@@ -17,8 +18,12 @@ PERIODS = st.integers(2, 24)
 @st.composite
 def circles(draw: st.DrawFn) -> tuple[list[Lifetime], int]:
     period = draw(PERIODS)
-    life = st.builds(lambda start, length, nbytes: Lifetime(start, start + length, nbytes),
-                     st.integers(-2 * period, 2 * period), st.integers(0, period - 1), st.integers(0, 1000))
+    life = st.builds(
+        lambda start, length, nbytes: Lifetime(start, start + length, nbytes),
+        st.integers(-2 * period, 2 * period),
+        st.integers(0, period - 1),
+        st.integers(0, 1000),
+    )
     return draw(st.lists(life, max_size=14)), period
 
 
@@ -130,10 +135,12 @@ def test_nested_lifetimes_cost_what_is_live(count: int) -> None:
 
 def test_placing_the_highest_first_improves_first_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two nested stages between sliding ones on six ranks (parameters alone): found only after some tries."""
+
     def stages(tries: int) -> float:
-        monkeypatch.setattr(layout, "TRIES", tries)
+        monkeypatch.setattr(interval_alloc, "TRIES", tries)
         units = tuple(Unit(f"u{i}", i // 8, (), (), 64, 0) for i in range(48))
         return Plan(Schedule(6, 11), units).regions["PG"] / (8 * 64)
+
     assert stages(40) == 2.625 < stages(0)
 
 
@@ -142,8 +149,9 @@ def test_where_first_fit_begins_matters_for_uneven_units(monkeypatch: pytest.Mon
     sizes = [64 * chance.randint(1, 6) for _ in range(32)]
 
     def nbytes(turns: int) -> int:
-        monkeypatch.setattr(layout, "TURNS", turns)
+        monkeypatch.setattr(interval_alloc, "TURNS", turns)
         return Plan(Schedule(4, 7), tuple(Unit(f"u{i}", i // 8, (), (), s, s) for i, s in enumerate(sizes))).regions["PG"]
+
     assert nbytes(16) < nbytes(0)
 
 
@@ -185,8 +193,10 @@ def test_gates_in_a_walk_over_four_repetitions(case) -> None:
                 assert not share(posted, other, offsets, sizes), (posted, other, released)
             in_use.add(posted)
         waiting = range(posted + 1, posted + 1 + n)
-        assert any(share(i, released + 1, offsets, sizes) or i == released + 1 + n for i in waiting) or \
-            gate[(posted + 1) % n] + (posted + 1) // n * n > released + 1, (posted, released)
+        assert (
+            any(share(i, released + 1, offsets, sizes) or i == released + 1 + n for i in waiting)
+            or gate[(posted + 1) % n] + (posted + 1) // n * n > released + 1
+        ), (posted, released)
         assert released + 1 <= posted or released < -1, "an item is posted before it is its turn"
 
 
@@ -197,8 +207,9 @@ def test_gates_are_no_later_than_needed(case) -> None:
     offsets, sizes = case
     n, gate = len(offsets), gates(offsets, sizes)
     for i in range(n):
-        needs = [j for j in range(i - n, i + 1)
-                 if gate[i] == j - n or (j - n < gate[i] < j and share(j, gate[i], offsets, sizes))]
+        needs = [
+            j for j in range(i - n, i + 1) if gate[i] == j - n or (j - n < gate[i] < j and share(j, gate[i], offsets, sizes))
+        ]
         assert needs, (i, gate[i])
 
 
@@ -207,7 +218,7 @@ def released(draw: st.DrawFn) -> tuple[list[int], list[int], list[int], int]:
     """Items that are released in any order, among releases of which some are of nothing here."""
     offsets, sizes = draw(laid_out())
     period = len(offsets) + draw(st.integers(0, 4))
-    return offsets, sizes, draw(st.permutations(range(period)))[:len(offsets)], period
+    return offsets, sizes, draw(st.permutations(range(period)))[: len(offsets)], period
 
 
 @settings(max_examples=250, derandomize=True, deadline=None)
@@ -219,7 +230,7 @@ def test_gates_with_releases_by_their_definition(case) -> None:
     n, gate = len(offsets), gates(*case)
     number = [releases[x % n] + x // n * period for x in range(5 * n)]
     needs = [max((number[y] for y in range(x) if y == x - n or share(x, y, offsets, sizes)), default=-1) for x in range(5 * n)]
-    running = [max(needs[:x + 1]) for x in range(5 * n)]
+    running = [max(needs[: x + 1]) for x in range(5 * n)]
     for x in range(3 * n, 5 * n):
         assert gate[x % n] + x // n * period == running[x], x
     assert list(gate) == sorted(gate) and gate[-1] <= gate[0] + period

@@ -13,11 +13,28 @@ from benchmarks.learning_report import compare, finished, into_document, last, r
 
 def rows(rule: str, values: list[float], dataset: str = "digits") -> list[dict[str, str]]:
     """One evaluation at the start and one at the end, per seed."""
-    common = {"dataset": dataset, "rate": "1", "rule": rule, "steps": "10", "test_accuracy": "0.5", "train_loss": "1",
-              "ranks": "4", "micro_batch": "8", "parameters": "5", "graph": "True", "device": "d", "torch": "t",
-              "python": "p", "commit": "c", "data": "x"}
-    return [{**common, "seed": str(seed), "step": step, "test_loss": str(value if step == "10" else 9.0)}
-            for seed, value in enumerate(values) for step in ("0", "10")]
+    common = {
+        "dataset": dataset,
+        "rate": "1",
+        "rule": rule,
+        "steps": "10",
+        "test_accuracy": "0.5",
+        "train_loss": "1",
+        "ranks": "4",
+        "micro_batch": "8",
+        "parameters": "5",
+        "graph": "True",
+        "device": "d",
+        "torch": "t",
+        "python": "p",
+        "commit": "c",
+        "data": "x",
+    }
+    return [
+        {**common, "seed": str(seed), "step": step, "test_loss": str(value if step == "10" else 9.0)}
+        for seed, value in enumerate(values)
+        for step in ("0", "10")
+    ]
 
 
 DP = [1.0, 2.0, 3.0, 4.0]
@@ -44,6 +61,7 @@ def test_pairs_are_tested_as_pairs() -> None:
 def test_what_would_have_been_seen_is_about_right() -> None:
     """Drawn with the difference that is called visible, four experiments out of five find one."""
     import numpy as np
+
     rng, count = np.random.default_rng(5), 10
     found = 0
     visible = (stats.t(count - 1).ppf(0.975) + stats.t(count - 1).ppf(0.8)) / math.sqrt(count)

@@ -21,9 +21,20 @@ def run():
 
 def rows(grows: str = "", by: float = 0.0, noise: float = 0.0) -> list[dict[str, str]]:
     chance = random.Random(0)
-    return [{"run": "calm", "attempt": "0", "rank": "0", "step": str(step), "seconds": "0",
-             **{figure: str(1e9 * (figure == "rss") + 50 + by * step * (figure == grows) + noise * chance.gauss(0, 1))
-                for figure in ("rss", "fds", "threads")}} for step in range(20, 2001, 20)]
+    return [
+        {
+            "run": "calm",
+            "attempt": "0",
+            "rank": "0",
+            "step": str(step),
+            "seconds": "0",
+            **{
+                figure: str(1e9 * (figure == "rss") + 50 + by * step * (figure == grows) + noise * chance.gauss(0, 1))
+                for figure in ("rss", "fds", "threads")
+            },
+        }
+        for step in range(20, 2001, 20)
+    ]
 
 
 def test_what_grows_is_named(run):
@@ -42,7 +53,8 @@ def test_what_does_not_grow_is_not(run):
 def test_checkpoints_are_compared_bit_by_bit(run, tmp_path):
     import torch
     from safetensors.torch import save_file
-    for name, value in (("a", 1.0), ("b", 1.0), ("c", 1.0 + 2 ** -23)):
+
+    for name, value in (("a", 1.0), ("b", 1.0), ("c", 1.0 + 2**-23)):
         (tmp_path / name).mkdir()
         save_file({"w": torch.tensor([value])}, tmp_path / name / "stage_000.safetensors")
     (tmp_path / "none").mkdir()

@@ -9,10 +9,10 @@ import torch
 from local_ring import train
 from optimizers import adamw
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.loss_scale import LossScale
-from deepspeed_cdp.runtime import Settings
-from deepspeed_cdp.schedule import Schedule, threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.optim.loss_scale import LossScale
+from deepspeed_cdp.plan.schedule import Schedule, threshold
 
 
 @pytest.fixture(autouse=True)
@@ -22,8 +22,13 @@ def no_group(monkeypatch):
 
 
 def dynamic(power: int, window: int = 1000, hysteresis: int = 1, consecutive: bool = False, least: float = 1.0) -> dict:
-    return {"init_scale": 2.0 ** power, "scale_window": window, "delayed_shift": hysteresis,
-            "consecutive_hysteresis": consecutive, "min_scale": least}
+    return {
+        "init_scale": 2.0**power,
+        "scale_window": window,
+        "delayed_shift": hysteresis,
+        "consecutive_hysteresis": consecutive,
+        "min_scale": least,
+    }
 
 
 def check(size, rule, loss_scale, monkeypatch, steps=9, **options):
@@ -33,23 +38,35 @@ def check(size, rule, loss_scale, monkeypatch, steps=9, **options):
     seen: dict[int, list] = {}
 
     def change(runtime):
-        rows, step = seen.setdefault(runtime.handoff.rank, []), runtime.step
+        rows, step = seen.setdefault(runtime.executor.rank, []), runtime.step
 
         def noted():
-            t = runtime.handoff.global_step
+            t = runtime.executor.global_step
             scale = runtime.scale.of(t)
             step()
             rows.append((t, scale, runtime.optimizer.overflow))
+
         runtime.step = noted
 
     settings = Settings(rule, loss_scale=loss_scale, **options)
     got = train(kind, size, settings, adamw, steps, flush_after, dtype=torch.float16, change=change)
     module = models.build(kind).half()
     scaler = ds.CreateLossScaler(torch.half, loss_scale, isinstance(loss_scale, dict), loss_scale)
-    want = reference.train(module, got["runtimes"][0].plan.stages, threshold(rule, size),
-                           lambda t, m, r: models.batch(kind, t, m, r), lambda call, x: models.loss(call, kind, x), adamw, steps,
-                           rounds=settings.rounds, clip=settings.clip, grad_dtype=settings.sum_dtype,
-                           flush_after=flush_after, scaler=scaler, warmup_steps=settings.warmup_steps)
+    want = reference.train(
+        module,
+        got["runtimes"][0].plan.stages,
+        threshold(rule, size),
+        lambda t, m, r: models.batch(kind, t, m, r),
+        lambda call, x: models.loss(call, kind, x),
+        adamw,
+        steps,
+        rounds=settings.rounds,
+        clip=settings.clip,
+        grad_dtype=settings.sum_dtype,
+        flush_after=flush_after,
+        scaler=scaler,
+        warmup_steps=settings.warmup_steps,
+    )
     for rows in seen.values():
         assert [scale for _, scale, _ in rows] == want.scales
     assert set(seen) == set(range(size))
@@ -63,10 +80,12 @@ def check(size, rule, loss_scale, monkeypatch, steps=9, **options):
 
 def _half(loss):
     """The model computes in fp16, the loss in fp32."""
+
     def of(call, kind, x):
         if kind.startswith("llama"):
             return loss(call, kind, x)
         return loss(lambda v: call(v.half()).float(), kind, x)
+
     return of
 
 
@@ -87,7 +106,7 @@ def test_the_scale_comes_down_and_goes_up(size, rule, rounds, monkeypatch):
     assert min(want.scales) < want.scales[0] and any(b > a for a, b in zip(want.scales, want.scales[1:])), want.scales
     told = 0 if rule == "dp" and size > 1 else 1
     for rows in seen.values():
-        assert [overflow for _, _, overflow in rows] == [False] * told + want.overflows[:len(rows) - told]
+        assert [overflow for _, _, overflow in rows] == [False] * told + want.overflows[: len(rows) - told]
 
 
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1"])
@@ -122,6 +141,7 @@ def test_a_scale_that_came_too_early_is_seen(monkeypatch):
     def early(self, schedule):
         keep(self, schedule)
         self._delay = 1
+
     monkeypatch.setattr(LossScale, "adopt", early)
     with pytest.raises(AssertionError):
         check(2, "cdp-v1", dynamic(18), monkeypatch)

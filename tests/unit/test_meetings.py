@@ -1,4 +1,4 @@
-"""Programs with meetings (program.with_meetings): ranks that block at every message until the other side is there finish."""
+"""Programs with meetings (program.with_rendezvous): ranks that block at every message until the other side is there finish."""
 
 from collections import Counter
 
@@ -7,22 +7,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_plan import HELD_UNIT, make, plans
 
-from deepspeed_cdp.plan import Plan
-from deepspeed_cdp.program import _initiated, build, edges, initial_posts, with_meetings
-from deepspeed_cdp.replicas import ReplicatedPlan
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import _initiated, build, edges, initial_posts, with_rendezvous
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
 
 STEPS = 4
 
 
 def messages(plan: Plan, rank: int, a) -> list[tuple]:
     """The edges on which this action of ``rank`` begins a message, in order: (edge, whether rank initiates)."""
-    if a.kind in ("RECEIVE", "SEND"):
-        return [((a.stream, a.peer, rank) if a.kind == "RECEIVE" else (a.stream, rank, a.peer), False)]
-    return [((stream, peer, rank) if a.kind == "TAKE" else (stream, rank, peer), True)
-            for stream, peer in _initiated(plan, rank, a)]
+    if a.kind in (Kind.START_RECV, Kind.START_SEND):
+        return [((a.stream, a.peer, rank) if a.kind == Kind.START_RECV else (a.stream, rank, a.peer), False)]
+    return [
+        ((stream, peer, rank) if a.kind == Kind.PULL_PARAM else (stream, rank, peer), True)
+        for stream, peer in _initiated(plan, rank, a)
+    ]
 
 
-def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
+def run(plan: Plan, barrier: bool, programs_of=with_rendezvous) -> str | None:
     """Walk all ranks; every message holds its host up until both sides are at it. None, or what is stuck."""
     n = plan.schedule.ranks
     programs = [[programs_of(plan, r, first) for first in (True, False)] for r in range(n)]
@@ -35,7 +38,7 @@ def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
         named[r].update((p.stream, p.src, r) for p in initial_posts(plan, r))
         named[r]["S", (r - 1) % n, r] += 1
         named[r]["T", n - 1, r] += 1
-    met[0]["S", n - 1, 0] += 1  # begun by Scalars.begin on both sides
+    met[0]["S", n - 1, 0] += 1  # begun by StepMetrics.begin on both sides
     arrived[0]["S", n - 1, 0] += 1
 
     def use(r: int, edge: tuple, count: int = 1) -> None:
@@ -44,9 +47,12 @@ def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
 
     def wait(r: int, a) -> None:
         """What this action waits for has been begun before."""
-        if a.kind in ("READ", "APPLY", "SUM", "SUM_HELD", "UPDATE") and a.peer is not None:
+        if (
+            a.kind in (Kind.WAIT_PARAM, Kind.REFRESH_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD, Kind.OPTIMIZER_STEP)
+            and a.peer is not None
+        ):
             use(r, (a.stream, a.peer, r))
-        if a.kind == "NORM" and a.peer is not None:
+        if a.kind == Kind.GRAD_NORM and a.peer is not None:
             use(r, ("S", a.peer, r))
             if r < n - 1:
                 use(r, ("O", n - 1, r), sum(plan.unit(i).g_bytes > 0 for i in plan.members(plan.schedule.owned(r))))
@@ -54,11 +60,11 @@ def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
     def name(r: int, a) -> None:
         for p in a.posts:
             named[r][p.stream, p.src, r] += 1
-        if a.kind == "OFFER":
+        if a.kind == Kind.PUBLISH_PARAM:
             named[r][a.stream, r, a.peer] += 1
-        if a.kind == "NORM" and n > 1:
+        if a.kind == Kind.GRAD_NORM and n > 1:
             named[r]["S", (r - 1) % n, r] += 1
-        if a.kind == "UPDATE" and a.stream == "T":
+        if a.kind == Kind.OPTIMIZER_STEP and a.stream == "T":
             named[r]["T", n - 1, r] += 1
 
     moved = True
@@ -94,11 +100,12 @@ def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
                 wait(r, a)
                 name(r, a)
                 pending[r] = messages(plan, r, a)
-    stuck = [f"rank {r} step {step[r]}: {pending[r] or 'waits at the barrier'}" for r in range(n)
-             if pending[r] or at[r] < len(programs[r][step[r] > 0]) or step[r] + 1 < STEPS]
+    stuck = [
+        f"rank {r} step {step[r]}: {pending[r] or 'waits at the barrier'}"
+        for r in range(n)
+        if pending[r] or at[r] < len(programs[r][step[r] > 0]) or step[r] + 1 < STEPS
+    ]
     return "; ".join(stuck) or None
-
-
 
 
 @pytest.mark.parametrize("barrier", [False, True])
@@ -107,7 +114,7 @@ def run(plan: Plan, barrier: bool, programs_of=with_meetings) -> str | None:
 def test_ranks_that_block_at_every_message_finish(ranks, k, rounds, barrier):
     for kind in (Plan, ReplicatedPlan):
         assert run(make(ranks, k, rounds, 1, kind=kind), barrier) is None
-        assert run(make(ranks, k, rounds, 2, held=HELD_UNIT, kind=kind), barrier) is None
+        assert run(make(ranks, k, rounds, 2, persistent=HELD_UNIT, kind=kind), barrier) is None
 
 
 @settings(max_examples=8, derandomize=True, deadline=None)
@@ -118,8 +125,10 @@ def test_random_plans_finish_too(plan, barrier):
 
 def test_the_place_of_a_meeting_matters():
     """Ranks that receive at the beginning of the step, and block, get stuck; at its end, they wait before they have begun."""
+
     def changed(early: bool):
-        return lambda *args: tuple(sorted(with_meetings(*args), key=lambda a: (a.kind == "RECEIVE") != early))
+        return lambda *args: tuple(sorted(with_rendezvous(*args), key=lambda a: (a.kind == Kind.START_RECV) != early))
+
     stuck = run(make(3, 2), False, changed(True))
     assert stuck and "rank 0" in stuck and "rank 1" in stuck
     with pytest.raises(AssertionError, match="waits for .* before it is met"):
@@ -134,11 +143,13 @@ def test_edges_are_those_of_the_plan():
     assert {e for e in got if e[0] == "O"} == {("O", 2, 0), ("O", 2, 1)}
     assert not any(s in ("H", "H0", "GH", "T") for s, _, _ in got)
     assert {e for e in edges(make(3, 5)) if e[0] == "T"} == {("T", 2, 0), ("T", 2, 1)}
-    assert {"H", "H0", "GH"} <= {s for s, _, _ in edges(make(3, 2, held=HELD_UNIT))}
+    assert {"H", "H0", "GH"} <= {s for s, _, _ in edges(make(3, 2, persistent=HELD_UNIT))}
 
 
 def test_without_meetings_a_program_is_as_it_was():
-    plan = make(4, 3, 2, 2, held=HELD_UNIT)
+    plan = make(4, 3, 2, 2, persistent=HELD_UNIT)
     for r in range(4):
         for first in (True, False):
-            assert [a for a in with_meetings(plan, r, first) if a.kind not in ("RECEIVE", "SEND")] == list(build(plan, r, first))
+            assert [a for a in with_rendezvous(plan, r, first) if a.kind not in (Kind.START_RECV, Kind.START_SEND)] == list(
+                build(plan, r, first)
+            )

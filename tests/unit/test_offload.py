@@ -9,8 +9,8 @@ from local_ring import train
 from optimizers import muon, sgd, two_groups
 from test_runtime import oracle, schedule
 
-from deepspeed_cdp.offload import OffloadedOwner
-from deepspeed_cdp.runtime import Settings
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.optim.offload import OffloadedOwner
 
 CASES = {
     "v2": dict(rule="cdp-v2"),
@@ -22,7 +22,7 @@ CASES = {
     "accumulation, v1": dict(rule="cdp-v1", rounds=2, clip=0.3, kind="rooted"),
     "clipping": dict(rule="cdp-v2", clip=0.3),
     "clipping by the exact norm": dict(rule="dp", clip=0.3),
-    "frozen and held parameters": dict(rule="cdp-v2", kind="rooted", clip=0.2),
+    "frozen and persistent parameters": dict(rule="cdp-v2", kind="rooted", clip=0.2),
     "units that a rank skips": dict(rule="cdp-v2", kind="routed", make=sgd, steps=8),
     "bf16": dict(rule="cdp-v2", kind="llama-tied", dtype=torch.bfloat16, clip=0.5),
     "bf16, v1": dict(rule="cdp-v1", kind="llama-tied", dtype=torch.bfloat16),
@@ -41,8 +41,19 @@ def both(rule, size=3, kind="mlp", make=two_groups, steps=6, rounds=1, clip=0.0,
     """Train without and with offloading, flushing after the third step; the learning rate moves."""
     if make is muon and not hasattr(torch.optim, "Muon"):
         pytest.skip("torch has no Muon before 2.9")
-    return [train(kind, size, Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, offload=offload), make, steps, {2},
-                  schedule, dtype) for offload in (False, True)]
+    return [
+        train(
+            kind,
+            size,
+            Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, offload=offload),
+            make,
+            steps,
+            {2},
+            schedule,
+            dtype,
+        )
+        for offload in (False, True)
+    ]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -56,11 +67,12 @@ def test_offloaded_equals_not_offloaded(case):
     for a, b in zip(plain["states"], offloaded["states"]):
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
     for a, b in zip(plain["runtimes"], offloaded["runtimes"]):
-        assert a.handoff.scalars.kept.equal(b.handoff.scalars.kept)
+        assert a.executor.scalars.kept.equal(b.executor.scalars.kept)
         for n, master in a.owner.masters.items():
             state, other = a.owner.optimizer.state[master], b.owner.optimizer.state[b.owner.masters[n]]
-            assert state.keys() == other.keys() and all(torch.equal(torch.as_tensor(state[k]), torch.as_tensor(other[k]))
-                                                        for k in state)
+            assert state.keys() == other.keys() and all(
+                torch.equal(torch.as_tensor(state[k]), torch.as_tensor(other[k])) for k in state
+            )
 
 
 def test_gradients_and_values_go_through_buffers_of_their_own():
@@ -69,14 +81,21 @@ def test_gradients_and_values_go_through_buffers_of_their_own():
 
     def watch(runtime):
         owner, step = runtime.owner, runtime.owner.optimizer.step
-        arena = runtime.handoff.buffers.arena.untyped_storage().data_ptr()
+        arena = runtime.executor.buffers.arena.untyped_storage().data_ptr()
 
         def look():
-            seen.append([(m.untyped_storage().data_ptr(), m.grad.untyped_storage().data_ptr(), m.grad.dtype)
-                         for m in owner.masters.values() if m.grad is not None])
+            seen.append(
+                [
+                    (m.untyped_storage().data_ptr(), m.grad.untyped_storage().data_ptr(), m.grad.dtype)
+                    for m in owner.masters.values()
+                    if m.grad is not None
+                ]
+            )
             assert all(arena not in places for places in seen[-1])
             return step()
+
         owner.optimizer.step = look
+
     train("mlp", 2, Settings("cdp-v2", offload=True), sgd, 4, change=watch)
     assert all(dtype == torch.float32 for places in seen for *_, dtype in places)
     assert len(seen) == 2 * 3 * 4, "each of a rank's three units is stepped by itself, in each of four steps"
@@ -84,9 +103,10 @@ def test_gradients_and_values_go_through_buffers_of_their_own():
 
 def test_a_step_whose_norm_is_not_finite_is_skipped():
     """And leaves nothing behind that the next update would apply or wait for."""
-    plain, offloaded = ([train("mlp-nan", 2, Settings("cdp-v1", clip=0.3, offload=offload), two_groups, 6)]
-                        for offload in (False, True))
-    assert [r.handoff.skipped for r in offloaded[0]["runtimes"]] == [1, 1]
+    plain, offloaded = (
+        [train("mlp-nan", 2, Settings("cdp-v1", clip=0.3, offload=offload), two_groups, 6)] for offload in (False, True)
+    )
+    assert [r.executor.skipped for r in offloaded[0]["runtimes"]] == [1, 1]
     assert all(torch.equal(x, offloaded[0]["state"][n]) and x.isfinite().all() for n, x in plain[0]["state"].items())
 
 
@@ -94,38 +114,49 @@ def test_a_step_whose_norm_is_not_finite_is_skipped():
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 def test_deepspeed_cpu_adam(cpu_adam, rule, clip):
     """DeepSpeed's own C++ Adam steps units one by one, to its rounding what torch's does."""
+
     def make(named):
         return DeepSpeedCPUAdam([p for _, p in named], lr=1e-2, weight_decay=0.1)
 
     def plain(named):
         return torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1)
+
     got = train("mlp", 3, Settings(rule, clip=clip, rounds=2, offload=True), make, 6, {2}, schedule)
-    want = oracle("mlp", got["runtimes"][0].plan.stages, rule, 3, plain, 6, rounds=2, clip=clip, flush_after={2},
-                  on_step=schedule)
+    want = oracle(
+        "mlp", got["runtimes"][0].plan.stages, rule, 3, plain, 6, rounds=2, clip=clip, flush_after={2}, on_step=schedule
+    )
     for name, master in want.masters.items():
         torch.testing.assert_close(got["state"][name], master, rtol=1e-5, atol=1e-6)
     for runtime in got["runtimes"]:
-        assert runtime.owner.by_unit and not runtime.owner.at_once
+        assert runtime.owner.updates_per_unit and not runtime.owner.updates_eagerly
         assert {s["step"] for s in runtime.owner.optimizer.state.values()} == {6}
 
 
-@pytest.mark.parametrize("first, then, kind", [(torch.optim.AdamW, DeepSpeedCPUAdam, int),
-                                               (DeepSpeedCPUAdam, torch.optim.AdamW, torch.Tensor)])
+@pytest.mark.parametrize(
+    "first, then, kind", [(torch.optim.AdamW, DeepSpeedCPUAdam, int), (DeepSpeedCPUAdam, torch.optim.AdamW, torch.Tensor)]
+)
 def test_state_of_one_adam_for_the_other(cpu_adam, first, then, kind):
     """torch's counts its steps in a tensor, in place; DeepSpeed's in a number: taken over, each counts on in its own way."""
+
     def run(make, change=None):
-        return train("mlp", 2, Settings("cdp-v2", offload=True), lambda named: make([p for _, p in named], lr=1e-2), 3, {2},
-                     change=change)["runtimes"]
+        return train(
+            "mlp", 2, Settings("cdp-v2", offload=True), lambda named: make([p for _, p in named], lr=1e-2), 3, {2}, change=change
+        )["runtimes"]
 
     saved = [r.optimizer.state_dict()["state"] for r in run(first)]
-    loaded = run(then, lambda r: r.optimizer.load_state_dict(
-        {"state": saved[r.handoff.rank], "param_groups": r.optimizer.state_dict()["param_groups"]}))
+    loaded = run(
+        then,
+        lambda r: r.optimizer.load_state_dict(
+            {"state": saved[r.executor.rank], "param_groups": r.optimizer.state_dict()["param_groups"]}
+        ),
+    )
     steps = [s["step"] for r in loaded for s in r.owner.optimizer.state.values()]
     assert steps and all(isinstance(s, kind) and float(s) == 6 for s in steps)
 
 
 def test_the_benchmark_of_its_cost_runs(capsys, cpu_adam):
     from benchmarks.offload import main
+
     threads = torch.get_num_threads()
     for clip in ("0", "1"):
         assert main(["--cpu", "--width", "16", "--layers", "2", "--repeats", "1", "--clip", clip]) == 0

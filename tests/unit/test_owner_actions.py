@@ -7,23 +7,25 @@ import pytest
 import test_runtime
 import torch
 
-from deepspeed_cdp import handoff
-from deepspeed_cdp.owner_actions import OwnerActions
-from deepspeed_cdp.plan import Plan, Unit
-from deepspeed_cdp.program import build
-from deepspeed_cdp.schedule import Schedule
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import build
+from deepspeed_cdp.plan.schedule import Schedule
+from deepspeed_cdp.plan.unit_schedule import Unit
+from deepspeed_cdp.runtime import executor as executor
+from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
 
 STEP = 7
 
 
-class Noted(OwnerActions):
-    """A walk at an AVERAGE, whose surroundings only take notes."""
+class Noted(OwnerExecutor):
+    """A walk at an REDUCE_GRAD, whose surroundings only take notes."""
 
     def __init__(self, plan: Plan, rank: int):
         self.notes: list[tuple] = []
         self.plan, self.schedule, self.rank, self.step, self.global_step = plan, plan.schedule, rank, STEP, STEP
         self.transport = SimpleNamespace(after=lambda mark: self.notes.append(("after", mark)), mark=lambda: "published")
-        self.owner = SimpleNamespace(at_once=True, advance=self._advance)
+        self.owner = SimpleNamespace(updates_eagerly=True, advance=self._advance)
         self.together, self._flushing, self._own_read_end = (), False, "own reads"
         self._norms, self._published_at = {}, {}
         self._readers = self._read_by
@@ -46,29 +48,43 @@ def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(thres
     plan = Plan(Schedule(3, threshold), units)
     assert plan.copies == copies
     for rank in (0, 1):
-        for a in (a for a in build(plan, rank, False) if a.kind == "AVERAGE"):
+        for a in (a for a in build(plan, rank, False) if a.kind == Kind.REDUCE_GRAD):
             walk = Noted(plan, rank)
             walk._arrivals = {("O", STEP + a.version, 0, a.unit, True): walk._ticket("sum")}
             walk._average(a)
             slot = (STEP + a.version + 1) % copies
             where = plan.copy_layout(plan.schedule.owned(rank))[0][a.unit]
-            assert walk.notes == [("wait", "sum"), ("readers", f"V{slot}", where, plan.unit(a.unit).p_bytes),
-                                  ("wait", "reader 1"), ("wait", "reader 2"), ("after", "own reads"),
-                                  ("write", STEP + a.version, a.unit, slot)]
+            assert walk.notes == [
+                ("wait", "sum"),
+                ("readers", f"V{slot}", where, plan.unit(a.unit).p_bytes),
+                ("wait", "reader 1"),
+                ("wait", "reader 2"),
+                ("after", "own reads"),
+                ("write", STEP + a.version, a.unit, slot),
+            ]
             assert walk._published_at == {(a.unit, slot): "published"} and not walk._arrivals
 
 
-@pytest.mark.parametrize(("kind", "rule", "size", "rounds", "clip"), [
-    ("rooted", "cdp-v2", 3, 1, 0.0), ("rooted", "cdp-v2", 3, 1, 1.0), ("mlp", "cdp-v2", 2, 2, 0.0), ("mlp", "cdp-v1", 4, 1, 0.0),
-    ("llama-tied", "cdp-v2", 4, 2, 0.0), ("mlp", "dp", 3, 1, 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "rule", "size", "rounds", "clip"),
+    [
+        ("rooted", "cdp-v2", 3, 1, 0.0),
+        ("rooted", "cdp-v2", 3, 1, 1.0),
+        ("mlp", "cdp-v2", 2, 2, 0.0),
+        ("mlp", "cdp-v1", 4, 1, 0.0),
+        ("llama-tied", "cdp-v2", 4, 2, 0.0),
+        ("mlp", "dp", 3, 1, 0.0),
+    ],
+)
 def test_pushes_are_forgotten(kind, rule, size, rounds, clip, monkeypatch):
     """Whoever writes where they read from takes them off the list; of frozen units, which nobody writes, the owner does."""
-    kept, end_step = defaultdict(list), handoff.Handoff.end_step
+    kept, end_step = defaultdict(list), executor.Executor.end_step
 
-    def end(walk: handoff.Handoff) -> None:
+    def end(walk: executor.Executor) -> None:
         end_step(walk)
         kept[walk.rank].append(sum(map(len, walk._reading.values())))
-    monkeypatch.setattr(handoff.Handoff, "end_step", end)
+
+    monkeypatch.setattr(executor.Executor, "end_step", end)
     test_runtime.check(kind, rule, size, steps=12, rounds=rounds, least=0, clip=clip)
     assert len(kept) == size and any(map(any, kept.values()))
     for rank, counts in kept.items():

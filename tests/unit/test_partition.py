@@ -1,4 +1,4 @@
-"""partition.py against brute force over all cuts; the settings cyclic.partition_method and cyclic.units on top of it."""
+"""plan/partition.py against brute force over all cuts; the settings cyclic.partition_method and cyclic.units on top of it."""
 
 import itertools
 import subprocess
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deepspeed_cdp.discover import Unit, Units, find_units, stages
-from deepspeed_cdp.partition import assign, contiguous, merged
+from deepspeed_cdp.model.discover import Unit, Units, find_units, stages
+from deepspeed_cdp.plan.partition import assign, contiguous, merged
 
 
 def score(costs, bounds):
@@ -99,17 +99,17 @@ def test_assign_bad_regex():
 def test_imports_no_torch():
     code = "import importlib.util as u, sys; s = u.spec_from_file_location('p', sys.argv[1]); m = u.module_from_spec(s)\n"
     code += "s.loader.exec_module(m); assert 'torch' not in sys.modules"
-    from deepspeed_cdp import partition
+    from deepspeed_cdp.plan import partition
 
     subprocess.run([sys.executable, "-c", code, partition.__file__], check=True)
 
 
-def model(costs, flops=None, held=0):
+def model(costs, flops=None, persistent=0):
     """Units of an embedding, blocks and a head."""
     kinds = ["Embedding", *["DecoderLayer"] * (len(costs) - 2), "Linear"]
     flops = flops or [None] * len(costs)
     fields = zip(costs, flops, kinds, strict=True)
-    return Units(tuple(Unit(f"u{i}", (f"u{i}.weight",), *f) for i, f in enumerate(fields)), (), held)
+    return Units(tuple(Unit(f"u{i}", (f"u{i}.weight",), *f) for i, f in enumerate(fields)), (), persistent)
 
 
 def test_stages():
@@ -122,15 +122,18 @@ def test_stages():
 
 
 def test_held_parameters_count_as_stage_0():
-    assert stages(model([2, 2, 2, 2], held=20), 2, "parameters") == ((0,), (1, 2, 3))
-    assert stages(model([2, 2, 2, 2], held=20), 2, "uniform") == ((0, 1), (2, 3))
+    assert stages(model([2, 2, 2, 2], persistent=20), 2, "parameters") == ((0,), (1, 2, 3))
+    assert stages(model([2, 2, 2, 2], persistent=20), 2, "uniform") == ((0, 1), (2, 3))
 
 
-@pytest.mark.parametrize("method, message", [
-    ("flops", "needs a traced example batch: use 'parameters'"),
-    ("profile", "must be one of auto, parameters, uniform, type:REGEX, flops"),
-    ("type:Bogus", "matches no unit: match one of the classes DecoderLayer, Embedding, Linear"),
-])
+@pytest.mark.parametrize(
+    "method, message",
+    [
+        ("flops", "needs a traced example batch: use 'parameters'"),
+        ("profile", "must be one of auto, parameters, uniform, type:REGEX, flops"),
+        ("type:Bogus", "matches no unit: match one of the classes DecoderLayer, Embedding, Linear"),
+    ],
+)
 def test_stages_refusals(method, message):
     with pytest.raises(ValueError, match="cyclic.partition_method is") as error:
         stages(model([1, 1, 1]), 2, method)
@@ -147,19 +150,22 @@ def network():
 def test_the_users_units():
     units = find_units(network(), 2, names=["layers.1", "layers.0.1"])
     assert [(u.name, u.cost_parameters) for u in units.units] == [("layers.1", 12), ("layers.0.1", 6)]
-    assert units.held == ("embed.weight", "layers.0.0.weight", "layers.0.0.bias") and units.held_cost == 10
+    assert units.persistent == ("embed.weight", "layers.0.0.weight", "layers.0.0.bias") and units.held_cost == 10
 
 
-@pytest.mark.parametrize("given, message", [
-    (["layer"], "has 'layer', which is no module of this model: use paths from named_modules"),
-    (["layers.0", "layers.0.1"], "has 'layers.0.1', which overlaps 'layers.0': keep one"),
-    (["layers.0.1", "layers.0"], "has 'layers.0', which overlaps 'layers.0.1': keep one"),
-    (["layers.1", "layers.1"], "which overlaps 'layers.1'"),
-    (["act"], "which has no parameters: remove it"),
-    (["layers"], "a ModuleList, which is never called as such: list its children"),
-    (["head", "layers.0"], "has 'head', whose parameters are all shared"),
-    (["layers.0"], "has 1 units for 2 ranks: use at most 1 ranks, or list more modules in cyclic.units"),
-])
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (["layer"], "has 'layer', which is no module of this model: use paths from named_modules"),
+        (["layers.0", "layers.0.1"], "has 'layers.0.1', which overlaps 'layers.0': keep one"),
+        (["layers.0.1", "layers.0"], "has 'layers.0', which overlaps 'layers.0.1': keep one"),
+        (["layers.1", "layers.1"], "which overlaps 'layers.1'"),
+        (["act"], "which has no parameters: remove it"),
+        (["layers"], "a ModuleList, which is never called as such: list its children"),
+        (["head", "layers.0"], "has 'head', whose parameters are all shared"),
+        (["layers.0"], "has 1 units for 2 ranks: use at most 1 ranks, or list more modules in cyclic.units"),
+    ],
+)
 def test_the_users_mistakes(given, message):
     with pytest.raises(ValueError, match="cyclic.units") as error:
         find_units(network(), 2, names=given)

@@ -11,7 +11,7 @@ import torch
 
 from deepspeed_cdp.transport import peer
 from deepspeed_cdp.transport.base import Transport
-from deepspeed_cdp.transport.timing import DeviceWaits
+from deepspeed_cdp.transport.wait_timing import DeviceWaits
 
 LANES = {"credit": 11, "G": 12, "P": 13, "O": 14, "P0": 15, "H0": 16, "S": 17}
 RANK, SIZE, NCCL_LANE = 1, 4, 21
@@ -56,9 +56,14 @@ def test_a_message_is_pushed_behind_the_credit_and_the_work_that_made_it(transpo
     source = torch.zeros(64, dtype=torch.uint8)
     transport.push("G", 2, source, None, 512)
     credit, arrival = transport._word(RANK, "G", 2, False), transport._word(2, "G", RANK, True)
-    assert transport.driver.take() == [("record", 1, 0), ("follow", 12, 1), ("wait", 12, credit, 1),
-                                       ("copy", 12, 20_000 + 512, source.data_ptr(), 64), ("write", 12, arrival, 1),
-                                       ("record", 2, 12)]
+    assert transport.driver.take() == [
+        ("record", 1, 0),
+        ("follow", 12, 1),
+        ("wait", 12, credit, 1),
+        ("copy", 12, 20_000 + 512, source.data_ptr(), 64),
+        ("write", 12, arrival, 1),
+        ("record", 2, 12),
+    ]
     assert arrival >= 200_000 and 100_000 <= credit < 200_000, "each waits on its own words only"
 
 
@@ -89,6 +94,7 @@ def test_a_credit_waits_for_what_an_owner_has_read_and_the_owners_own_go_by_its_
 def over_nccl(transport):
     """The same rank, with NCCL's calls noted too."""
     from deepspeed_cdp.transport.nccl import NcclTransport
+
     made = object.__new__(NcclTransport)
     made.__dict__.update({name: value for name, value in transport.__dict__.items() if name != "_point"})
     comes, goes = ("G", 0, RANK), ("G", RANK, 2)
@@ -96,8 +102,9 @@ def over_nccl(transport):
     made._ends, made._begun, made._lock = {comes: (77, NCCL_LANE), goes: (78, NCCL_LANE + 1)}, deque(), nullcontext()
     made._longer = {edge: torch.zeros(8, dtype=torch.uint8) for edge in made._ends}  # only its address matters here
     made._words = torch.tensor([1] + [0] * 12, dtype=torch.int32)
-    made._nccl = SimpleNamespace(receive=lambda *a: made.driver.calls.append(("receive", *a)),
-                                 send=lambda *a: made.driver.calls.append(("send", *a)))
+    made._nccl = SimpleNamespace(
+        receive=lambda *a: made.driver.calls.append(("receive", *a)), send=lambda *a: made.driver.calls.append(("send", *a))
+    )
     return made
 
 
@@ -120,11 +127,21 @@ def test_over_nccl_what_is_given_up_cannot_look_like_an_older_message(transport,
     made.push("G", 2, box)
     calls = [call for call in made.driver.take() if call[0] not in ("record", "follow")]
     at, into, out = box.data_ptr(), made._longer["G", 0, RANK].data_ptr(), made._longer["G", RANK, 2].data_ptr()
-    assert calls == ([("fill", NCCL_LANE, into, 255, long - 1), ("receive", 77, 0, into, long, NCCL_LANE),
-                      ("copy", NCCL_LANE, at, into, long - 1),
-                      ("copy", NCCL_LANE + 1, out, at, long - 1), ("send", 78, 1, out, long, NCCL_LANE + 1)] if short else
-                     [("fill", NCCL_LANE, at, 255, long), ("receive", 77, 0, at, long, NCCL_LANE),
-                      ("send", 78, 1, at, long, NCCL_LANE + 1)])
+    assert calls == (
+        [
+            ("fill", NCCL_LANE, into, 255, long - 1),
+            ("receive", 77, 0, into, long, NCCL_LANE),
+            ("copy", NCCL_LANE, at, into, long - 1),
+            ("copy", NCCL_LANE + 1, out, at, long - 1),
+            ("send", 78, 1, out, long, NCCL_LANE + 1),
+        ]
+        if short
+        else [
+            ("fill", NCCL_LANE, at, 255, long),
+            ("receive", 77, 0, at, long, NCCL_LANE),
+            ("send", 78, 1, at, long, NCCL_LANE + 1),
+        ]
+    )
 
 
 def test_over_nccl_the_watch_looks_behind_every_wait(transport):
@@ -143,8 +160,8 @@ def test_over_nccl_who_has_waited_passes_a_gate(transport):
     assert [call for call in calls if call[:2] == ("follow", made.current())] and calls.index(gate) == len(calls) - 1, calls
 
 
-@pytest.mark.parametrize("spoil", [True, False])
-def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, spoil, monkeypatch):
+@pytest.mark.parametrize("poison", [True, False])
+def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, poison, monkeypatch):
     """Aborting lets the device go on with what did not come; a loss of that must not look right."""
     made, memory = over_nccl(transport), torch.zeros(32, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -161,14 +178,18 @@ def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, spoil, monk
         made._words[3] = 1  # one stream gets through
         while made._words[0] == 0:  # an abort may wait for the device, and so for the gate
             time.sleep(0.001)
+
     made._nccl = SimpleNamespace(abort=abort)
     begun = time.monotonic()
-    made.give_up("a peer is gone", spoil)
+    made.give_up("a peer is gone", poison)
     words = made._words.data_ptr()
-    fills = [call for k, stream in enumerate(made._sides)
-             for call in (("fill", stream, memory.data_ptr(), 0xFF, 32), ("write", stream, words + 4 * (1 + k), 1))]
-    assert len(made._sides) > 2 if spoil else not fills
-    assert gate == ([0, 0] if spoil else [1, 1])
+    fills = [
+        call
+        for k, stream in enumerate(made._sides)
+        for call in (("fill", stream, memory.data_ptr(), 0xFF, 32), ("write", stream, words + 4 * (1 + k), 1))
+    ]
+    assert len(made._sides) > 2 if poison else not fills
+    assert gate == ([0, 0] if poison else [1, 1])
     assert made.driver.take() == [*fills, ("abort", 77)] and made._failure == "a peer is gone"
     assert made._words[0] == 1 and time.monotonic() - begun < 0.9
 
@@ -184,6 +205,7 @@ def test_over_nccl_messages_end_even_if_nothing_can_be_filled(transport, wrong, 
             raise OSError("no stream")
         over.wait(20)  # as a driver does whose lock another thread has
         return 31
+
     made.driver.stream, made._nccl = stream, SimpleNamespace(abort=aborted.append)
     begun = time.monotonic()
     made.give_up("a peer is gone")
@@ -199,6 +221,7 @@ def test_streams_follow_one_point_until_the_stream_moves_on(transport):
     def records() -> int:
         transport.push("G", 2, source, None, 0)
         return sum(call[:3] == ("record", 1, 0) for call in transport.driver.take())
+
     assert [records(), records()] == [1, 0]
     transport.moved_on()
     assert [records(), records()] == [1, 0]
@@ -217,9 +240,14 @@ def test_offers_are_told_and_pulled(transport):
     offer.wait("here")
     assert transport.driver.take() == [("wait", 0, transport._word(RANK, "P0", 3, False), 1)]
     taken = transport.post("P0", 2, box, (), "here", 256)
-    assert transport.driver.take() == [("record", 1, 0), ("follow", 15, 1), ("wait", 15, transport._word(RANK, "P0", 2, True), 1),
-                                       ("copy", 15, box.data_ptr(), 20_000 + 256, 64),
-                                       ("write", 15, transport._word(2, "P0", RANK, False), 1), ("record", 2, 15)]
+    assert transport.driver.take() == [
+        ("record", 1, 0),
+        ("follow", 15, 1),
+        ("wait", 15, transport._word(RANK, "P0", 2, True), 1),
+        ("copy", 15, box.data_ptr(), 20_000 + 256, 64),
+        ("write", 15, transport._word(2, "P0", RANK, False), 1),
+        ("record", 2, 15),
+    ]
     taken.wait("here")
     taken.wait("here")
     assert transport.received == {("P0", 2): 1} and transport.bytes_received == {("P0", 2): 64}

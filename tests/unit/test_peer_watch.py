@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed_cdp.transport import cuda
+from deepspeed_cdp.transport import cuda_common
 
 PATIENCE = 0.4
 
@@ -42,14 +42,16 @@ class Mark:
 def watched(monkeypatch):
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=lambda: True))
-    transport = SimpleNamespace(timeout_seconds=PATIENCE, driver=Events(), device=None, _failure=None, reasons=[],
-                                diagnose=lambda: "why")
+    transport = SimpleNamespace(
+        timeout_seconds=PATIENCE, driver=Events(), device=None, _failure=None, reasons=[], diagnose=lambda: "why"
+    )
 
     def give_up(reason: str) -> None:
         transport._failure = reason
         transport.reasons.append(reason)
+
     transport.give_up = give_up
-    watch = cuda.Watch(transport)
+    watch = cuda_common.Watch(transport)
     yield transport, watch
     watch.stop()
     assert not watch._thread.is_alive()
@@ -80,6 +82,7 @@ def test_one_stream_does_not_hide_another(watched):
         while not over.wait(0.02):
             watch.look_behind(0)
             transport.driver.come.add(watch._behind[0][1])
+
     thread = threading.Thread(target=busy)
     thread.start()
     told = until(lambda: transport.reasons, 10)
@@ -116,6 +119,7 @@ def test_a_device_that_fails_is_told(watched):
 
     def reached(event: int) -> bool:
         raise RuntimeError("cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS")
+
     transport.rank, transport.driver.reached = 3, reached
     watch.look_behind(0)
     assert until(lambda: transport.reasons, 10)

@@ -6,9 +6,9 @@ from optimizers import two_groups
 from pipe_threads import loss
 from torch import nn
 
-from deepspeed_cdp.pipe.parts import Part
-from deepspeed_cdp.pipe.runtime import PipeRuntime
-from deepspeed_cdp.pipe.schedule import PipeSchedule
+from deepspeed_cdp.pipeline.parts import Part
+from deepspeed_cdp.pipeline.runtime import PipeRuntime
+from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 
 WIDTH = 32
 
@@ -69,19 +69,28 @@ def test_activations_of_one_device_are_constant_at_half(stages):
         def forward(x, number):
             with tracker.hooks():
                 return layers[s](x)
+
         return forward
 
     named = {s: [(f"{s}.{n}", p) for n, p in layers[s].named_parameters()] for s in range(stages)}
     every = [x for s in range(stages) for x in named[s]]
-    runtime = PipeRuntime(PipeSchedule(stages, stages - 1, placement="single"), 0, {s: Part(run(s), {s: named[s]}, {})
-                                                                                   for s in range(stages)},
-                          loss, two_groups(every), {p: n for n, p in every}, None, torch.device("cpu"))
+    runtime = PipeRuntime(
+        PipeSchedule(stages, stages - 1, placement="single"),
+        0,
+        {s: Part(run(s), {s: named[s]}, {}) for s in range(stages)},
+        loss,
+        two_groups(every),
+        {p: n for n, p in every},
+        None,
+        torch.device("cpu"),
+    )
     do = runtime._do
 
     def watched(i):
         do(i)
         if i.name in ("forward", "backward") and i.step >= 2:
             marks.append(tracker.now)
+
     runtime._do = watched
     for step in range(5):
         runtime.train(rows(step, q) for q in range(stages))

@@ -63,7 +63,9 @@ def test_the_newest_version_in_the_place_of_the_rules_shows(placement):
             for u in runtime.schedule.units_at(i.stage):
                 runtime._waits.pop(("weights", u, i.version), None)
                 runtime.units[u].bind(i.step if i.name == "forward" else i.version)
+
         runtime._bind = bind
+
     assert differs(Case(3, 5, placement, change=change)) and not differs(Case(3, 5, placement))
 
 
@@ -77,16 +79,21 @@ def test_a_tied_gradient_that_is_left_out_shows(placement):
             if (3, 2) in runtime._landing:
                 runtime._landing[3, 2].zero_()
             norm(i)
+
         runtime._norm = without
+
     assert differs(Case(3, 2, placement, tied=True, change=change)) and not differs(Case(3, 2, placement, tied=True))
 
 
 def test_a_rank_that_fails_is_named():
     def change(runtime):
         if runtime.rank == 1:
+
             def broken(i):
                 raise RuntimeError("broken on purpose")
+
             runtime._update = broken
+
     with pytest.raises((RuntimeError, HandoffError), match="broken on purpose|rank 1"):
         train(Case(3, 2, change=change))
 
@@ -96,13 +103,22 @@ def test_shapes_that_change_are_refused_in_a_sentence():
     from optimizers import two_groups
     from pipe_threads import batch, build, loss
 
-    from deepspeed_cdp.pipe.runtime import PipeRuntime
+    from deepspeed_cdp.pipeline.runtime import PipeRuntime
 
     def work(rank, transport, dynamic):
         case, model = Case(2, 1), build(2)
         named = [x for units in [model.part(rank, case.schedule).units] for u in units for x in units[u]]
-        runtime = PipeRuntime(case.schedule, rank, {rank: model.part(rank, case.schedule)}, loss, two_groups(named),
-                              {p: n for n, p in named}, transport, torch.device("cpu"), dynamic=dynamic)
+        runtime = PipeRuntime(
+            case.schedule,
+            rank,
+            {rank: model.part(rank, case.schedule)},
+            loss,
+            two_groups(named),
+            {p: n for n, p in named},
+            transport,
+            torch.device("cpu"),
+            dynamic=dynamic,
+        )
         runtime.train(iter([batch(0, 0), tuple(x[:2] for x in batch(0, 1))]))
 
     run_ranks(2, lambda rank, transport: work(rank, transport, True))

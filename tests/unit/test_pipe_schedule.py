@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_cdp.pipe.schedule import PLACEMENTS, Instruction, PipeSchedule, Walker
-from deepspeed_cdp.pipe.validate import ScheduleError, dry_run
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.plan.pipeline_schedule import PLACEMENTS, Instruction, PipeSchedule, Walker
+from deepspeed_cdp.plan.schedule import threshold
+from deepspeed_cdp.verify.pipeline import ScheduleError, dry_run
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -38,12 +38,17 @@ def test_passes_are_the_papers(stages, rule):
     """The single placement's passes at their logical times, with micro-batch q as the paper's worker q."""
     with (GOLDEN / f"schedule_n{stages}.csv").open() as file:
         rows = list(csv.DictReader(file))
-    golden = {(*(int(row[k]) for k in ("time", "rank", "stage", "step")), row["pass"], int(row[f"version_{rule[4:]}"]))
-              for row in rows}
+    golden = {
+        (*(int(row[k]) for k in ("time", "rank", "stage", "step")), row["pass"], int(row[f"version_{rule[4:]}"])) for row in rows
+    }
     schedule = PipeSchedule(stages, threshold(rule, stages), placement="single")
     steps = 1 + max(int(row["step"]) for row in rows)
-    ours = {(key[0], i.micro, i.stage, i.step, i.name[0].upper(), i.version) for t in range(steps)
-            for key, i in schedule.program(0, t) if i.name in ("forward", "backward")}
+    ours = {
+        (key[0], i.micro, i.stage, i.step, i.name[0].upper(), i.version)
+        for t in range(steps)
+        for key, i in schedule.program(0, t)
+        if i.name in ("forward", "backward")
+    }
     assert ours == golden
 
 
@@ -85,6 +90,7 @@ def test_the_pictures_of_the_docs():
 
 def test_the_table_of_the_docs_is_what_was_recorded():
     from benchmarks.pipeline import table
+
     root = Path(__file__).parents[2]
     recorded = table(root / "benchmarks" / "results" / "2026-11-28_cpu_pipeline" / "rows.jsonl")
     assert recorded in (root / "docs" / "pipeline.md").read_text()
@@ -116,22 +122,28 @@ def broken(schedule: PipeSchedule, change) -> str:
 
 def without(name: str, **fields):
     """Leave out the first instruction that fits, on every rank and call."""
+
     def change(rank, instructions):
-        at = next((n for n, i in enumerate(instructions)
-                   if i.name == name and all(getattr(i, k) == v for k, v in fields.items())), None)
-        return instructions if at is None else [*instructions[:at], *instructions[at + 1:]]
+        at = next(
+            (n for n, i in enumerate(instructions) if i.name == name and all(getattr(i, k) == v for k, v in fields.items())), None
+        )
+        return instructions if at is None else [*instructions[:at], *instructions[at + 1 :]]
+
     return change
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (without("backward", step=1), "does not fit"),
-    (without("load", step=1), "has no input"),
-    (without("update", step=0), "has not version 1"),
-    (without("norm", step=1), "comes before its norm"),
-    (without("send_activation", step=1), "nobody can move"),
-    (without("recv_sum", step=1), "nobody can move"),
-    (without("send_finished", step=0), "nobody can move"),
-])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (without("backward", step=1), "does not fit"),
+        (without("load", step=1), "has no input"),
+        (without("update", step=0), "has not version 1"),
+        (without("norm", step=1), "comes before its norm"),
+        (without("send_activation", step=1), "nobody can move"),
+        (without("recv_sum", step=1), "nobody can move"),
+        (without("send_finished", step=0), "nobody can move"),
+    ],
+)
 def test_missing_instructions_are_found(change, words):
     assert words in broken(PipeSchedule(3, 2, 1, "pyramid", ((0, 2),)), change)
 
@@ -139,6 +151,7 @@ def test_missing_instructions_are_found(change, words):
 def test_a_wrong_version_is_found():
     def change(rank, instructions):
         return [i._replace(version=i.version + 1) if i.name == "forward" and i.version < i.step else i for i in instructions]
+
     assert "does not say the rule's version" in broken(PipeSchedule(3, 2), change)
 
 
@@ -148,6 +161,7 @@ def test_a_tied_sum_that_is_not_kept_is_found():
 
 def test_an_update_that_comes_too_early_is_found():
     """Moved in front of the last backward that reads what it overwrites."""
+
     def change(rank, instructions):
         for n, i in enumerate(instructions):
             if i.name == "update" and i.step == 1:
@@ -157,6 +171,7 @@ def test_an_update_that_comes_too_early_is_found():
                     moved = [instructions[norm], i]
                     return [*instructions[:at], *moved, *(x for x in instructions[at:] if x not in moved)]
         return instructions
+
     assert "from stage 0 holds [(1, 0)]" in broken(PipeSchedule(2, 1), change)
 
 
@@ -167,6 +182,7 @@ def test_one_version_where_two_are_needed_is_found(monkeypatch):
 
 def test_messages_in_another_order_are_found():
     """Rank 0 sends before it takes what its neighbour sends first: with sends that block, nobody can move."""
+
     def change(rank, instructions):
         if rank:
             return instructions
@@ -174,7 +190,8 @@ def test_messages_in_another_order_are_found():
             if i.name == "recv_grad":
                 at = next((m for m in range(n + 1, len(instructions)) if instructions[m].name == "send_activation"), None)
                 if at is not None:
-                    return [*instructions[:n], *instructions[n + 1:at + 1], i, *instructions[at + 1:]]
+                    return [*instructions[:n], *instructions[n + 1 : at + 1], i, *instructions[at + 1 :]]
         return instructions
+
     text = broken(PipeSchedule(3, 2), change)
     assert "nobody can move" in text or "has no gradient" in text

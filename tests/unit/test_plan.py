@@ -1,4 +1,4 @@
-"""plan.py and program.py: every plan passes the dry-run, repeats, and costs the bytes that the closed forms say."""
+"""plan.py and plan/program.py: every plan passes the dry-run, repeats, and costs the bytes that the closed forms say."""
 
 import dataclasses
 from collections import Counter
@@ -7,34 +7,57 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cdp.plan import HELD, Plan, Unit
-from deepspeed_cdp.program import build, builder
-from deepspeed_cdp.schedule import Schedule, threshold
-from deepspeed_cdp.validate import DryRun, PlanError, validate
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import build, builder
+from deepspeed_cdp.plan.schedule import Schedule, threshold
+from deepspeed_cdp.plan.unit_schedule import Unit
+from deepspeed_cdp.verify.check import validate
+from deepspeed_cdp.verify.dry_run import DryRun
+from deepspeed_cdp.verify.well_formed import PlanError
 
 HELD_UNIT = Unit("", 0, ("tied",), (), 320, 192)
 
 
-def make(ranks: int, k: int, rounds: int = 1, per_stage: int = 1, p_bytes: int = 1024, g_bytes: int = 2048,
-         held: Unit | None = None, keep: bool = False, kind: type[Plan] = Plan) -> Plan:
+def make(
+    ranks: int,
+    k: int,
+    rounds: int = 1,
+    per_stage: int = 1,
+    p_bytes: int = 1024,
+    g_bytes: int = 2048,
+    persistent: Unit | None = None,
+    keep: bool = False,
+    kind: type[Plan] = Plan,
+) -> Plan:
     """A plan with equal units."""
     units = tuple(Unit(f"u{i}", i // per_stage, (f"w{i}",), (), p_bytes, g_bytes) for i in range(ranks * per_stage))
-    return kind(Schedule(ranks, k, rounds), units, held, keep)
+    return kind(Schedule(ranks, k, rounds), units, persistent, keep)
 
 
 @st.composite
 def plans(draw: st.DrawFn, ranks: st.SearchStrategy[int], k: int | None = None, rounds: int | None = None) -> Plan:
-    """Uneven stages of 1 to 5 units of uneven sizes, some frozen, with held parameters or without, keep_after_forward or not."""
+    """Uneven stages of 1 to 5 units of uneven sizes, some frozen, with persistent parameters or without, keep_after_forward
+    or not."""
     n = draw(ranks)
     units: list[Unit] = []
     for stage in range(n):
         for _ in range(draw(st.integers(1, 5))):
             i, frozen = len(units), draw(st.integers(0, 4)) == 0
-            units.append(Unit(f"u{i}", stage, () if frozen else (f"w{i}",), (f"w{i}",) if frozen else (),
-                              draw(st.integers(1, 5000)), 0 if frozen else draw(st.integers(1, 9000))))
-    held = draw(st.sampled_from([None, HELD_UNIT, Unit("", 0, (), ("frozen",), 64, 0)]))
+            units.append(
+                Unit(
+                    f"u{i}",
+                    stage,
+                    () if frozen else (f"w{i}",),
+                    (f"w{i}",) if frozen else (),
+                    draw(st.integers(1, 5000)),
+                    0 if frozen else draw(st.integers(1, 9000)),
+                )
+            )
+    persistent = draw(st.sampled_from([None, HELD_UNIT, Unit("", 0, (), ("frozen",), 64, 0)]))
     k = draw(st.integers(0, 2 * n - 1)) if k is None else k
-    return Plan(Schedule(n, k, rounds or draw(st.integers(1, 3))), tuple(units), held, draw(st.booleans()))
+    return Plan(Schedule(n, k, rounds or draw(st.integers(1, 3))), tuple(units), persistent, draw(st.booleans()))
 
 
 # (up to three ranks keep_after_forward changes nothing: all stages but the first are the last two)
@@ -71,7 +94,7 @@ def test_published_copies_are_as_few_as_can_be(rule: str, copies: set[int]) -> N
     needs = set()
     for ranks in range(1, 6):
         for rounds in (1, 2):
-            plan = make(ranks, threshold(rule, ranks), rounds, held=HELD_UNIT if rounds == 2 else None)
+            plan = make(ranks, threshold(rule, ranks), rounds, persistent=HELD_UNIT if rounds == 2 else None)
             needs.add(plan.copies)
             if plan.copies == 2:
                 plan.__dict__["copies"] = 1
@@ -98,19 +121,21 @@ def test_later_steps_repeat_the_steady_one(plan: Plan) -> None:
 def test_a_program_holds_every_pass_once(plan: Plan) -> None:
     s = plan.schedule
     passes = {(m, i, b) for m in range(s.rounds) for i, b in plan.visits}
-    held = {(m, HELD) for m in range(s.rounds)} if plan.held else set()
+    persistent = {(m, PERSISTENT) for m in range(s.rounds)} if plan.persistent else set()
     summed = {(m, i) for m, i, b in passes if b and plan.units[i].g_bytes}
     for rank in range(s.ranks):
         for first in (True, False):
             kinds: dict[str, Counter] = {}
             for a in build(plan, rank, first):
                 kinds.setdefault(a.kind, Counter())[a.round, a.unit, a.backward] += 1
-            assert kinds["READ"] == Counter(passes | {(m, i, False) for m, i in held})
-            assert kinds["DONE"] == Counter((m, i, b) for m, i, b in passes if b or not plan.kept(i))
-            assert kinds.get("DONE_HELD", Counter()) == Counter((m, i, True) for m, i in held)
-            assert kinds.get("SUM", Counter()) == Counter((m, i, True) for m, i in summed)
+            assert kinds[Kind.WAIT_PARAM] == Counter(passes | {(m, i, False) for m, i in persistent})
+            assert kinds[Kind.RELEASE_PARAM] == Counter((m, i, b) for m, i, b in passes if b or not plan.kept(i))
+            assert kinds.get(Kind.RELEASE_PERSISTENT_PARAM, Counter()) == Counter((m, i, True) for m, i in persistent)
+            assert kinds.get(Kind.RECV_GRAD, Counter()) == Counter((m, i, True) for m, i in summed)
             if s.ranks > 1:
-                assert kinds.get("PASS") == kinds.get("SUM") and kinds.get("PASS_HELD") == kinds.get("SUM_HELD")
+                assert kinds.get(Kind.SEND_GRAD) == kinds.get(Kind.RECV_GRAD) and kinds.get(
+                    Kind.SEND_PERSISTENT_GRAD
+                ) == kinds.get(Kind.RECV_PERSISTENT_GRAD)
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------------
@@ -118,8 +143,13 @@ def counted(run: DryRun, rank: int, step: int) -> dict[str, int]:
     """Bytes that arrived in a step of the dry-run; finished sums are counted where rank N-1 sends them."""
     total = {"F": 0, "B": 0, "G": 0, "O": 0}
     for r, t, a in run.log:
-        if t == step and r == rank and a.peer is not None and a.kind in ("READ", "SUM", "SUM_HELD"):
-            total["G" if a.kind != "READ" else "B" if a.backward else "F"] += a.nbytes
+        if (
+            t == step
+            and r == rank
+            and a.peer is not None
+            and a.kind in (Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD)
+        ):
+            total["G" if a.kind != Kind.WAIT_PARAM else "B" if a.backward else "F"] += a.nbytes
         if t == step and a.stream == "O" and a.peer == rank != r:
             total["O"] += a.nbytes
     return total
@@ -145,10 +175,12 @@ def test_closed_form_by_hand(ranks: int, keep: bool) -> None:
             plan = make(ranks, threshold(rule, ranks), rounds, per_stage=2, keep=keep)
             for r in range(ranks):
                 at_home, own = int(r == 0) if rule == "cdp-v1" else rounds, ranks - 1 - r
-                assert plan.received_bytes(r) == {"F": (rounds * ranks - at_home) * psi // ranks,
-                                                  "B": (rounds * again - at_home * (own < again)) * psi // ranks,
-                                                  "G": 2 * psi * (rounds - (r == 0)),
-                                                  "O": 0 if r == ranks - 1 else 2 * psi // ranks}
+                assert plan.received_bytes(r) == {
+                    "F": (rounds * ranks - at_home) * psi // ranks,
+                    "B": (rounds * again - at_home * (own < again)) * psi // ranks,
+                    "G": 2 * psi * (rounds - (r == 0)),
+                    "O": 0 if r == ranks - 1 else 2 * psi // ranks,
+                }
     v2 = make(ranks, ranks - 1, per_stage=2, keep=keep)
     everyone = sum(v2.received_bytes(r)["F"] + v2.received_bytes(r)["B"] for r in range(ranks))
     assert everyone == (ranks - 1) * psi * (1 + again / ranks), "2 (N-1) Psi without keeping"
@@ -161,21 +193,25 @@ def test_kept_units_are_sent_once_and_lie_still(plan: Plan) -> None:
     """Forward and backward read the same bytes; what is not kept is released after its forward and comes anew."""
     n = plan.schedule.ranks
     first_kept = 1 if plan.keep_after_forward else max(1, n - 2)
-    assert [plan.kept(i) for i in range(len(plan.units))] == [u.stage >= first_kept for u in plan.units] and not plan.kept(HELD)
+    assert [plan.kept(i) for i in range(len(plan.units))] == [u.stage >= first_kept for u in plan.units] and not plan.kept(
+        PERSISTENT
+    )
     kept = {i for i, u in enumerate(plan.units) if u.stage >= first_kept}
     for rank in range(n):
         offsets = plan.p_layouts[rank].offsets
         assert all(offsets[i, False] == offsets[i, True] for i in kept if (i, False) in offsets)
         for first in (True, False):
             actions = build(plan, rank, first)
-            reads = {(a.round, a.unit, a.backward): a for a in actions if a.kind == "READ"}
+            reads = {(a.round, a.unit, a.backward): a for a in actions if a.kind == Kind.WAIT_PARAM}
             for (m, i, backward), a in reads.items():
                 if i in kept and backward:
                     forward = reads[m, i, False]
                     assert (a.region, a.offset, a.version) == (forward.region, forward.offset, forward.version) and a.peer is None
-            sent = [a for a in actions if a.kind in ("RELAY", "OFFER", "TAKE")] + [p for a in actions for p in a.posts]
+            sent = [a for a in actions if a.kind in (Kind.FORWARD_PARAM, Kind.PUBLISH_PARAM, Kind.PULL_PARAM)] + [
+                p for a in actions for p in a.posts
+            ]
             assert not any(a.backward and a.unit in kept for a in sent if getattr(a, "stream", "")[:1] == "P")
-            released = {(a.unit, a.backward) for a in actions if a.kind == "DONE"}
+            released = {(a.unit, a.backward) for a in actions if a.kind == Kind.RELEASE_PARAM}
             assert released == {v for v in plan.visits if v[1] or v[0] not in kept}
 
 
@@ -187,8 +223,11 @@ def test_with_keep_after_forward_only_stage_0_travels_twice(rule: str, rounds: i
     for keep, stages in ((False, {0, 1}), (True, {0})):
         run = DryRun(plans[keep], 4)
         run.run()
-        received = {(r, plans[keep].units[a.unit].stage) for r, t, a in run.log
-                    if a.kind == "READ" and a.backward and a.peer is not None and t == 2}
+        received = {
+            (r, plans[keep].units[a.unit].stage)
+            for r, t, a in run.log
+            if a.kind == Kind.WAIT_PARAM and a.backward and a.peer is not None and t == 2
+        }
         home = {(r, 3 - r) for r in range(4)} if rule != "cdp-v1" else set()
         assert received == {(r, s) for r in range(4) for s in stages} - home
         for rank in range(4):
@@ -200,10 +239,14 @@ def test_with_keep_after_forward_only_stage_0_travels_twice(rule: str, rounds: i
 
 def overlaid(plan: Plan, kept: int, other: tuple[int, bool]) -> Plan:
     """The same plan with the offset of visit ``other`` moved onto a kept unit's, on every rank that receives both."""
-    wrong = Plan(plan.schedule, plan.units, plan.held, plan.keep_after_forward)
+    wrong = Plan(plan.schedule, plan.units, plan.persistent, plan.keep_after_forward)
     moved = {other} | ({(other[0], True)} if plan.kept(other[0]) else set())
-    wrong.__dict__["layouts"] = tuple(x._replace(p=x.p._replace(offsets={
-        v: x.p.offsets.get((kept, False), at) if v in moved else at for v, at in x.p.offsets.items()})) for x in plan.layouts)
+    wrong.__dict__["layouts"] = tuple(
+        x._replace(
+            p=x.p._replace(offsets={v: x.p.offsets.get((kept, False), at) if v in moved else at for v, at in x.p.offsets.items()})
+        )
+        for x in plan.layouts
+    )
     return wrong
 
 
@@ -224,17 +267,29 @@ def test_a_kept_region_overwritten_between_forward_and_backward_is_refused(rule:
 
 
 def test_alone_nothing_travels() -> None:
-    plan = make(1, 0, 2, per_stage=3, held=HELD_UNIT)
+    plan = make(1, 0, 2, per_stage=3, persistent=HELD_UNIT)
     assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0}
     assert plan.p_layouts[0].nbytes == 0 and plan.regions["PG"] == plan.memory()["sums"] == 3 * 2048 + 192
-    assert {a.kind for a in build(plan, 0, False)} == {"READ", "DONE", "SUM", "SUM_HELD", "DONE_HELD", "NORM", "UPDATE"}
+    assert {a.kind for a in build(plan, 0, False)} == {
+        Kind.WAIT_PARAM,
+        Kind.RELEASE_PARAM,
+        Kind.RECV_GRAD,
+        Kind.RECV_PERSISTENT_GRAD,
+        Kind.RELEASE_PERSISTENT_PARAM,
+        Kind.GRAD_NORM,
+        Kind.OPTIMIZER_STEP,
+    }
 
 
 def test_held_parameters_travel_once() -> None:
-    bare, held = make(3, 2), make(3, 2, held=HELD_UNIT)
-    more = {k: held.received_bytes(1)[k] - v for k, v in bare.received_bytes(1).items()}
+    bare, persistent = make(3, 2), make(3, 2, persistent=HELD_UNIT)
+    more = {k: persistent.received_bytes(1)[k] - v for k, v in bare.received_bytes(1).items()}
     assert more == {"F": 320, "B": 0, "G": 192, "O": 0}  # rank 2 owns them
-    assert held.regions["H0"] == held.regions["H1"] == 320 and held.regions["GH"] == 192 and "H0" not in bare.regions
+    assert (
+        persistent.regions["H0"] == persistent.regions["H1"] == 320
+        and persistent.regions["GH"] == 192
+        and "H0" not in bare.regions
+    )
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------
@@ -249,6 +304,7 @@ def live_on(plan: Plan, rank: int, sums: bool = True) -> int:
     def add(start: int, end: int, nbytes: int) -> None:
         for t in range(start - 2 * plan.scale, end):
             totals[t % ticks] += nbytes
+
     for v in plan.p_layouts[rank].items:
         add(plan.spans[v][0], plan.spans[v[0], v[1] or plan.kept(v[0])][1], plan.units[v[0]].p_bytes)
     for v in plan.g_layouts[rank].items if sums else ():
@@ -307,12 +363,15 @@ def test_regions_hold_all_that_is_placed_in_them(plan: Plan) -> None:
 
 # ---- the rest -----------------------------------------------------------------------------------------------------------
 def test_stages_and_members() -> None:
-    units = (Unit("a", 0, ("a.w",), ("a.f",), 64, 64), Unit("b", 0, ("b.w", "b.b"), (), 64, 64),
-             Unit("c", 1, ("c.w",), (), 64, 64))
+    units = (
+        Unit("a", 0, ("a.w",), ("a.f",), 64, 64),
+        Unit("b", 0, ("b.w", "b.b"), (), 64, 64),
+        Unit("c", 1, ("c.w",), (), 64, 64),
+    )
     plan = Plan(Schedule(2, 1), units, HELD_UNIT)
     assert plan.stages == (("tied", "a.w", "b.w", "b.b"), ("c.w",))
-    assert plan.members(0) == (HELD, 0, 1) and plan.members(1) == (2,)
-    assert plan.unit(HELD) is HELD_UNIT and plan.unit(2) is units[2]
+    assert plan.members(0) == (PERSISTENT, 0, 1) and plan.members(1) == (2,)
+    assert plan.unit(PERSISTENT) is HELD_UNIT and plan.unit(2) is units[2]
     assert plan.visits == ((0, False), (1, False), (2, False), (2, True), (1, True), (0, True))
     assert plan.scale == 2 and plan.spans[1, False] == (1, 2) and plan.spans[2, True] == (4, 6) and plan.spans[0, True] == (7, 8)
 
@@ -329,9 +388,11 @@ def test_held_parameters_of_another_stage_are_refused() -> None:
 
 
 def test_actions_print_as_one_line() -> None:
-    texts = [str(a) for a in build(make(2, 1, held=HELD_UNIT), 1, False)]
-    assert "READ forward unit 1 <- rank 0 (stream P, round 0, logical time 7)" in texts
-    assert "PASS backward unit 0 -> rank 1 (stream O, round 0, logical time 10)" in texts
-    assert "DONE forward unit 0 (stream -, round 0, logical time 7)" in texts
-    assert "READ backward unit 1 (stream -, round 0, logical time 8)" in texts  # kept: none comes
-    assert any(x.startswith("UPDATE (stream -") for x in texts) and any(x.startswith("NORM <- rank 0 (stream S") for x in texts)
+    texts = [str(a) for a in build(make(2, 1, persistent=HELD_UNIT), 1, False)]
+    assert "WAIT_PARAM forward unit 1 <- rank 0 (stream P, round 0, logical time 7)" in texts
+    assert "SEND_GRAD backward unit 0 -> rank 1 (stream O, round 0, logical time 10)" in texts
+    assert "RELEASE_PARAM forward unit 0 (stream -, round 0, logical time 7)" in texts
+    assert "WAIT_PARAM backward unit 1 (stream -, round 0, logical time 8)" in texts  # kept: none comes
+    assert any(x.startswith("OPTIMIZER_STEP (stream -") for x in texts) and any(
+        x.startswith("GRAD_NORM <- rank 0 (stream S") for x in texts
+    )

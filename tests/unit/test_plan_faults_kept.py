@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 from test_plan_faults import NAMED, plan, program, put, rejected
 
-from deepspeed_cdp.plan import Action
+from deepspeed_cdp.plan.actions import Action, Kind
 
 KEPT = [(name, rank) for name in ("v1", "dp", "four", "keep") for rank in range(plan(name).schedule.ranks)]
 
@@ -14,8 +14,8 @@ KEPT = [(name, rank) for name in ("v1", "dp", "four", "keep") for rank in range(
 def kept_reads(name: str, rank: int, backward: bool) -> Iterator[tuple[int, Action]]:
     """The reads of parameters that came from another rank and are kept (in the backward none comes)."""
     good = program(name, rank, False)
-    came = {a.unit for a in good if a.kind == "READ" and a.peer is not None and plan(name).kept(a.unit)}
-    return ((i, a) for i, a in enumerate(good) if a.kind == "READ" and a.unit in came and a.backward == backward)
+    came = {a.unit for a in good if a.kind == Kind.WAIT_PARAM and a.peer is not None and plan(name).kept(a.unit)}
+    return ((i, a) for i, a in enumerate(good) if a.kind == Kind.WAIT_PARAM and a.unit in came and a.backward == backward)
 
 
 @pytest.mark.parametrize(("name", "rank"), KEPT)
@@ -23,13 +23,15 @@ def test_kept_parameters_freed_after_the_forward_are_missed(name: str, rank: int
     """An end of the forward that the program must not have, with what the backward's end lets in, or with nothing."""
     good, count = program(name, rank, False), 0
     for i, read in kept_reads(name, rank, False):
-        end = next(j for j, a in enumerate(good) if a.kind == "DONE" and a.unit == read.unit and a.backward)
+        end = next(j for j, a in enumerate(good) if a.kind == Kind.RELEASE_PARAM and a.unit == read.unit and a.backward)
         after = next(j for j in range(i + 1, len(good)) if good[j].time > read.time)
         done = good[end]._replace(time=good[after].time, phase=good[after].phase, backward=False)
         for posts in ((), good[end].posts):
             wrong = put(good, end, good[end]._replace(posts=() if posts else good[end].posts))
             message = rejected(name, rank, False, put(wrong, after, done._replace(posts=posts), good[after]))
-            count += re.match(rf"rank {rank}, step 1: READ backward unit {read.unit} .* looks elsewhere", message) is not None
+            count += (
+                re.match(rf"rank {rank}, step 1: WAIT_PARAM backward unit {read.unit} .* looks elsewhere", message) is not None
+            )
             assert NAMED.search(message), message
     assert count
 
@@ -40,7 +42,7 @@ def test_kept_parameters_are_read_where_they_came(name: str, rank: int) -> None:
     for i, read in kept_reads(name, rank, True):
         for offset in {0, p.p_layouts[rank].nbytes - read.nbytes} - {read.offset}:
             message = rejected(name, rank, False, put(good, i, read._replace(offset=offset)))
-            wanted = rf"rank {rank}, step 1: READ backward unit {read.unit} .*(looks elsewhere|where the schedule says)"
+            wanted = rf"rank {rank}, step 1: WAIT_PARAM backward unit {read.unit} .*(looks elsewhere|where the schedule says)"
             assert re.match(wanted, message), message
             count += 1
     assert count
@@ -50,10 +52,10 @@ def test_kept_parameters_are_read_where_they_came(name: str, rank: int) -> None:
 def test_kept_parameters_sent_again_are_refused(name: str, rank: int) -> None:
     """A second message for the backward, as there is for units that are not kept."""
     good = program(name, rank, False)
-    relays = {a.unit: a for a in good if a.kind == "RELAY" and plan(name).kept(a.unit)}
+    relays = {a.unit: a for a in good if a.kind == Kind.FORWARD_PARAM and plan(name).kept(a.unit)}
     assert bool(relays) == (rank < plan(name).schedule.ranks - 1)
     for i, read in enumerate(good):
-        if read.kind == "READ" and read.backward and read.unit in relays:
+        if read.kind == Kind.WAIT_PARAM and read.backward and read.unit in relays:
             relay = relays[read.unit]._replace(time=read.time, backward=True)
             message = rejected(name, rank, False, put(good, i, read, relay))
-            assert re.search(r"rank \d+, step \d+: RELAY|is never taken|nothing moves", message), message
+            assert re.search(r"rank \d+, step \d+: FORWARD_PARAM|is never taken|nothing moves", message), message

@@ -15,7 +15,7 @@ from deepspeed.moe.layer import MoE
 
 import deepspeed_cdp
 import deepspeed_cdp_autoload
-from deepspeed_cdp import plugin
+from deepspeed_cdp.integration import plugin
 
 ON = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "cyclic": {"enabled": True}}
 OFF = {**ON, "cyclic": {"enabled": False}}
@@ -95,8 +95,9 @@ def test_engine_follows_the_config(world, tmp_path, way, raw, expected):
     assert deepspeed.DeepSpeedEngine is StandInStock and isinstance(result[0], deepspeed.DeepSpeedEngine)
 
 
-@pytest.mark.parametrize(("key", "told"), [("cylic", True), ("Cyclic", True), ("cyclic_", True), ("cycles", False),
-                                           ("data_types", False)])
+@pytest.mark.parametrize(
+    ("key", "told"), [("cylic", True), ("Cyclic", True), ("cyclic_", True), ("cycles", False), ("data_types", False)]
+)
 def test_a_block_misspelt_is_told(world, key, told, monkeypatch):
     """DeepSpeed takes keys that it does not know in silence."""
     said = []
@@ -131,9 +132,9 @@ def test_engine_module_is_not_imported_without_the_key(world, monkeypatch):
 
 
 def test_engine_class_is_the_real_one_by_default(monkeypatch):
-    module = types.ModuleType("deepspeed_cdp.engine")
+    module = types.ModuleType("deepspeed_cdp.integration.engine")
     module.CyclicEngine = Cyclic
-    monkeypatch.setitem(sys.modules, "deepspeed_cdp.engine", module)
+    monkeypatch.setitem(sys.modules, "deepspeed_cdp.integration.engine", module)
     monkeypatch.setattr(deepspeed_cdp, "engine", module, raising=False)
     assert plugin.engine_class() is Cyclic and deepspeed_cdp.CyclicEngine is Cyclic
 
@@ -146,8 +147,12 @@ def test_an_initialize_that_ignores_the_class_is_noticed(world, monkeypatch):
 
 def test_stock_errors_stay_stock_errors(world, tmp_path):
     path = as_path(ON, tmp_path)
-    calls = [{}, {"config": "no/such/file"}, {"config": dict(ON), "args": Namespace(deepspeed_config=path)},
-             {"args": Namespace(deepspeed_config=path, deepscale_config=path)}]
+    calls = [
+        {},
+        {"config": "no/such/file"},
+        {"config": dict(ON), "args": Namespace(deepspeed_config=path)},
+        {"args": Namespace(deepspeed_config=path, deepscale_config=path)},
+    ]
     for kwargs in calls:
         errors = []
         for function in (deepspeed.initialize, deepspeed.initialize.__wrapped__):
@@ -182,9 +187,14 @@ def test_every_config_has_the_parsed_block(world, tmp_path):
         assert deepspeed.DeepSpeedConfig(config).cyclic_config.rule == "cdp-v1"
 
 
-@pytest.mark.parametrize("cyclic, words", [
-    (True, "cyclic is true"), ({"enabled": True, "rule": "cdp-v3"}, "cyclic.rule is 'cdp-v3'"),
-    ({"enabled": True, "ruel": "dp"}, "did you mean cyclic.rule?")])
+@pytest.mark.parametrize(
+    "cyclic, words",
+    [
+        (True, "cyclic is true"),
+        ({"enabled": True, "rule": "cdp-v3"}, "cyclic.rule is 'cdp-v3'"),
+        ({"enabled": True, "ruel": "dp"}, "did you mean cyclic.rule?"),
+    ],
+)
 def test_wrong_block_stops_initialize_before_anything_is_built(world, monkeypatch, cyclic, words):
     monkeypatch.setattr(deepspeed.comm, "init_distributed", lambda *args, **kwargs: pytest.fail("went on"))
     with pytest.raises(ValueError) as caught:
@@ -205,6 +215,7 @@ def test_placements_are_for_pipeline_modules(world):
 def test_dual_pipe_is_refused(world):
     class DualPipeVModule(deepspeed.PipelineModule):
         pass
+
     pipeline = DualPipeVModule.__new__(DualPipeVModule)
     with pytest.raises(ValueError, match="^model: DualPipeVModule is given: .* pass a PipelineModule.$"):
         deepspeed.initialize(model=pipeline, config=dict(ON))
@@ -245,13 +256,14 @@ def test_failed_registration_warns_and_half_an_uninstall_is_silent(monkeypatch, 
     def missing(name):
         class Finder:
             def find_spec(self, wanted, path=None, target=None):
-                if wanted == "deepspeed_cdp.plugin":
+                if wanted == "deepspeed_cdp.integration.plugin":
                     raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
         return Finder()
 
-    for name, warns in (("deepspeed_cdp.plugin", 0), ("deepspeed_cdp", 0), ("hjson", 1)):
+    for name, warns in (("deepspeed_cdp.integration.plugin", 0), ("deepspeed_cdp", 0), ("hjson", 1)):
         monkeypatch.setattr(sys, "meta_path", [missing(name), *sys.meta_path])
-        monkeypatch.delitem(sys.modules, "deepspeed_cdp.plugin", raising=False)
+        monkeypatch.delitem(sys.modules, "deepspeed_cdp.integration.plugin", raising=False)
         deepspeed_cdp_autoload._register()
         assert len(recwarn) == warns, name
     assert "could not register its engine" in str(recwarn[0].message) and "hjson" in str(recwarn[0].message)

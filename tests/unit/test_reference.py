@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from deepspeed_cdp.reference import train, version
+from deepspeed_cdp.analysis.reference import train, version
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -30,7 +30,7 @@ class Net(nn.Module):
 def stages(net: Net, count: int) -> list[list[str]]:
     names = [[f"layers.{i}.weight", f"layers.{i}.bias"] for i in range(len(net.layers))]
     each = len(names) // count
-    cut = [sum(names[s * each:(s + 1) * each], []) for s in range(count)]
+    cut = [sum(names[s * each : (s + 1) * each], []) for s in range(count)]
     cut[-1] += ["norm.weight", "norm.bias"] if net.norm is not None else []
     return cut
 
@@ -113,8 +113,16 @@ def test_v1_on_a_quadratic_by_hand(flush_after):
     net = nn.Linear(1, 1, bias=False).double()  # f = (w x)^2 / 2
     nn.init.constant_(net.weight, 1.0)
     net = net.float()
-    got = train(net, [["weight"], []], 3, lambda t, m, r: torch.tensor([[1.0 + r]]), lambda call, x: call(x).square().sum() / 2,
-                lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), 6, flush_after=flush_after)
+    got = train(
+        net,
+        [["weight"], []],
+        3,
+        lambda t, m, r: torch.tensor([[1.0 + r]]),
+        lambda call, x: call(x).square().sum() / 2,
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        6,
+        flush_after=flush_after,
+    )
     now = before = 1.0
     for step in range(6):
         now, before = now - 0.1 * (before * 1.0 + before * 4.0) / 2, now
@@ -134,8 +142,15 @@ def test_v2_by_hand():
         def forward(self, x):
             return x * self.a * self.b
 
-    got = train(Product(), [["a"], ["b"]], 1, lambda t, m, r: 1.0 + r, lambda call, x: call(x),
-                lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), 3)
+    got = train(
+        Product(),
+        [["a"], ["b"]],
+        1,
+        lambda t, m, r: 1.0 + r,
+        lambda call, x: call(x),
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.1),
+        3,
+    )
     a = old_a = 1.0
     b = 2.0
     for step in range(3):
@@ -186,9 +201,16 @@ def test_accumulation_two_rounds_by_hand():
     """One weight w in stage 0 of N = 2 under v2 (K = 1): only (round 0, rank 0) is stale."""
     net = nn.Linear(1, 1, bias=False)
     nn.init.constant_(net.weight, 1.0)
-    got = train(net, [["weight"], []], 1, lambda t, m, r: torch.tensor([[1.0 + r + 2 * m]]),
-                lambda call, x: call(x).square().sum() / 2, lambda named: torch.optim.SGD([p for _, p in named], lr=0.05), 4,
-                rounds=2)
+    got = train(
+        net,
+        [["weight"], []],
+        1,
+        lambda t, m, r: torch.tensor([[1.0 + r + 2 * m]]),
+        lambda call, x: call(x).square().sum() / 2,
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.05),
+        4,
+        rounds=2,
+    )
     now = before = 1.0
     for _ in range(4):
         gradient = (1 * before + 4 * now + 9 * now + 16 * now) / 2 / 2
@@ -208,8 +230,17 @@ def test_lagged_clipping_by_hand():
             return x * (3 * self.a + 4 * self.b)
 
     scale = [1.0, 2.0, 0.1, 1.0]
-    got = train(Line(), [["a"], ["b"]], 1, lambda t, m, r: scale[t], lambda call, x: call(x),
-                lambda named: torch.optim.SGD([p for _, p in named], lr=1.0), 4, clip=1.0, flush_after={1})
+    got = train(
+        Line(),
+        [["a"], ["b"]],
+        1,
+        lambda t, m, r: scale[t],
+        lambda call, x: call(x),
+        lambda named: torch.optim.SGD([p for _, p in named], lr=1.0),
+        4,
+        clip=1.0,
+        flush_after={1},
+    )
     a = b = 0.0
     last = 0.0  # the norm^2 of stage 0 one step ago: zero at the start, kept through the flush
     for x in scale:
@@ -258,8 +289,16 @@ def test_a_skipped_layer_adds_nothing():
 def test_gradient_dtype_and_order_of_the_sum():
     net = nn.Linear(1, 1, bias=False)
     values = [256.0, 1.0, 1.0, 0.0]  # in bf16 256 + 1 = 256: the order shows
-    got = train(net, [["weight"], [], [], []], 0, lambda t, m, r: torch.tensor([[values[r]]]), lambda call, x: call(x).sum(),
-                lambda named: torch.optim.SGD([p for _, p in named], lr=1.0), 1, grad_dtype=torch.bfloat16)
+    got = train(
+        net,
+        [["weight"], [], [], []],
+        0,
+        lambda t, m, r: torch.tensor([[values[r]]]),
+        lambda call, x: call(x).sum(),
+        lambda named: torch.optim.SGD([p for _, p in named], lr=1.0),
+        1,
+        grad_dtype=torch.bfloat16,
+    )
     assert (net.weight - got.masters["weight"]).item() == pytest.approx(256 / 4)
 
 

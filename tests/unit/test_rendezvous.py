@@ -11,15 +11,27 @@ from test_runtime import check
 from transport_helpers import Make, W, empty, full, is_full
 
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.runtime import Runtime
+from deepspeed_cdp.runtime.runtime import Runtime
 
 # Not here: those about closing, silence and dead peers, which the transport itself is tested for on GPUs (tests/gpu).
 SCENARIOS = [
-    (contract.order_on_an_edge, 2), (contract.edges_are_independent, 2), (contract.edges_are_independent, 3),
-    (contract.push_before_post, 2), (contract.post_before_push, 2), (contract.ring_with_reused_buffers, 2),
-    (contract.ring_with_reused_buffers, 4), (contract.sender_waits_for_the_copy, 2), (contract.zero_bytes, 2),
-    (contract.counters, 2), (contract.gather_and_broadcast, 4), (contract.reset_forgets, 2), (contract.reset_forgets, 4),
-    (contract.many_resets, 2), (contract.two_at_once, 3), (contract.bad_peers, 2), (contract.alone, 1),
+    (contract.order_on_an_edge, 2),
+    (contract.edges_are_independent, 2),
+    (contract.edges_are_independent, 3),
+    (contract.push_before_post, 2),
+    (contract.post_before_push, 2),
+    (contract.ring_with_reused_buffers, 2),
+    (contract.ring_with_reused_buffers, 4),
+    (contract.sender_waits_for_the_copy, 2),
+    (contract.zero_bytes, 2),
+    (contract.counters, 2),
+    (contract.gather_and_broadcast, 4),
+    (contract.reset_forgets, 2),
+    (contract.reset_forgets, 4),
+    (contract.many_resets, 2),
+    (contract.two_at_once, 3),
+    (contract.bad_peers, 2),
+    (contract.alone, 1),
 ]
 STREAMS = ("P", "G", "Q", "free", "blocked", "stuck")
 
@@ -33,6 +45,7 @@ def run_scenario(scenario: Callable[[Make], None], world: int) -> None:
             transport = GlooPairs(rank, world, timeout_seconds, store, name)
             transport.prepare(pairs, deferred=False)
             return transport
+
         scenario(make)
 
     run_ranks(world, work)
@@ -50,23 +63,35 @@ def ring(strict: bool) -> Callable[[int, int], Callable[[int], GlooPairs]]:
 
 @pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(("size", "rule", "rounds"), [(2, "cdp-v2", 1), (2, "dp", 2), (3, "cdp-v1", 1), (3, "cdp-v2", 2),
-                                                      (4, "dp", 1), (4, 4, 1), (4, "cdp-v2", 1)])
+@pytest.mark.parametrize(
+    ("size", "rule", "rounds"),
+    [(2, "cdp-v2", 1), (2, "dp", 2), (3, "cdp-v1", 1), (3, "cdp-v2", 2), (4, "dp", 1), (4, 4, 1), (4, "cdp-v2", 1)],
+)
 def test_training_equals_the_oracle(size, rule, rounds, strict, replicated):
     """And messages begin where the plan says, never because somebody waits; strictly: each rank stops at every message."""
     forced = {}
 
     def watch(runtime: Runtime) -> None:
-        flush, rank = runtime.handoff.flush, runtime.transport.rank
+        flush, rank = runtime.executor.flush, runtime.transport.rank
 
         def seen() -> None:
             forced.setdefault(rank, []).append(sum(runtime.transport.forced.values()))
             flush()
             runtime.transport.forced.clear()
-        runtime.handoff.flush = seen
 
-    check("rooted", rule, size, rounds=rounds, clip=0.5, flush_after={2}, change=watch, connect=ring(strict)(size),
-          replicated=replicated)
+        runtime.executor.flush = seen
+
+    check(
+        "rooted",
+        rule,
+        size,
+        rounds=rounds,
+        clip=0.5,
+        flush_after={2},
+        change=watch,
+        connect=ring(strict)(size),
+        replicated=replicated,
+    )
     assert set(forced) == set(range(size)) and not any(sum(v) for v in forced.values()), forced
 
 
@@ -84,13 +109,13 @@ def test_deferred_messages_begin_at_the_meeting():
             assert push.handle is not None and offer.handle is None
             push.wait(W)
             t.gather(None, W)
-            t.meet("P0", 1, False)
+            t.start_peer("P0", 1, False)
             assert offer.handle is not None
             offer.wait(W)
         else:
             post = t.post("P", 0, box)
             assert post.handle is None
-            t.meet("P", 0, True)
+            t.start_peer("P", 0, True)
             assert post.handle is not None
             post.wait(W)
             assert is_full(box, 1)
@@ -101,6 +126,7 @@ def test_deferred_messages_begin_at_the_meeting():
             assert is_full(box, 2)
         assert not t.forced
         t.close(True)
+
     two(work)
 
 
@@ -112,7 +138,7 @@ def test_a_meeting_before_the_post_counts_and_a_wait_begins_what_was_not_met():
                 t.push("P", 1, full(k)).wait(W)
         else:
             boxes = [empty() for _ in range(3)]
-            t.meet("P", 0, True)
+            t.start_peer("P", 0, True)
             first, second, third = (t.post("P", 0, box) for box in boxes)
             assert first.handle is not None and second.handle is None
             third.wait(W)
@@ -120,6 +146,7 @@ def test_a_meeting_before_the_post_counts_and_a_wait_begins_what_was_not_met():
             first.wait(W)
             assert all(is_full(box, k) for k, box in enumerate(boxes)) and t.forced == {("P", 0): 2}
         t.close(True)
+
     two(work)
 
 
@@ -149,6 +176,7 @@ def test_a_reset_plays_the_missing_part_of_what_one_side_has_begun(late):
             t.post("P", 0, box).wait(W)
             assert is_full(box, 5)
         t.close(True)
+
     two(work, 5.0)
 
 
@@ -156,4 +184,5 @@ def test_what_no_plan_knows_is_a_bug():
     def work(t: GlooPairs) -> None:
         with pytest.raises(AssertionError, match="not prepared"):
             t.push("P", 1 - t.rank, full(0))
+
     two(work)

@@ -20,9 +20,11 @@ from test_plan_faults import (
     wrong_posts,
 )
 
-from deepspeed_cdp.plan import END, HELD, START, Plan
-from deepspeed_cdp.program import initial_posts
-from deepspeed_cdp.validate import validate
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.constants import END, PERSISTENT, START
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import initial_posts
+from deepspeed_cdp.verify.check import validate
 
 NAMES = ["r-v2", "r-v1", "r-dp", "r-four", "r-one"]
 
@@ -39,11 +41,20 @@ def test_fault_is_rejected_and_named(name: str, fault) -> None:
         assert NAMED.search(message), (action, rank, message)
 
 
-KINDS = {"APPLY": "APPLY|READ|OFFER|RELAY|UPDATE|DONE|DONE_HELD",
-         "READ": "READ|RELAY|DONE|DONE_HELD|SUM|SUM_HELD|TAKE|OFFER|APPLY", "RELAY": "RELAY|READ|APPLY",
-         "OFFER": "OFFER|APPLY", "TAKE": "OFFER|APPLY",
-         "AVERAGE": "AVERAGE|NORM", "UPDATE": "UPDATE|OFFER|READ|AVERAGE|NORM|APPLY|RELAY",
-         "DONE": "DONE|READ|RELAY|APPLY|UPDATE|TAKE|PASS|SUM_HELD|DONE_HELD", "DONE_HELD": "DONE|READ|APPLY|UPDATE|TAKE"}
+KINDS = {
+    Kind.REFRESH_PARAM: "REFRESH_PARAM|WAIT_PARAM|PUBLISH_PARAM|FORWARD_PARAM|OPTIMIZER_STEP|RELEASE_PARAM|"
+    "RELEASE_PERSISTENT_PARAM",
+    Kind.WAIT_PARAM: "WAIT_PARAM|FORWARD_PARAM|RELEASE_PARAM|RELEASE_PERSISTENT_PARAM|RECV_GRAD|RECV_PERSISTENT_GRAD|"
+    "PULL_PARAM|PUBLISH_PARAM|REFRESH_PARAM",
+    Kind.FORWARD_PARAM: "FORWARD_PARAM|WAIT_PARAM|REFRESH_PARAM",
+    Kind.PUBLISH_PARAM: "PUBLISH_PARAM|REFRESH_PARAM",
+    Kind.PULL_PARAM: "PUBLISH_PARAM|REFRESH_PARAM",
+    Kind.REDUCE_GRAD: "REDUCE_GRAD|GRAD_NORM",
+    Kind.OPTIMIZER_STEP: "OPTIMIZER_STEP|PUBLISH_PARAM|WAIT_PARAM|REDUCE_GRAD|GRAD_NORM|REFRESH_PARAM|FORWARD_PARAM",
+    Kind.RELEASE_PARAM: "RELEASE_PARAM|WAIT_PARAM|FORWARD_PARAM|REFRESH_PARAM|OPTIMIZER_STEP|PULL_PARAM|SEND_GRAD|"
+    "RECV_PERSISTENT_GRAD|RELEASE_PERSISTENT_PARAM",
+    Kind.RELEASE_PERSISTENT_PARAM: "RELEASE_PARAM|WAIT_PARAM|REFRESH_PARAM|OPTIMIZER_STEP|PULL_PARAM",
+}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -67,24 +78,33 @@ def test_wrong_posts_are_rejected(name: str) -> None:
 def early_apply(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     """A copy into the replica before the old version's last backward is over (in the steps after the first)."""
     a = good[i]
-    if a.kind == "APPLY" and a.region != "R":
-        last = max((j for j in range(i) if good[j].kind == ("DONE_HELD" if a.unit == HELD else "DONE")
-                    and good[j].unit == a.unit), default=None)
+    if a.kind == Kind.REFRESH_PARAM and a.region != "R":
+        last = max(
+            (
+                j
+                for j in range(i)
+                if good[j].kind == (Kind.RELEASE_PERSISTENT_PARAM if a.unit == PERSISTENT else Kind.RELEASE_PARAM)
+                and good[j].unit == a.unit
+            ),
+            default=None,
+        )
         if last is not None:
             yield moved(good, i, last)
 
 
 @pytest.mark.parametrize("name", ["r-v1"])
 def test_a_copy_before_the_old_version_is_out_of_use_is_rejected(name: str) -> None:
-    messages = list(everywhere(name, early_apply, "APPLY"))
+    messages = list(everywhere(name, early_apply, Kind.REFRESH_PARAM))
     assert messages
     for action, rank, message in messages:
-        assert re.match(rf"rank {rank}, step [01]: APPLY ", message), (action, message)
+        assert re.match(rf"rank {rank}, step [01]: REFRESH_PARAM ", message), (action, message)
 
 
 def early_credit(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     """Stages from 1 on are let in one visit earlier: stage 1's first unit is still in its backward."""
-    if good[i].kind == "DONE" and any(x.unit == good[i].unit for x in good[i].posts):  # not on the rank that owns stage 1
+    if good[i].kind == Kind.RELEASE_PARAM and any(
+        x.unit == good[i].unit for x in good[i].posts
+    ):  # not on the rank that owns stage 1
         before = max(j for j in range(i) if good[j].phase == END)
         wrong = put(good, i, good[i]._replace(posts=()))
         yield put(wrong, before, good[before]._replace(posts=(*good[before].posts, *good[i].posts)))
@@ -92,7 +112,7 @@ def early_credit(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]
 
 @pytest.mark.parametrize("name", ["r-v2", "r-v1", "r-dp", "r-four"])
 def test_landing_in_what_is_still_read_is_rejected(name: str) -> None:
-    messages = list(everywhere(name, early_credit, "DONE"))
+    messages = list(everywhere(name, early_credit, Kind.RELEASE_PARAM))
     assert len(messages) >= 2
     for _, rank, message in messages:
         assert message.startswith(f"rank {rank}, step") and "is still in use" in message, message
@@ -100,38 +120,39 @@ def test_landing_in_what_is_still_read_is_rejected(name: str) -> None:
 
 @pytest.mark.parametrize("rank", range(3))
 def test_an_update_in_place_before_the_last_read_is_rejected(rank: int) -> None:
-    """The owner's own UPDATE (and what it is made of) moved before the DONE of its last unit that reads the old version."""
+    """The owner's own OPTIMIZER_STEP (and what it is made of) moved before the RELEASE_PARAM of its last unit that reads the
+    old version."""
     good, p = program("r-dp", rank, False), plan("r-dp")
-    i = next(j for j, a in enumerate(good) if a.kind == "UPDATE")
+    i = next(j for j, a in enumerate(good) if a.kind == Kind.OPTIMIZER_STEP)
     own = p.members(p.schedule.owned(rank))
-    j = next(j for j, a in enumerate(good) if a.kind == "DONE" and a.unit in own)
+    j = next(j for j, a in enumerate(good) if a.kind == Kind.RELEASE_PARAM and a.unit in own)
     message = rejected("r-dp", rank, False, moved(good, i, j))
-    assert re.match(rf"rank {rank}, step 1: (UPDATE|TOTAL|NORM) |nothing moves", message), message
+    assert re.match(rf"rank {rank}, step 1: (OPTIMIZER_STEP|SEND_NORM|GRAD_NORM) |nothing moves", message), message
 
 
 def test_a_read_of_what_has_landed_but_was_not_waited_for_is_rejected() -> None:
-    """The message may have come by chance; without APPLY nobody has made sure."""
+    """The message may have come by chance; without REFRESH_PARAM nobody has made sure."""
     count = 0
     for name in ("r-v2", "r-four"):
         for rank in range(plan(name).schedule.ranks):
             good = program(name, rank, False)
             for i, a in enumerate(good):
-                if a.kind == "APPLY" and a.region == "R" and a.phase == START:
+                if a.kind == Kind.REFRESH_PARAM and a.region == "R" and a.phase == START:
                     message = rejected(name, rank, False, put(good, i))
                     count += "has applied version" in message or "the schedule says" in message
-                    assert re.match(r"rank \d+, step \d: (READ|RELAY|APPLY)", message), message
+                    assert re.match(r"rank \d+, step \d: (WAIT_PARAM|FORWARD_PARAM|REFRESH_PARAM)", message), message
     assert count > 4
 
 
 def late_in_the_step(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     """As ``late_push``, but not what the last rank hands to rank 0 for the next step: that has the whole step's time."""
-    if good[i].kind != "RELAY" or rank < p.schedule.ranks - 1:
+    if good[i].kind != Kind.FORWARD_PARAM or rank < p.schedule.ranks - 1:
         yield from late_push(p, rank, good, i)
 
 
 @pytest.mark.parametrize("name", ["r-v2", "r-v1", "r-dp", "r-four"])
 def test_late_pushes_and_early_updates_are_rejected(name: str) -> None:
-    messages = [x for kind in ("RELAY", "PASS") for x in everywhere(name, late_in_the_step, kind)]
+    messages = [x for kind in (Kind.FORWARD_PARAM, Kind.SEND_GRAD) for x in everywhere(name, late_in_the_step, kind)]
     messages += everywhere(name, early_update)
     assert messages
     for action, _, message in messages:

@@ -1,4 +1,4 @@
-"""Every rank keeps all parameters (replicas.py): plans, and training on threads against the oracle, bitwise."""
+"""Every rank keeps all parameters (plan/replicated.py): plans, and training on threads against the oracle, bitwise."""
 
 from collections import Counter
 
@@ -15,16 +15,20 @@ from test_plan import HELD_UNIT, make, plans
 from test_runtime import RULES, check, named_rule, oracle, schedule
 from torch import nn
 
-from deepspeed_cdp.plan import HELD, Plan, Unit
-from deepspeed_cdp.program import build, builder
-from deepspeed_cdp.replicas import ReplicatedPlan
-from deepspeed_cdp.runtime import Runtime, Settings
-from deepspeed_cdp.schedule import Schedule, threshold
-from deepspeed_cdp.validate import dry_run, validate
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import build, builder
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
+from deepspeed_cdp.plan.schedule import Schedule, threshold
+from deepspeed_cdp.plan.unit_schedule import Unit
+from deepspeed_cdp.runtime.runtime import Runtime
+from deepspeed_cdp.verify.check import dry_run, validate
 
 
 def replicated(plan: Plan) -> ReplicatedPlan:
-    return ReplicatedPlan(plan.schedule, plan.units, plan.held)
+    return ReplicatedPlan(plan.schedule, plan.units, plan.persistent)
 
 
 # ---- plans --------------------------------------------------------------------------------------------------------------
@@ -90,8 +94,13 @@ def test_a_replica_changes_where_the_schedule_changes_version(ranks: int, k: int
 def counted(run, rank: int, step: int) -> dict[str, int]:
     total = {"F": 0, "B": 0, "G": 0, "O": 0}
     for r, t, a in run.log:
-        if t == step and r == rank and a.peer is not None and a.kind in ("APPLY", "READ", "SUM", "SUM_HELD"):
-            total["F" if a.kind in ("APPLY", "READ") else "G"] += a.nbytes
+        if (
+            t == step
+            and r == rank
+            and a.peer is not None
+            and a.kind in (Kind.REFRESH_PARAM, Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD)
+        ):
+            total["F" if a.kind in (Kind.REFRESH_PARAM, Kind.WAIT_PARAM) else "G"] += a.nbytes
         if t == step and a.stream == "O" and a.peer == rank != r:
             total["O"] += a.nbytes
     return total
@@ -115,8 +124,12 @@ def test_two_psi_a_step_by_hand(ranks: int, rule: str, rounds: int) -> None:
     psi = 1024 * 2 * ranks
     plan = make(ranks, threshold(rule, ranks), rounds, per_stage=2, kind=ReplicatedPlan)
     for r in range(ranks):
-        assert plan.received_bytes(r) == {"F": psi - psi // ranks, "B": 0, "G": 2 * psi * (rounds - (r == 0)),
-                                          "O": 0 if r == ranks - 1 else 2 * psi // ranks}
+        assert plan.received_bytes(r) == {
+            "F": psi - psi // ranks,
+            "B": 0,
+            "G": 2 * psi * (rounds - (r == 0)),
+            "O": 0 if r == ranks - 1 else 2 * psi // ranks,
+        }
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -128,8 +141,13 @@ def test_no_second_copy_of_the_model(ranks: int) -> None:
         other = make(ranks, threshold(rule, ranks), per_stage=4)
         sums = max(layout.nbytes for layout in plan.g_layouts)
         assert 2 * 4 * 2048 <= sums <= (2 * 4 + 1) * 2048, "two stages, and the unit in use"
-        assert plan.memory() == {"replica": ranks * stage, "in flight": stage + sums, "sums": other.x_layout(0)[1],
-                                 "published": stage if rule == "cdp-v1" else 0, "scalars": other.regions["S"]}
+        assert plan.memory() == {
+            "replica": ranks * stage,
+            "in flight": stage + sums,
+            "sums": other.x_layout(0)[1],
+            "published": stage if rule == "cdp-v1" else 0,
+            "scalars": other.regions["S"],
+        }
         assert sum(plan.regions.values()) == sum(plan.memory().values())
         assert {"PG", "H0", "H1", "V1"}.isdisjoint(plan.regions)
 
@@ -149,22 +167,30 @@ def test_regions_hold_all_that_is_placed_in_them(plan: Plan) -> None:
 
 def test_alone_nothing_travels() -> None:
     for k in (0, 1):
-        plan = make(1, k, 2, per_stage=3, held=HELD_UNIT, kind=ReplicatedPlan)
+        plan = make(1, k, 2, per_stage=3, persistent=HELD_UNIT, kind=ReplicatedPlan)
         assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0} and "L" not in plan.regions
         kinds = {a.kind for a in build(plan, 0, False)}
-        assert kinds == {"READ", "DONE", "SUM", "SUM_HELD", "DONE_HELD", "NORM", "UPDATE"} | ({"APPLY"} if k else set())
+        assert kinds == {
+            Kind.WAIT_PARAM,
+            Kind.RELEASE_PARAM,
+            Kind.RECV_GRAD,
+            Kind.RECV_PERSISTENT_GRAD,
+            Kind.RELEASE_PERSISTENT_PARAM,
+            Kind.GRAD_NORM,
+            Kind.OPTIMIZER_STEP,
+        } | ({Kind.REFRESH_PARAM} if k else set())
 
 
 def test_a_program_applies_each_unit_once_and_reads_only_the_replica() -> None:
     for k in (0, 3, 5, 7):
-        plan = make(4, k, 2, per_stage=2, held=HELD_UNIT, kind=ReplicatedPlan)
+        plan = make(4, k, 2, per_stage=2, persistent=HELD_UNIT, kind=ReplicatedPlan)
         for rank in range(4):
             actions = build(plan, rank, False)
             own = plan.members(plan.schedule.owned(rank))
-            want = Counter(i for i in (HELD, *range(8)) if i not in own or plan.staged)
-            assert Counter(a.unit for a in actions if a.kind == "APPLY") == want
-            assert all(a.region == "R" and a.peer is None for a in actions if a.kind == "READ")
-            assert not any(a.backward for a in actions if a.kind in ("RELAY", "OFFER", "TAKE"))
+            want = Counter(i for i in (PERSISTENT, *range(8)) if i not in own or plan.staged)
+            assert Counter(a.unit for a in actions if a.kind == Kind.REFRESH_PARAM) == want
+            assert all(a.region == "R" and a.peer is None for a in actions if a.kind == Kind.WAIT_PARAM)
+            assert not any(a.backward for a in actions if a.kind in (Kind.FORWARD_PARAM, Kind.PUBLISH_PARAM, Kind.PULL_PARAM))
 
 
 # ---- training -----------------------------------------------------------------------------------------------------------
@@ -190,7 +216,7 @@ def test_models(kind, rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_ranks_that_take_different_branches(rule):
     got, _ = check("routed", named_rule(rule, 3), 3, sgd, steps=8, replicated=True)
-    assert len({frozenset(r.binder.visited) for r in got["runtimes"]}) > 1, "the test needs ranks that use different experts"
+    assert len({frozenset(r.param_hooks.visited) for r in got["runtimes"]}) > 1, "the test needs ranks that use different experts"
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has no Muon before 2.9")
@@ -204,7 +230,7 @@ def test_muon_has_whole_matrices():
 
 @pytest.mark.parametrize(("kind", "rule", "size"), [("llama", "cdp-v2", 2), ("llama-tied", "cdp-v1", 2), ("routed", "cdp-v2", 2)])
 def test_merged_units(kind, rule, size):
-    check(kind, rule, size, sgd, steps=8, rounds=2 if kind == "llama" else 1, least=10 ** 9, replicated=True)
+    check(kind, rule, size, sgd, steps=8, rounds=2 if kind == "llama" else 1, least=10**9, replicated=True)
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
@@ -223,7 +249,7 @@ def test_random_delays_change_nothing(rule):
 def test_after_a_warm_up_under_dp(size, rule):
     """Under v1 and other K >= N owners publish apart in the warm-up too, since one set of buffers serves both plans."""
     got, _ = test_warmup.check("rooted", rule, size, 3, two_groups, rounds=1 + size % 2, clip=0.3, replicated=True)
-    for plan in got["runtimes"][0].handoff.phases.plans:
+    for plan in got["runtimes"][0].executor.phases.plans:
         assert plan.replicated and plan.staged == got["runtimes"][0].plan.staged
         validate(plan)
 
@@ -236,8 +262,10 @@ def test_several_rings(size, rings, rule):
 
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])
 def test_the_optimizer_in_host_memory(rule):
-    runs = [train("rooted", 3, Settings(rule, clip=0.3, rounds=2, offload=offload, replicated=True), two_groups, 5, {2})
-            for offload in (False, True)]
+    runs = [
+        train("rooted", 3, Settings(rule, clip=0.3, rounds=2, offload=offload, replicated=True), two_groups, 5, {2})
+        for offload in (False, True)
+    ]
     assert runs[0]["losses"] == runs[1]["losses"]
     assert all(torch.equal(x, runs[1]["state"][n]) for n, x in runs[0]["state"].items())
 
@@ -245,13 +273,13 @@ def test_the_optimizer_in_host_memory(rule):
 def test_bytes_collectives_and_memory_are_as_planned():
     for size in (2, 3, 4):
         for rule in RULES:
-            rounds, kind = 1 + size % 2, "llama-tied" if size == 3 else "rooted"  # both have held parameters
+            rounds, kind = 1 + size % 2, "llama-tied" if size == 3 else "rooted"  # both have persistent parameters
             got = train(kind, size, Settings(named_rule(rule, size), rounds=rounds, replicated=True), sgd, 4)
             for runtime in got["runtimes"]:
                 for kind, row in runtime.traffic().items():
-                    assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.handoff.rank, kind, row)
+                    assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.executor.rank, kind, row)
                 assert runtime.collectives_in_steps == 0
-                assert runtime.handoff.buffers.nbytes() == sum(runtime.plan.memory().values())
+                assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory().values())
 
 
 def test_parameters_stay_where_they_are():
@@ -263,28 +291,30 @@ def test_parameters_stay_where_they_are():
 
     def look(runtime: Runtime) -> None:
         places.append({p: p.data_ptr() for p in runtime.module.parameters()})
-        low, high = (lambda r: (r.data_ptr(), r.data_ptr() + r.numel()))(runtime.handoff.buffers.regions["R"])
+        low, high = (lambda r: (r.data_ptr(), r.data_ptr() + r.numel()))(runtime.executor.buffers.regions["R"])
         assert all(low <= at < high for at in places[-1].values())
         for m in runtime.module.modules():
             m.register_forward_pre_hook(whole)
 
     got = train("llama-tied", 3, Settings("cdp-v2", replicated=True), sgd, 4, change=look)
     assert all(p.data_ptr() == at for there in places for p, at in there.items()) and len(got["runtimes"]) == len(places)
-    assert all(not r.binder._is_saving and not r.binder._rebuilt for r in got["runtimes"])
+    assert all(not r.param_hooks._is_saving and not r.param_hooks._rebuilt for r in got["runtimes"])
 
 
 # ---- broken on purpose --------------------------------------------------------------------------------------------------
 def test_a_version_that_is_not_applied_is_seen():
     """One rank's replica misses one new version of one unit."""
+
     def skip(runtime: Runtime) -> None:
-        apply, handoff = runtime.handoff._do["APPLY"], runtime.handoff
+        apply, executor = runtime.executor._do[Kind.REFRESH_PARAM], runtime.executor
 
         def missing(a) -> None:
-            before = handoff.buffers.regions["R"].clone()
+            before = executor.buffers.regions["R"].clone()
             apply(a)
-            if (handoff.rank, handoff.step, a.unit, a.region) == (1, 3, 0, "L"):
-                handoff.buffers.regions["R"].copy_(before)
-        runtime.handoff._do["APPLY"] = missing
+            if (executor.rank, executor.step, a.unit, a.region) == (1, 3, 0, "L"):
+                executor.buffers.regions["R"].copy_(before)
+
+        runtime.executor._do[Kind.REFRESH_PARAM] = missing
 
     check("mlp", "cdp-v1", 3, replicated=True)
     with pytest.raises(AssertionError):
@@ -293,13 +323,14 @@ def test_a_version_that_is_not_applied_is_seen():
 
 def test_an_update_applied_too_early_is_seen():
     """Rank 1 lets stages from 1 on land a step's forward earlier than it may: its passes read what is not theirs yet."""
+
     def early(runtime: Runtime) -> None:
-        handoff = runtime.handoff
-        if handoff.rank != 1:
+        executor = runtime.executor
+        if executor.rank != 1:
             return
-        for program in handoff._programs[handoff.schedule]:
-            at = next(i for i, a in enumerate(program.actions) if a.kind == "DONE" and a.posts)
-            to = next(i for i, a in enumerate(program.actions) if a.kind == "READ" and a.unit == 0)
+        for program in executor._programs[executor.schedule]:
+            at = next(i for i, a in enumerate(program.actions) if a.kind == Kind.RELEASE_PARAM and a.posts)
+            to = next(i for i, a in enumerate(program.actions) if a.kind == Kind.WAIT_PARAM and a.unit == 0)
             actions = list(program.actions)
             actions[to] = actions[to]._replace(posts=(*actions[to].posts, *actions[at].posts))
             actions[at] = actions[at]._replace(posts=())
@@ -335,6 +366,7 @@ def test_parameters_read_outside_their_module_are_noticed():
             value.backward()
             runtime.end_backward()
         runtime.close(False)
+
     run_ranks(1, work)
 
 
@@ -344,8 +376,9 @@ def test_the_module_outside_the_engine():
 
     def work(rank, transport):
         module = modules[rank]
-        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings("cdp-v1", replicated=True), transport,
-                          torch.device("cpu"))
+        runtime = Runtime(
+            module, sgd(list(module.named_parameters())), Settings("cdp-v1", replicated=True), transport, torch.device("cpu")
+        )
         for step in range(2):
             with runtime.forward():
                 value = models.loss(module, "mlp", models.batch("mlp", step, 0, rank))

@@ -13,9 +13,9 @@ from local_ring import train
 from optimizers import sgd, two_groups
 from test_runtime import named_rule, oracle, schedule
 
-from deepspeed_cdp.rings import ring_size
-from deepspeed_cdp.runtime import Settings
+from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.transport.local import Hub, LocalTransport
+from deepspeed_cdp.transport.ring_view import ring_size
 
 
 def check(kind: str, rule, size: int, rings: int, make=sgd, steps: int = 6, **options):
@@ -23,9 +23,22 @@ def check(kind: str, rule, size: int, rings: int, make=sgd, steps: int = 6, **op
     own = {k: options.pop(k) for k in ("change", "delay", "seed", "connect", "flush_after", "on_step", "dtype") if k in options}
     settings = Settings(rule, **options)
     got = train(kind, size * rings, settings, make, steps, ring_size=size, **own)
-    want = oracle(kind, got["runtimes"][0].plan.stages, rule, size, make, steps, own.get("dtype"), rings=rings,
-                  rounds=settings.rounds, clip=settings.clip, grad_dtype=settings.sum_dtype, warmup_steps=settings.warmup_steps,
-                  flush_after=own.get("flush_after", ()), on_step=own.get("on_step"))
+    want = oracle(
+        kind,
+        got["runtimes"][0].plan.stages,
+        rule,
+        size,
+        make,
+        steps,
+        own.get("dtype"),
+        rings=rings,
+        rounds=settings.rounds,
+        clip=settings.clip,
+        grad_dtype=settings.sum_dtype,
+        warmup_steps=settings.warmup_steps,
+        flush_after=own.get("flush_after", ()),
+        on_step=own.get("on_step"),
+    )
     assert got["losses"] == want.losses
     for runtime in got["runtimes"]:
         for name, master in runtime.owner.masters.items():
@@ -53,7 +66,7 @@ def test_models_with_clipping_schedules_and_groups(kind, rule):
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_bf16(rule, sum_dtype):
-    """Sums of several rings are added in the sums' dtype."""
+    """GradAccumulation of several rings are added in the sums' dtype."""
     check("llama-tied", rule, 2, 3, two_groups, steps=4, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5)
 
 
@@ -72,6 +85,7 @@ def test_a_flush_tells_ranks_by_their_numbers_among_all():
     def note(runtime):
         reset = runtime.transport.reset
         runtime.transport.reset = lambda where: (said.append(str(where)), reset(where))[1]
+
     train("mlp", 4, Settings("cdp-v2"), sgd, 3, ring_size=2, flush_after={1}, change=note)
     assert {where.split(",")[0] for where in said if where.endswith("flush")} == {f"rank {r}" for r in range(4)}
 
@@ -89,7 +103,7 @@ def test_optimizer_in_host_memory(rule, clip):
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1"])
 def test_an_overflow_in_one_ring_skips_the_step_in_all(rule):
     got, want = check_nan(rule)
-    assert all(r.handoff.skipped == 1 for r in got["runtimes"]) and want.overflows.count(True) == 1
+    assert all(r.executor.skipped == 1 for r in got["runtimes"]) and want.overflows.count(True) == 1
 
 
 def check_nan(rule):
@@ -116,17 +130,20 @@ def test_losses_and_norms_are_of_all_rings(size, rings, rule):
 
 def _noting(seen):
     """What each rank knows of losses and norms at each step's end."""
+
     def change(runtime):
         step, scale = runtime.step, runtime.optimizer.scale_if_loss
 
         def entered(loss):
-            runtime.handoff.add_loss(loss)
+            runtime.executor.add_loss(loss)
             return scale(loss)
 
         def noted():
             step()
-            seen.setdefault(runtime.transport.label, []).append(runtime.handoff.scalars.read())
+            seen.setdefault(runtime.transport.label, []).append(runtime.executor.scalars.read())
+
         runtime.step, runtime.optimizer.scale_if_loss = noted, entered
+
     return change
 
 
@@ -139,30 +156,43 @@ def test_bytes_are_the_closed_form_and_there_are_no_collectives():
             assert all(row["counted"] == row["closed form"] for row in traffic.values()), traffic
             assert runtime.collectives_in_steps == 0
             crossed.add(traffic["X"]["counted"])
-            psi = sum(u.g_bytes for u in runtime.plan.units) + runtime.plan.held.g_bytes
+            psi = sum(u.g_bytes for u in runtime.plan.units) + runtime.plan.persistent.g_bytes
             assert traffic["X"]["counted"] <= 2 * (psi + 16)
-            assert runtime.handoff.buffers.nbytes() == sum(runtime.plan.memory().values())
+            assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory().values())
         assert len(crossed) > 2, "the test needs stages of different sizes, and a ring in the middle"
 
 
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(("size", "rings", "rule", "rounds"), [(2, 2, "cdp-v2", 1), (2, 3, "cdp-v1", 2), (1, 4, "dp", 1),
-                                                               (3, 2, "dp", 1), (2, 4, "cdp-v2", 1)])
+@pytest.mark.parametrize(
+    ("size", "rings", "rule", "rounds"),
+    [(2, 2, "cdp-v2", 1), (2, 3, "cdp-v1", 2), (1, 4, "dp", 1), (3, 2, "dp", 1), (2, 4, "cdp-v2", 1)],
+)
 def test_where_both_sides_of_a_message_wait_for_each_other(size, rings, rule, rounds, strict):
     """As over NCCL; strictly: a rank stops at each message until the other side is at it. None begins for being waited for."""
     store, forced = dist.HashStore(), {}
 
     def watch(runtime):
-        flush, inner = runtime.handoff.flush, runtime.transport.inner
+        flush, inner = runtime.executor.flush, runtime.transport.inner
 
         def seen():
             forced.setdefault(inner.rank, []).append(sum(inner.forced.values()))
             flush()
             inner.forced.clear()
-        runtime.handoff.flush = seen
 
-    check("mlp", rule, size, rings, rounds=rounds, clip=0.5, flush_after={2}, warmup_steps=1, change=watch,
-          connect=lambda rank: GlooPairs(rank, size * rings, 20.0, store, strict=strict))
+        runtime.executor.flush = seen
+
+    check(
+        "mlp",
+        rule,
+        size,
+        rings,
+        rounds=rounds,
+        clip=0.5,
+        flush_after={2},
+        warmup_steps=1,
+        change=watch,
+        connect=lambda rank: GlooPairs(rank, size * rings, 20.0, store, strict=strict),
+    )
     assert set(forced) == set(range(size * rings)) and not any(sum(v) for v in forced.values()), forced
 
 
@@ -192,6 +222,7 @@ def test_nothing_is_written_that_is_still_to_be_sent(size, rings, rule):
 
 def test_rings_that_do_not_average_are_seen():
     """Broken on purpose: one ring keeps its own sum of one unit in one step."""
+
     def skip(runtime):
         views, calls = runtime.owner.ring_sums, []
 
@@ -199,6 +230,7 @@ def test_rings_that_do_not_average_are_seen():
             x, o = views(unit)
             calls.append(unit)
             return (x, o) if len(calls) != 7 else ([t.clone() for t in x], o)
+
         if runtime.transport.label == 2:
             runtime.owner.ring_sums = wrong
 
@@ -214,10 +246,26 @@ def test_another_number_of_micro_batches_is_another_training(rings):
     assert any(not torch.equal(a[n], b[n]) for n in a)
 
 
-@pytest.mark.parametrize(("setting", "hosts", "size"), [
-    ("auto", "aaaa", 4), ("auto", "aabb", 2), ("auto", "aaabbb", 3), ("auto", "aabbcc", 2), ("auto", "abcd", 4),
-    ("auto", "abab", 4), ("auto", "aab", 3), ("auto", "aabbaa", 6), ("auto", "a", 1), ("auto", "ab", 2), ("auto", "aabbb", 5),
-    (2, "aaaa", 2), (1, "aaa", 1), (3, "ababab", 3), (4, "aabb", 4)])
+@pytest.mark.parametrize(
+    ("setting", "hosts", "size"),
+    [
+        ("auto", "aaaa", 4),
+        ("auto", "aabb", 2),
+        ("auto", "aaabbb", 3),
+        ("auto", "aabbcc", 2),
+        ("auto", "abcd", 4),
+        ("auto", "abab", 4),
+        ("auto", "aab", 3),
+        ("auto", "aabbaa", 6),
+        ("auto", "a", 1),
+        ("auto", "ab", 2),
+        ("auto", "aabbb", 5),
+        (2, "aaaa", 2),
+        (1, "aaa", 1),
+        (3, "ababab", 3),
+        (4, "aabb", 4),
+    ],
+)
 def test_ring_size(setting, hosts, size):
     assert ring_size(setting, hosts) == size
 

@@ -6,9 +6,10 @@ import torch
 from local_ring import run_ranks, train
 from optimizers import muon, sgd, two_groups
 
-from deepspeed_cdp import reference
-from deepspeed_cdp.runtime import Runtime, Settings
-from deepspeed_cdp.schedule import threshold
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.schedule import threshold
+from deepspeed_cdp.runtime.runtime import Runtime
 
 
 def schedule(step, optimizer):
@@ -24,24 +25,62 @@ def oracle(kind: str, stages, rule, size: int, make, steps: int, dtype=None, tra
     if trained is not None:
         for name, p in module.named_parameters():
             p.requires_grad_(name in trained)
-    return reference.train(module, stages, threshold(rule, size), lambda t, m, r: models.batch(kind, t, m, r),
-                           lambda call, x: models.loss(call, kind, x), make, steps, **options)
+    return reference.train(
+        module,
+        stages,
+        threshold(rule, size),
+        lambda t, m, r: models.batch(kind, t, m, r),
+        lambda call, x: models.loss(call, kind, x),
+        make,
+        steps,
+        **options,
+    )
 
 
-def check(kind: str, rule, size: int, make=sgd, steps: int = 6, rounds: int = 1, clip: float = 0.0, flush_after=(), on_step=None,
-          dtype=None, sum_dtype=None, exact: bool = True, keep: bool = False, least: int = 0, replicated: bool = False, **extra):
+def check(
+    kind: str,
+    rule,
+    size: int,
+    make=sgd,
+    steps: int = 6,
+    rounds: int = 1,
+    clip: float = 0.0,
+    flush_after=(),
+    on_step=None,
+    dtype=None,
+    sum_dtype=None,
+    exact: bool = True,
+    keep: bool = False,
+    least: int = 0,
+    replicated: bool = False,
+    **extra,
+):
     """Train on a ring of threads and with the oracle: every loss and every final weight is equal."""
-    settings = Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, keep_after_forward=keep, min_unit_bytes=least,
-                        replicated=replicated)
+    settings = Settings(
+        rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, keep_after_forward=keep, min_unit_bytes=least, replicated=replicated
+    )
     got = train(kind, size, settings, make, steps, flush_after, on_step, dtype, **extra)
     plan = got["runtimes"][0].plan
-    want = oracle(kind, plan.stages, rule, size, make, steps, dtype, rounds=rounds, clip=clip, flush_after=flush_after,
-                  grad_dtype=sum_dtype, on_step=on_step)
+    want = oracle(
+        kind,
+        plan.stages,
+        rule,
+        size,
+        make,
+        steps,
+        dtype,
+        rounds=rounds,
+        clip=clip,
+        flush_after=flush_after,
+        grad_dtype=sum_dtype,
+        on_step=on_step,
+    )
     close = dict(rtol=0, atol=0) if exact else dict(rtol=1e-5, atol=1e-7)
     for name, master in want.masters.items():
         for state in got["states"]:
-            torch.testing.assert_close(state[name], master.to(state[name].dtype), **close,
-                                       msg=lambda m, name=name: f"{name}: {m}")
+            torch.testing.assert_close(
+                state[name], master.to(state[name].dtype), **close, msg=lambda m, name=name: f"{name}: {m}"
+            )
     assert got["losses"] == (want.losses if exact else pytest.approx(want.losses, rel=1e-5))
     return got, want
 
@@ -74,7 +113,7 @@ def test_models(kind, rule):
 @pytest.mark.parametrize("rule", RULES)
 def test_ranks_that_take_different_branches(rule):
     got, _ = check("routed", named_rule(rule, 3), 3, sgd, steps=8)
-    visited = {frozenset(r.binder.visited) for r in got["runtimes"]}
+    visited = {frozenset(r.param_hooks.visited) for r in got["runtimes"]}
     assert len(visited) > 1, "the test needs ranks that use different experts"
 
 
@@ -83,6 +122,7 @@ def test_ranks_that_take_different_branches(rule):
 def test_muon_has_whole_matrices(rule):
     def split(named):
         return muon(named)
+
     settings = Settings(rule)
     got = train("mlp", 3, settings, split, 6)
     matrices = {n for n in got["runtimes"][0].plan.stages for n in n}
@@ -93,12 +133,14 @@ def test_muon_has_whole_matrices(rule):
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize(("kind", "rule", "size"), [("llama", "cdp-v2", 2), ("llama-tied", "cdp-v1", 2), ("routed", "cdp-v2", 2),
-                                                    ("mlp", "dp", 2), ("conv", "cdp-v2", 1)])
+@pytest.mark.parametrize(
+    ("kind", "rule", "size"),
+    [("llama", "cdp-v2", 2), ("llama-tied", "cdp-v1", 2), ("routed", "cdp-v2", 2), ("mlp", "dp", 2), ("conv", "cdp-v2", 1)],
+)
 def test_merged_units(kind, rule, size, keep):
     """One unit a stage, of several modules; also where ranks skip some of them."""
     plain = train(kind, size, Settings(rule), sgd, 1)["runtimes"][0].plan
-    got, _ = check(kind, rule, size, sgd, steps=8, rounds=2 if kind == "llama" else 1, keep=keep, least=10 ** 9)
+    got, _ = check(kind, rule, size, sgd, steps=8, rounds=2 if kind == "llama" else 1, keep=keep, least=10**9)
     plan = got["runtimes"][0].plan
     assert len(plan.units) == size < len(plain.units) and plan.stages == plain.stages
     assert [m for u in plan.units for m in u.modules] == [m for u in plain.units for m in u.modules]
@@ -148,20 +190,22 @@ def test_rules_differ():
     finals = {rule: train("mlp", 3, Settings(rule), sgd, 6)["state"] for rule in ("dp", "cdp-v1", "cdp-v2", 3)}
     names = list(finals)
     for i, a in enumerate(names):
-        for b in names[i + 1:]:
+        for b in names[i + 1 :]:
             assert any(not torch.equal(finals[a][n], finals[b][n]) for n in finals[a]), (a, b)
             assert max(float((finals[a][n] - finals[b][n]).abs().max()) for n in finals[a]) > 1e-4, (a, b)
 
 
 def test_a_wrong_version_is_seen():
     """An owner that publishes one step late once: the oracle's weights are missed."""
+
     def late(runtime):
         publish, calls = runtime.owner.publish, []
 
         def skip_third(slot, unit=None):
             calls.append(slot)
-            if len(calls) != 3 or runtime.handoff.rank:
+            if len(calls) != 3 or runtime.executor.rank:
                 publish(slot, unit)
+
         runtime.owner.publish = skip_third
 
     with pytest.raises(AssertionError):
@@ -173,11 +217,11 @@ def test_bytes_equal_the_closed_form_and_no_collectives():
         for rule in RULES:
             for rounds in (1, 2):
                 keep = rounds == 2
-                model = "llama-tied" if size == 3 else "rooted"  # both have held parameters
+                model = "llama-tied" if size == 3 else "rooted"  # both have persistent parameters
                 got = train(model, size, Settings(named_rule(rule, size), rounds=rounds, keep_after_forward=keep), sgd, 4)
                 for runtime in got["runtimes"]:
                     for kind, row in runtime.traffic().items():
-                        assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.handoff.rank, kind, row)
+                        assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.executor.rank, kind, row)
                     assert runtime.collectives_in_steps == 0
 
 
@@ -185,7 +229,7 @@ def test_memory_is_what_the_plan_says():
     for size in (1, 2, 4):
         got = train("llama", size, Settings(), sgd, 2)
         for runtime in got["runtimes"]:
-            assert runtime.handoff.buffers.nbytes() == sum(runtime.plan.memory().values())
+            assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory().values())
 
 
 def test_the_step_after_a_flush_reads_one_version():
@@ -224,4 +268,4 @@ def test_a_step_without_a_norm_is_skipped(rule):
     for name, master in want.masters.items():
         assert torch.isfinite(master).all()
         torch.testing.assert_close(got["state"][name], master, rtol=0, atol=0)
-    assert all(r.handoff.skipped == 1 for r in got["runtimes"])
+    assert all(r.executor.skipped == 1 for r in got["runtimes"])

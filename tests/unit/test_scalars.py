@@ -1,31 +1,33 @@
-"""How a step's numbers come to the host where a device has them first (scalars.py); marks come when the test says so."""
+"""How a step's numbers come to the host where a device has them first (runtime/step_metrics.py); marks come when the test
+says so."""
 
 from collections import deque
 from types import SimpleNamespace
 
 import torch
 
-from deepspeed_cdp.scalars import Scalars
+from deepspeed_cdp.runtime.step_metrics import StepMetrics
 
 
-def made(size: int = 2) -> tuple[Scalars, list[SimpleNamespace]]:
+def made(size: int = 2) -> tuple[StepMetrics, list[SimpleNamespace]]:
     marks: list[SimpleNamespace] = []
 
     def mark() -> SimpleNamespace:
         marks.append(SimpleNamespace(come=False))
         marks[-1].done = lambda m=marks[-1]: m.come
         return marks[-1]
-    scalars = object.__new__(Scalars)
+
+    scalars = object.__new__(StepMetrics)
     scalars.transport, scalars.size, scalars.rank = SimpleNamespace(mark=mark, push=lambda *a: None, timing=None), size, size - 1
     scalars.vector, scalars.total = torch.zeros(2 * size + 5, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    scalars.kept, scalars.busy = scalars.vector[:size + 5], 0.0
+    scalars.kept, scalars.busy = scalars.vector[: size + 5], 0.0
     scalars._slots, scalars._noted, scalars._notes = [torch.zeros(3 + size, dtype=torch.float64) for _ in range(4)], deque(), 0
     scalars._told = 0.0
     scalars._sent, scalars._lands, scalars.step, scalars._since = [], {"S": 0}, None, 0
     return scalars, marks
 
 
-def add(scalars: Scalars, step: int) -> None:
+def add(scalars: StepMetrics, step: int) -> None:
     scalars.vector.zero_()
     scalars.add(0, torch.tensor(float((step + 1) ** 2)), torch.tensor(10.0 * step), 2, step)
 

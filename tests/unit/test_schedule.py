@@ -1,6 +1,7 @@
 """schedule.py against the paper's brute force (tests/golden) and against the laws it must obey, for every N and K.
 
-An activation counts as held from the start of its forward to the end of its backward, both positions included: then the ranks
+An activation counts as persistent from the start of its forward to the end of its backward, both positions included: then
+the ranks
 hold N(N+1)/2 stages at every logical time of the steady state.
 """
 
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from deepspeed_cdp.schedule import Schedule, grid, threshold
+from deepspeed_cdp.plan.schedule import Schedule, grid, threshold
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 STEPS = 4  # of which the first is not steady
@@ -30,11 +31,14 @@ def schedules(draw: st.DrawFn) -> Schedule:
 def test_equals_the_golden_rows(ranks: int, rule: str) -> None:
     with (GOLDEN / f"schedule_n{ranks}.csv").open() as file:
         rows = list(csv.DictReader(file))
-    golden = Counter((*(int(row[k]) for k in ("time", "rank", "stage", "step")), row["pass"], int(row[f"version_{rule[4:]}"]))
-                     for row in rows)
+    golden = Counter(
+        (*(int(row[k]) for k in ("time", "rank", "stage", "step")), row["pass"], int(row[f"version_{rule[4:]}"])) for row in rows
+    )
     steps = 1 + max(int(row["step"]) for row in rows)
-    ours = Counter((x.time, x.rank, x.stage, x.step, "FB"[x.backward], x.version)
-                   for x in Schedule(ranks, threshold(rule, ranks)).reads(steps))
+    ours = Counter(
+        (x.time, x.rank, x.stage, x.step, "FB"[x.backward], x.version)
+        for x in Schedule(ranks, threshold(rule, ranks)).reads(steps)
+    )
     assert ours == golden
     assert sum(ours.values()) == steps * 2 * ranks * ranks
 
@@ -99,12 +103,12 @@ def activations_are_constant(s: Schedule) -> None:
         if x.backward:
             change[starts[x.rank, x.step, x.round, x.stage]] += 1
             change[x.time + 1] -= 1
-    held = 0
+    persistent = 0
     for time in range(s.period * STEPS):
-        held += change[time]
+        persistent += change[time]
         if time >= s.period:
-            assert held <= s.ranks * (s.ranks + 1) // 2
-            assert s.stalls or held == s.ranks * (s.ranks + 1) // 2, (time, held)
+            assert persistent <= s.ranks * (s.ranks + 1) // 2
+            assert s.stalls or persistent == s.ranks * (s.ranks + 1) // 2, (time, persistent)
 
 
 def versions_live_long_enough(s: Schedule) -> None:
@@ -128,8 +132,16 @@ def sums_are_finished_before_updates(s: Schedule) -> None:
         assert s.update_time(step, stage) == wait
 
 
-LAWS = [each_pass_once, a_rank_runs_forwards_up_then_backwards_down, one_rank_on_a_stage_at_a_time, readers_are_neighbours,
-        every_version_has_all_readers, activations_are_constant, versions_live_long_enough, sums_are_finished_before_updates]
+LAWS = [
+    each_pass_once,
+    a_rank_runs_forwards_up_then_backwards_down,
+    one_rank_on_a_stage_at_a_time,
+    readers_are_neighbours,
+    every_version_has_all_readers,
+    activations_are_constant,
+    versions_live_long_enough,
+    sums_are_finished_before_updates,
+]
 
 
 @pytest.mark.parametrize("law", LAWS)
@@ -163,17 +175,23 @@ def test_rule_by_its_definition(ranks: int, k: int) -> None:
 @pytest.mark.parametrize("ranks", range(1, 65))
 def test_v2_is_the_smallest_threshold_without_a_stall(ranks: int) -> None:
     """By brute force: with 2N positions a step, no fresh read of step 1 starts before its stage's last backward ends."""
+
     def runs(k: int) -> bool:
-        return all(2 * ranks + 2 * r + s >= 2 * (ranks - 1) + (2 * ranks - 1 - s) + 1
-                   for r in range(ranks) for s in range(ranks) if r + s >= k)
+        return all(
+            2 * ranks + 2 * r + s >= 2 * (ranks - 1) + (2 * ranks - 1 - s) + 1
+            for r in range(ranks)
+            for s in range(ranks)
+            if r + s >= k
+        )
 
     smallest = min(k for k in range(2 * ranks) if runs(k))
     assert threshold("cdp-v2", ranks) == smallest
     assert all(Schedule(ranks, k).stalls == (not runs(k)) for k in range(2 * ranks))
 
 
-@pytest.mark.parametrize(("ranks", "periods"), [(1, [2, 2]), (2, [8, 4, 4, 4]), (3, [12, 10, 6, 6, 6, 6]),
-                                                (4, [16, 14, 12, 8, 8, 8, 8, 8])])
+@pytest.mark.parametrize(
+    ("ranks", "periods"), [(1, [2, 2]), (2, [8, 4, 4, 4]), (3, [12, 10, 6, 6, 6, 6]), (4, [16, 14, 12, 8, 8, 8, 8, 8])]
+)
 def test_period(ranks: int, periods: list[int]) -> None:
     for rounds in (1, 2, 3):
         found = [Schedule(ranks, k, rounds).period for k in range(2 * ranks)]
@@ -207,8 +225,11 @@ def test_threshold() -> None:
 
 @pytest.mark.parametrize("rule", ["v2", "", "CDP-V2", "3", -1, 8, True, False, 2.0, None])
 def test_threshold_refuses(rule: object) -> None:
-    with pytest.raises(ValueError, match=r"^cyclic\.rule is .*'dp', 'cdp-v1', 'cdp-v2' or an integer K from 0 to 7 with 4 ranks; "
-                                         r"choose one") as error:
+    with pytest.raises(
+        ValueError,
+        match=r"^cyclic\.rule is .*'dp', 'cdp-v1', 'cdp-v2' or an integer K from 0 to 7 with 4 ranks; "
+        r"choose one",
+    ) as error:
         threshold(rule, 4)  # type: ignore[arg-type]
     assert repr(rule) in str(error.value)
 

@@ -6,9 +6,10 @@ from models import build
 from torch import nn
 from torch.nn import functional as F
 
-from deepspeed_cdp import reference, schedule
-from deepspeed_cdp.discover import Example
-from deepspeed_cdp.simulated import Simulator, stages_of, threshold_of
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.analysis.learning_simulator import Simulator, stages_of, threshold_of
+from deepspeed_cdp.model.discover import Example
+from deepspeed_cdp.plan import schedule
 
 STEPS = 7
 
@@ -30,19 +31,22 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-@pytest.mark.parametrize("kind, ranks, rule, rounds, clip, optimizer", [
-    ("mlp", 1, "cdp-v2", 1, 0.0, sgd),
-    ("mlp", 2, "cdp-v1", 1, 0.0, sgd),
-    ("mlp", 3, "cdp-v2", 1, 0.3, adamw),
-    ("mlp", 3, 4, 2, 0.3, sgd),
-    ("mlp", 4, "dp", 2, 0.3, adamw),
-    ("mlp", 4, "cdp-v1", 2, 0.3, adamw),
-    ("mlp", 4, 1, 1, 0.3, sgd),
-    ("conv", 3, "cdp-v2", 2, 0.0, sgd),
-    ("conv", 2, "dp", 1, 0.0, adamw),
-    ("rooted", 4, "cdp-v2", 1, 0.3, adamw),
-    ("routed", 3, "cdp-v2", 1, 0.0, adamw),
-])
+@pytest.mark.parametrize(
+    "kind, ranks, rule, rounds, clip, optimizer",
+    [
+        ("mlp", 1, "cdp-v2", 1, 0.0, sgd),
+        ("mlp", 2, "cdp-v1", 1, 0.0, sgd),
+        ("mlp", 3, "cdp-v2", 1, 0.3, adamw),
+        ("mlp", 3, 4, 2, 0.3, sgd),
+        ("mlp", 4, "dp", 2, 0.3, adamw),
+        ("mlp", 4, "cdp-v1", 2, 0.3, adamw),
+        ("mlp", 4, 1, 1, 0.3, sgd),
+        ("conv", 3, "cdp-v2", 2, 0.0, sgd),
+        ("conv", 2, "dp", 1, 0.0, adamw),
+        ("rooted", 4, "cdp-v2", 1, 0.3, adamw),
+        ("routed", 3, "cdp-v2", 1, 0.0, adamw),
+    ],
+)
 def test_equals_the_oracle_bit_for_bit(kind, ranks, rule, rounds, clip, optimizer) -> None:
     module = build(kind)
     stages = stages_of(module, ranks)
@@ -52,8 +56,19 @@ def test_equals_the_oracle_bit_for_bit(kind, ranks, rule, rounds, clip, optimize
         for group in optimizer.param_groups:
             group["lr"] = 0.1 / (step + 2)
 
-    expected = reference.train(module, stages, schedule.threshold(rule, ranks), lambda *which: batch(kind, *which), loss,
-                               optimizer, STEPS, rounds=rounds, clip=clip, flush_after=flush_after, on_step=set_rate)
+    expected = reference.train(
+        module,
+        stages,
+        schedule.threshold(rule, ranks),
+        lambda *which: batch(kind, *which),
+        loss,
+        optimizer,
+        STEPS,
+        rounds=rounds,
+        clip=clip,
+        flush_after=flush_after,
+        on_step=set_rate,
+    )
     ring = Simulator(module, optimizer(module.parameters()), stages, rule, clip=clip)
     for step in range(STEPS):
         set_rate(step, ring.optimizer)
@@ -84,6 +99,7 @@ def test_rules_differ_and_warming_up_is_dp_until_a_flush(rule) -> None:
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2", 1])
 def test_after_warming_up_it_is_the_oracle_started_there(rule) -> None:
     """Plain SGD has no memory, so two warm-up steps and then the rule are two oracles, one after the other."""
+
     def plain(parameters):
         parameters = [p for _, p in parameters] if isinstance(parameters, list) else parameters
         return torch.optim.SGD(parameters, lr=0.1)
@@ -93,8 +109,9 @@ def test_after_warming_up_it_is_the_oracle_started_there(rule) -> None:
     first = reference.train(module, stages, 0, lambda *which: batch("mlp", *which), loss, plain, 2)
     later = build("mlp")
     later.load_state_dict(first.masters)
-    then = reference.train(later, stages, schedule.threshold(rule, 3), lambda step, *which: batch("mlp", step + 2, *which), loss,
-                           plain, 4)
+    then = reference.train(
+        later, stages, schedule.threshold(rule, 3), lambda step, *which: batch("mlp", step + 2, *which), loss, plain, 4
+    )
     ring = Simulator(module, plain(module.parameters()), stages, rule, warmup_steps=2)
     for step in range(6):
         ring.step([batch("mlp", step, 0, r) for r in range(3)], loss)
@@ -126,6 +143,7 @@ def test_freshness_is_the_schedules(ranks) -> None:
 
 def test_the_model_between_steps_is_the_users_own() -> None:
     """Evaluation in between changes nothing, and the module always holds theta_t; autocast sees the swapped weights."""
+
     def mixed(module, data):
         with torch.autocast("cpu", torch.bfloat16):
             return F.mse_loss(module(data).float(), data)
@@ -151,7 +169,7 @@ def test_the_model_between_steps_is_the_users_own() -> None:
 
 
 def test_stages_are_the_engines() -> None:
-    """By FLOPs where there is an example; held parameters in stage 0; each parameter once."""
+    """By FLOPs where there is an example; persistent parameters in stage 0; each parameter once."""
     module = build("conv")
     flat = sorted(name for stage in stages_of(module, 3) for name in stage)
     assert flat == sorted(name for name, _ in module.named_parameters())

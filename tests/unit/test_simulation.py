@@ -8,13 +8,15 @@ from local_ring import run_ranks
 from simulated import bare, full, plan_of
 
 from benchmarks.pauses import SlowLinear
-from deepspeed_cdp.plan import Plan
-from deepspeed_cdp.program import build
-from deepspeed_cdp.runtime import Runtime, Settings
-from deepspeed_cdp.simulation.events import Simulation, _reserve, simulate
-from deepspeed_cdp.simulation.rivals import rivals
-from deepspeed_cdp.simulation.times import Hardware, Work, times, traffic
-from deepspeed_cdp.trace import Recorder
+from deepspeed_cdp.analysis.timing.baselines import rivals
+from deepspeed_cdp.analysis.timing.events import Simulation, _reserve, simulate
+from deepspeed_cdp.analysis.timing.times import Hardware, Work, times, traffic
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import build
+from deepspeed_cdp.runtime.runtime import Runtime
+from deepspeed_cdp.runtime.trace import Recorder
 
 STEP = 9e-3  # of bare(plan_of(n, 3)) per stage: three units, 1 ms forward and 2 ms backward each
 
@@ -55,10 +57,11 @@ def test_a_host_that_is_not_ahead_costs_one_units_update_and_not_a_stages(ranks,
 
 def test_what_is_let_in_behind_an_update_waits_for_the_owner():
     """And so do credits after it, which are given one after the other; the passes do not."""
+
     class Noting(Simulation):
         def _do(self, rank, a):
             done = super()._do(rank, a)
-            if done and a.kind == "LET" and rank.step:
+            if done and a.kind == Kind.GRANT_CREDIT and rank.step:
                 seen.append((rank.credits, rank.owner, rank.passes))
             return done
 
@@ -67,7 +70,7 @@ def test_what_is_let_in_behind_an_update_waits_for_the_owner():
             super()._post(rank, post, now)
 
     seen, given, plan = [], [], plan_of(4)
-    assert any(a.kind == "LET" for a in build(plan, 1, False))
+    assert any(a.kind == Kind.GRANT_CREDIT for a in build(plan, 1, False))
     Noting(plan, bare(plan, update=8e-3), 6, lambda rank, step: 0.0, True, False, True).go()
     assert seen and all(credits >= owner for credits, owner, _ in seen)
     assert any(owner > passes for _, owner, passes in seen), "the update was late, so that this says something"
@@ -187,7 +190,7 @@ def test_the_order_of_a_recorded_run_is_the_simulations(rule):
         module = built[rank]
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         runtime = Runtime(module, optimizer, Settings(rule=rule), transport, torch.device("cpu"))
-        recorder = Recorder(runtime.handoff, torch.device("cpu"))
+        recorder = Recorder(runtime.executor, torch.device("cpu"))
         for step in range(steps):
             with runtime.forward():
                 loss = module(torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))).pow(2).mean()
@@ -201,14 +204,18 @@ def test_the_order_of_a_recorded_run_is_the_simulations(rule):
     results = run_ranks(ranks, work)
     plan = results[0][1]
     run = simulate(plan, bare(plan, FORWARD), steps, beside=False)
-    seen = {(e["pid"], e["args"]["step"], e["args"]["unit"], e["args"]["backward"]): e["ts"] / 1e6
-            for trace, _ in results for e in trace["traceEvents"] if e.get("cat") == "passes"}
+    seen = {
+        (e["pid"], e["args"]["step"], e["args"]["unit"], e["args"]["backward"]): e["ts"] / 1e6
+        for trace, _ in results
+        for e in trace["traceEvents"]
+        if e.get("cat") == "passes"
+    }
     expected = {(p.rank, p.step, p.unit, p.backward): p.begin for p in run.passes}
     assert seen.keys() == expected.keys()
     wrong = compared = 0
     keys = sorted(expected, key=expected.__getitem__)
     for i, a in enumerate(keys):
-        for b in keys[i + 1:]:
+        for b in keys[i + 1 :]:
             if expected[b] - expected[a] > 3 * FORWARD:
                 compared += 1
                 wrong += seen[a] > seen[b]

@@ -39,6 +39,7 @@ def test_within_ten_percent(row):
 
 def test_better_than_compute_alone():
     """The simulation must earn its keep: its mean error is well below that of saying "as long as the passes"."""
+
     def errors(guess):
         return statistics.mean(abs(guess(row) / row.measured - 1) for row in SOUND)
 
@@ -62,6 +63,7 @@ def test_without_a_compute_row_operations_come_within_a_fifth(row):
 
 def test_more_ranks_are_expected_to_need_less_memory_and_no_more_time():
     from benchmarks import scaling
+
     two, eight = (scaling.expected("llama-1.3b", 4, n) for n in (2, 8))
     rings = scaling.two_rings("llama-1.3b", 4)
     assert eight.memory < 0.75 * two.memory and eight.passes < eight.step < two.step < two.late

@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from deepspeed_cdp.handoff import Handoff
-from deepspeed_cdp.plan import HELD, Plan, Unit
-from deepspeed_cdp.replicas import ReplicatedPlan
-from deepspeed_cdp.replicas_live import ReplicaHandoff
-from deepspeed_cdp.rings import RingView
-from deepspeed_cdp.schedule import Schedule
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
+from deepspeed_cdp.plan.schedule import Schedule
+from deepspeed_cdp.plan.unit_schedule import Unit
+from deepspeed_cdp.runtime.executor import Executor
+from deepspeed_cdp.runtime.replicated import ReplicaExecutor
 from deepspeed_cdp.transport.base import PULLED, Transport
 from deepspeed_cdp.transport.peer import _DIRECT, _LANES
+from deepspeed_cdp.transport.ring_view import RingView
 
 STEPS, FLUSHED_AFTER = 14, 9
 
@@ -149,26 +152,29 @@ class Noting(Transport):
         for known in (self._streams, self._reads, self._writes):
             known.clear()
 
-    def close(self, linger) -> None:
+    def close(self, drain) -> None:
         pass
 
 
 class Owning:
     """An owner that reads sums and writes published copies without a value in them."""
 
-    def __init__(self, walk: Handoff, transport: Noting, clipped: bool, by_unit: bool):
-        self.walk, self.transport, self.clipped, self.by_unit = walk, transport, clipped, by_unit
+    def __init__(self, walk: Executor, transport: Noting, clipped: bool, updates_per_unit: bool):
+        self.walk, self.transport, self.clipped, self.updates_per_unit = walk, transport, clipped, updates_per_unit
         self.stage = walk.schedule.owned(walk.rank)
 
     @property
-    def at_once(self) -> bool:
-        return self.by_unit and not self.clipped and not self.walk.schedule.exact_norm
+    def updates_eagerly(self) -> bool:
+        return self.updates_per_unit and not self.clipped and not self.walk.schedule.exact_norm
 
     def average(self, step: int, unit: int) -> torch.Tensor:
         walk = self.walk
         plan, nbytes = walk.plan, walk.plan.unit(unit).g_bytes
-        view = (walk.buffers.view(plan.o_region, plan.o_layout(self.stage)[unit], nbytes) if walk.across is None else
-                walk.buffers.view("X", plan.x_layout(self.stage)[0][unit], nbytes))
+        view = (
+            walk.buffers.view(plan.o_region, plan.o_layout(self.stage)[unit], nbytes)
+            if walk.across is None
+            else walk.buffers.view("X", plan.x_layout(self.stage)[0][unit], nbytes)
+        )
         self.transport.reads(view, f"the owner reads the sum of unit {unit}")
         return torch.zeros(1)
 
@@ -194,13 +200,16 @@ class Owning:
         pass
 
 
-def walked(plan: Plan, rank: int, ring: int, like: str, clipped: bool, by_unit: bool, warmup: int) -> tuple[Noting, list[int]]:
+def walked(
+    plan: Plan, rank: int, ring: int, like: str, clipped: bool, updates_per_unit: bool, warmup: int
+) -> tuple[Noting, list[int]]:
     """The transport, and how many pushes the rank remembered after each step."""
     size = plan.schedule.ranks
     transport = Noting(rank + ring * size, size * plan.rings, like)
-    walk = (ReplicaHandoff if plan.replicated else Handoff)(
-        plan, rank, RingView(transport, size) if plan.rings > 1 else transport, torch.device("cpu"), warmup)
-    walk.owner = Owning(walk, transport, clipped, by_unit)
+    walk = (ReplicaExecutor if plan.replicated else Executor)(
+        plan, rank, RingView(transport, size) if plan.rings > 1 else transport, torch.device("cpu"), warmup
+    )
+    walk.owner = Owning(walk, transport, clipped, updates_per_unit)
     started, remembered = [], []
 
     def on_pass(unit: int, flat: torch.Tensor, first: bool) -> None:
@@ -208,11 +217,13 @@ def walked(plan: Plan, rank: int, ring: int, like: str, clipped: bool, by_unit: 
         transport.writes(flat, f"gradients of unit {unit} are added in step {walk.step}")
 
     def kept(a: Any, view: torch.Tensor) -> None:
-        Handoff._keep_sum(walk, a, view)
+        Executor._keep_sum(walk, a, view)
         there = walk.buffers.view(plan.o_region, plan.o_layout(0)[a.unit], a.nbytes)
         with transport.owner_stream():  # the mark behind it is made in there
-            walk._sum_ends[a.unit].over |= {transport.reads(view, f"unit {a.unit} is copied to its owner's sums"),
-                                            transport.writes(there, f"unit {a.unit} comes to where its owner uses it")}
+            walk._sum_ends[a.unit].over |= {
+                transport.reads(view, f"unit {a.unit} is copied to its owner's sums"),
+                transport.writes(there, f"unit {a.unit} comes to where its owner uses it"),
+            }
 
     def applied(a: Any) -> None:
         walk._apply_version(a)
@@ -227,11 +238,12 @@ def walked(plan: Plan, rank: int, ring: int, like: str, clipped: bool, by_unit: 
         if a.unit in walk.params:
             transport.reads(walk.params[a.unit], f"the {'backward' if a.backward else 'forward'} uses unit {a.unit}")
         walk._done(a)
+
     walk.on_pass = on_pass
     walk._keep_sum = kept
-    walk._do |= {"DONE": done, "DONE_HELD": done}
+    walk._do |= {Kind.RELEASE_PARAM: done, Kind.RELEASE_PERSISTENT_PARAM: done}
     if plan.replicated:
-        walk._do["APPLY"] = applied
+        walk._do[Kind.REFRESH_PARAM] = applied
     walk.begin()
     for step in range(STEPS):
         for _ in range(plan.schedule.rounds):
@@ -244,13 +256,13 @@ def walked(plan: Plan, rank: int, ring: int, like: str, clipped: bool, by_unit: 
         if step in (warmup - 1, FLUSHED_AFTER):
             walk.flush()
             walk.begin()
-    trained = [i for i in [HELD, *range(len(plan.units))] if (i != HELD or plan.held) and plan.unit(i).g_bytes]
+    trained = [i for i in [PERSISTENT, *range(len(plan.units))] if (i != PERSISTENT or plan.persistent) and plan.unit(i).g_bytes]
     assert sorted(started) == sorted(trained * STEPS if rank == 0 else []), "each sum is started once a step, by rank 0"
     return transport, remembered
 
 
 def case(seed: int) -> Iterator[tuple[Plan, dict[str, Any]]]:
-    """Two plans with sizes, rule, rounds, held, frozen and kept units, rings at random, and how they are walked."""
+    """Two plans with sizes, rule, rounds, persistent, frozen and kept units, rings at random, and how they are walked."""
     chance = random.Random(seed)
     size = chance.choice([1, 2, 2, 3, 3, 4, 5])
     k = chance.choice([0, size - 1, size, 2 * size - 1, chance.randint(0, 2 * size - 1)])
@@ -259,11 +271,15 @@ def case(seed: int) -> Iterator[tuple[Plan, dict[str, Any]]]:
     for number in range(size * per_stage):
         nbytes = chance.choice([64, 128, 192, 320, 640])
         units.append(Unit(f"u{number}", number // per_stage, ("w",), (), nbytes, 0 if chance.random() < frozen else nbytes))
-    held = chance.choice([None, Unit("", 0, ("h",), (), 128, 128), Unit("", 0, (), ("h",), 128, 0)])
+    persistent = chance.choice([None, Unit("", 0, ("h",), (), 128, 128), Unit("", 0, (), ("h",), 128, 0)])
     schedule, rings = Schedule(size, k, chance.choice([1, 1, 2, 3])), chance.choice([1, 1, 2, 3])
     for make, keep in ((Plan, chance.random() < 0.5), (ReplicatedPlan, False)):
-        how = {"clipped": chance.random() < 0.5, "by_unit": chance.random() < 0.8, "warmup": chance.choice([0, 0, 3]) if k else 0}
-        yield make(schedule, tuple(units), held, keep, rings, how["warmup"] > 0), how
+        how = {
+            "clipped": chance.random() < 0.5,
+            "updates_per_unit": chance.random() < 0.8,
+            "warmup": chance.choice([0, 0, 3]) if k else 0,
+        }
+        yield make(schedule, tuple(units), persistent, keep, rings, how["warmup"] > 0), how
 
 
 @pytest.mark.parametrize("like", ["peer", "nccl"])
@@ -279,14 +295,15 @@ def test_nothing_is_written_while_it_is_read(seed: int, like: str) -> None:
 
 
 def test_a_sum_that_is_overwritten_while_it_is_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = Handoff._keep_sum
+    keep = Executor._keep_sum
 
-    def forgetful(self: Handoff, a: Any, view: torch.Tensor) -> None:
+    def forgetful(self: Executor, a: Any, view: torch.Tensor) -> None:
         keep(self, a, view)
         self._reading[self._kept_under(a.region, a.offset)].pop()
+
     plan = Plan(Schedule(3, 2, 2), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(6)))
     assert not walked(plan, 2, 0, "peer", False, True, 0)[0].wrong
-    monkeypatch.setattr(Handoff, "_keep_sum", forgetful)
+    monkeypatch.setattr(Executor, "_keep_sum", forgetful)
     assert any("while unit" in w and "is copied" in w for w in walked(plan, 2, 0, "peer", False, True, 0)[0].wrong)
 
 
@@ -299,11 +316,11 @@ def test_an_owner_alone_does_not_sum_where_it_still_reads() -> None:
 
 def test_a_wait_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(Schedule(3, 2, 2), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(6)))
-    monkeypatch.setattr(Handoff, "_free_copy", lambda *a: None)
+    monkeypatch.setattr(Executor, "_free_copy", lambda *a: None)
     assert any("the owner writes unit" in w for r in range(3) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong)
     monkeypatch.undo()
-    readers = Handoff._readers
-    monkeypatch.setattr(Handoff, "_readers", lambda walk, region, *a: [] if region == "PG" else readers(walk, region, *a))
+    readers = Executor._readers
+    monkeypatch.setattr(Executor, "_readers", lambda walk, region, *a: [] if region == "PG" else readers(walk, region, *a))
     wrong = [w for r in range(3) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong]
     assert any(w.startswith("G from rank") for w in wrong) or any("gradients of unit" in w for w in wrong)
 
@@ -312,9 +329,13 @@ def test_what_lands_where_an_owner_still_reads_its_sums_is_seen(monkeypatch: pyt
     """Finished sums lie between what is in flight: the next message there must wait for the owner's stream."""
     plans = [Plan(Schedule(4, k, 2), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(8))) for k in (3, 7)]
     for plan in plans:
-        assert not any(walked(plan, r, 0, like, clipped, True, 0)[0].wrong
-                       for r in range(4) for like in ("peer", "nccl") for clipped in (False, True))
-    monkeypatch.setattr(Handoff, "_sums_used", lambda walk: None)
+        assert not any(
+            walked(plan, r, 0, like, clipped, True, 0)[0].wrong
+            for r in range(4)
+            for like in ("peer", "nccl")
+            for clipped in (False, True)
+        )
+    monkeypatch.setattr(Executor, "_sums_used", lambda walk: None)
     for plan in plans:
         wrong = [w for r in range(4) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong]
         assert any(" lands (" in w and "while the owner reads the sum" in w for w in wrong), wrong[:5]

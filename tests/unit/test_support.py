@@ -7,36 +7,60 @@ import pytest
 from deepspeed.runtime.precision_config import DeepSpeedBF16Config
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from deepspeed_cdp import support
-from deepspeed_cdp.plugin import register
+from deepspeed_cdp.integration import support
+from deepspeed_cdp.integration.plugin import register
 
 REPOSITORY = Path(__file__).parents[2]
 ZERO = "zero_optimization"
-RAW_ONLY = {ZERO + ".zeropp_loco_param": {"a": 1}, ZERO + ".mics_shard_size": 2, "elasticity": {"enabled": True},
-            "sparse_gradients": True, "amp": {"enabled": True}, "curriculum_learning": {"enabled": True},
-            "progressive_layer_drop": {"enabled": True}, "eigenvalue": {"enabled": True},
-            "quantize_training": {"enabled": True}, "compression_training": {"a": 1}}  # DeepSpeed 0.19 itself refuses these
+RAW_ONLY = {
+    ZERO + ".zeropp_loco_param": {"a": 1},
+    ZERO + ".mics_shard_size": 2,
+    "elasticity": {"enabled": True},
+    "sparse_gradients": True,
+    "amp": {"enabled": True},
+    "curriculum_learning": {"enabled": True},
+    "progressive_layer_drop": {"enabled": True},
+    "eigenvalue": {"enabled": True},
+    "quantize_training": {"enabled": True},
+    "compression_training": {"a": 1},
+}  # DeepSpeed 0.19 itself refuses these
 
 REFUSED = {
-    ZERO + ".zero_quantized_weights": True, ZERO + ".zero_quantized_gradients": True,
-    ZERO + ".zero_quantized_nontrainable_weights": True, ZERO + ".zero_hpz_partition_size": 2,
-    ZERO + ".offload_param": {"device": "cpu"}, ZERO + ".offload_optimizer": {"device": "nvme"}, ZERO + ".zenflow": {},
-    ZERO + ".offload_optimizer.super_offload": True, ZERO + ".offload_optimizer.ratio": 0.5, ZERO + ".cpu_offload_param": True,
-    "fp16.enabled": True, "fp16.fp16_master_weights_and_grads": True,
-    "bf16.bf16_master_weights_and_grads": True, "bf16.bf16_optimizer_states": True,
-    "torch_autocast.enabled": True, "torch_autocast.dtype": "float16", "hybrid_engine.enabled": True,
+    ZERO + ".zero_quantized_weights": True,
+    ZERO + ".zero_quantized_gradients": True,
+    ZERO + ".zero_quantized_nontrainable_weights": True,
+    ZERO + ".zero_hpz_partition_size": 2,
+    ZERO + ".offload_param": {"device": "cpu"},
+    ZERO + ".offload_optimizer": {"device": "nvme"},
+    ZERO + ".zenflow": {},
+    ZERO + ".offload_optimizer.super_offload": True,
+    ZERO + ".offload_optimizer.ratio": 0.5,
+    ZERO + ".cpu_offload_param": True,
+    "fp16.enabled": True,
+    "fp16.fp16_master_weights_and_grads": True,
+    "bf16.bf16_master_weights_and_grads": True,
+    "bf16.bf16_optimizer_states": True,
+    "torch_autocast.enabled": True,
+    "torch_autocast.dtype": "float16",
+    "hybrid_engine.enabled": True,
     "tensor_parallel.autotp_size": 2,
-    "sequence_parallel_size": 2, "expert_parallel.enabled": True, "compile.deepcompile": True,
-    "communication_data_type": "fp32", "prescale_gradients": True,
+    "sequence_parallel_size": 2,
+    "expert_parallel.enabled": True,
+    "compile.deepcompile": True,
+    "communication_data_type": "fp32",
+    "prescale_gradients": True,
     "data_efficiency.data_routing.random_ltd.enabled": True,
     "data_efficiency.data_sampling.curriculum_learning.enabled": True,
 }
 # What DeepSpeed wants beside a setting to parse it at all.
 BESIDE = {
     "data_efficiency.data_routing.random_ltd.enabled": {
-        "data_efficiency.enabled": True, "data_efficiency.data_routing.enabled": True},
+        "data_efficiency.enabled": True,
+        "data_efficiency.data_routing.enabled": True,
+    },
     "data_efficiency.data_sampling.curriculum_learning.enabled": {
-        "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {}},
+        "data_efficiency.data_sampling.curriculum_learning.curriculum_metrics": {}
+    },
     "bf16.bf16_optimizer_states": {"bf16.bf16_master_weights_and_grads": True},
     "torch_autocast.dtype": {"torch_autocast.enabled": True},
 }
@@ -107,7 +131,7 @@ FLOAT16 = [{"fp16.enabled": True}, {"torch_autocast.enabled": True, "torch_autoc
 def test_fp16_is_refused_where_overflow_is_known_too_late(rule, settings):
     with pytest.raises(ValueError) as caught:
         deepspeed.DeepSpeedConfig(ds_config(settings, rule=rule))
-    assert all(word in str(caught.value) for word in (f"under cyclic.rule {rule}", "use bf16, or cyclic.rule \"cdp-v1\""))
+    assert all(word in str(caught.value) for word in (f"under cyclic.rule {rule}", 'use bf16, or cyclic.rule "cdp-v1"'))
 
 
 @pytest.mark.parametrize("settings", FLOAT16)
@@ -131,13 +155,18 @@ def test_every_stage_is_supported(stage):
     assert config.cyclic_config.enabled and config.zero_optimization_stage == (stage or 0) and config.cyclic_ignored == ()
 
 
-@pytest.mark.parametrize("settings", [
-    {ZERO + ".offload_param": {"device": "none"}, ZERO + ".offload_optimizer": {"device": "none"}},
-    {ZERO + ".offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 1.0}}, {ZERO + ".cpu_offload": True},
-    {ZERO + ".zero_hpz_partition_size": 1, "fp16.enabled": False, "prescale_gradients": False, "sequence_parallel_size": 1},
-    {"fp16.enabled": "auto", "bf16.enabled": "auto", ZERO + ".overlap_comm": True},
-    {"bf16.enabled": True, "gradient_clipping": 1.0, "data_types.grad_accum_dtype": "fp32"},
-    {"activation_checkpointing": {"partition_activations": False}, "compile.deepcompile": False}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {ZERO + ".offload_param": {"device": "none"}, ZERO + ".offload_optimizer": {"device": "none"}},
+        {ZERO + ".offload_optimizer": {"device": "cpu", "pin_memory": False, "ratio": 1.0}},
+        {ZERO + ".cpu_offload": True},
+        {ZERO + ".zero_hpz_partition_size": 1, "fp16.enabled": False, "prescale_gradients": False, "sequence_parallel_size": 1},
+        {"fp16.enabled": "auto", "bf16.enabled": "auto", ZERO + ".overlap_comm": True},
+        {"bf16.enabled": True, "gradient_clipping": 1.0, "data_types.grad_accum_dtype": "fp32"},
+        {"activation_checkpointing": {"partition_activations": False}, "compile.deepcompile": False},
+    ],
+)
 def test_harmless_values_pass(settings):
     assert deepspeed.DeepSpeedConfig(ds_config(settings)).cyclic_config.enabled
 
@@ -165,4 +194,4 @@ def test_rows_are_complete():
 def test_readme_prints_exactly_this_table():
     parts = (REPOSITORY / "README.md").read_text().split("<!-- settings -->")
     assert len(parts) == 3, "README.md needs the table between two <!-- settings --> markers"
-    assert parts[1].strip() == support.as_markdown().strip(), "paste the output of `python -m deepspeed_cdp.support`"
+    assert parts[1].strip() == support.as_markdown().strip(), "paste the output of `python -m deepspeed_cdp.integration.support`"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from deepspeed.utils.timer import ThroughputTimer
 
-from deepspeed_cdp.throughput import StreamThroughputTimer, on_stream
+from deepspeed_cdp.integration.throughput import StreamThroughputTimer, on_stream
 
 
 class Config:
@@ -78,6 +78,7 @@ def test_its_lines_look_like_deepspeeds():
 
     def words(lines: list[str]) -> list[list[str]]:
         return [[part.split("=")[0] for part in line.split(", ")] for line in lines]
+
     assert words(ours) == words(stock) and len(ours) == 3  # steps 4, 6, 8
     assert [line.split(",")[0] for line in ours] == [line.split(",")[0] for line in stock]
 

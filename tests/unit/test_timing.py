@@ -1,8 +1,8 @@
-"""Waits of a device's stream (transport/timing.py): a clock that the test moves, events that come when it says so."""
+"""Waits of a device's stream (transport/wait_timing.py): a clock that the test moves, events that come when it says so."""
 
 import pytest
 
-from deepspeed_cdp.transport.timing import EVERY, DeviceWaits
+from deepspeed_cdp.transport.wait_timing import EVERY, DeviceWaits
 
 
 class Clock:

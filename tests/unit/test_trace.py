@@ -9,18 +9,21 @@ import torch
 from local_ring import run_ranks, train
 from optimizers import sgd
 
-from deepspeed_cdp import trace
 from deepspeed_cdp.cli.main import main
 from deepspeed_cdp.cli.plan import messages
 from deepspeed_cdp.cli.timeline import pairs, read
-from deepspeed_cdp.rings import RingView
-from deepspeed_cdp.runtime import Runtime, Settings
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.runtime import trace
+from deepspeed_cdp.runtime.runtime import Runtime
+from deepspeed_cdp.transport.ring_view import RingView
 
 STEPS = 4
 
 
-def record(kind: str, ranks: int, settings: Settings, device: str = "cpu",
-           ring_size: int | None = None) -> tuple[list[dict], list[Runtime], list[dict]]:
+def record(
+    kind: str, ranks: int, settings: Settings, device: str = "cpu", ring_size: int | None = None
+) -> tuple[list[dict], list[Runtime], list[dict]]:
     """Traces of STEPS steps after a first one, the runtimes, and what each rank ended with."""
     built = [models.build(kind) for _ in range(ranks)]
 
@@ -31,7 +34,7 @@ def record(kind: str, ranks: int, settings: Settings, device: str = "cpu",
         recorder = None
         for step in range(1 + STEPS):
             if step == 1:
-                recorder = trace.Recorder(runtime.handoff, torch.device(device))
+                recorder = trace.Recorder(runtime.executor, torch.device(device))
             for m in range(settings.rounds):
                 with runtime.forward():
                     loss = models.loss(module, kind, models.batch(kind, step, m, rank))
@@ -50,8 +53,15 @@ def record(kind: str, ranks: int, settings: Settings, device: str = "cpu",
     return [r[0] for r in results], [r[1] for r in results], [r[2] for r in results]
 
 
-@pytest.mark.parametrize("kind, settings", [("mlp", Settings()), ("mlp", Settings(rule="cdp-v1", rounds=2)),
-                                            ("rooted", Settings(rule="dp")), ("mlp", Settings(keep_after_forward=True))])
+@pytest.mark.parametrize(
+    "kind, settings",
+    [
+        ("mlp", Settings()),
+        ("mlp", Settings(rule="cdp-v1", rounds=2)),
+        ("rooted", Settings(rule="dp")),
+        ("mlp", Settings(keep_after_forward=True)),
+    ],
+)
 def test_every_pass_and_message_once_and_training_is_the_same(kind, settings):
     ranks = 3
     traces, runtimes, states = record(kind, ranks, settings)
@@ -59,8 +69,9 @@ def test_every_pass_and_message_once_and_training_is_the_same(kind, settings):
     for rank, found in enumerate(traces):
         passes = [e for e in found["traceEvents"] if e.get("cat") == "passes"]
         seen = sorted(tuple(e["args"][k] for k in ("step", "round", "backward", "unit")) for e in passes)
-        assert seen == sorted((step, m, backward, i) for step in range(1, 1 + STEPS) for m in range(settings.rounds)
-                              for i, backward in plan.visits)
+        assert seen == sorted(
+            (step, m, backward, i) for step in range(1, 1 + STEPS) for m in range(settings.rounds) for i, backward in plan.visits
+        )
         passes.sort(key=lambda e: e["ts"])
         assert all(a["ts"] + a["dur"] <= b["ts"] for a, b in zip(passes, passes[1:]))
         for e in passes:
@@ -70,8 +81,8 @@ def test_every_pass_and_message_once_and_training_is_the_same(kind, settings):
         assert owner.count("norm") == owner.count("update") == STEPS
         averaged = [e["args"]["unit"] for e in found["traceEvents"] if e.get("cat") == "owner" and e["name"] == "average"]
         assert averaged == list(plan.averaged(rank)) * STEPS
-        handoff = runtimes[rank].handoff
-        assert "release" not in vars(handoff) and handoff._do["READ"] == handoff._read
+        executor = runtimes[rank].executor
+        assert "release" not in vars(executor) and executor._do[Kind.WAIT_PARAM] == executor._read
     plain = train(kind, ranks, settings, sgd, 1 + STEPS)
     assert all(torch.equal(states[0][k], v) for k, v in plain["state"].items())
 

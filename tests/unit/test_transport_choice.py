@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from deepspeed_cdp.config import parse_cyclic
+from deepspeed_cdp.integration.config import parse_cyclic
 from deepspeed_cdp.transport.choose import Facts, choose, observe
 
 

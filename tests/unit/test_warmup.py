@@ -9,11 +9,13 @@ from local_ring import run_ranks, train
 from optimizers import sgd, two_groups
 from test_runtime import named_rule, oracle, schedule
 
-from deepspeed_cdp.plan import Plan, Unit
-from deepspeed_cdp.runtime import Runtime, Settings
-from deepspeed_cdp.schedule import Schedule, threshold
-from deepspeed_cdp.validate import validate
-from deepspeed_cdp.warmup import Phases
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.schedule import Schedule, threshold
+from deepspeed_cdp.plan.unit_schedule import Unit
+from deepspeed_cdp.plan.warmup import Phases
+from deepspeed_cdp.runtime.runtime import Runtime
+from deepspeed_cdp.verify.check import validate
 
 
 def check(kind: str, rule, size: int, warmup: int, make=sgd, steps: int = 7, **options):
@@ -22,8 +24,21 @@ def check(kind: str, rule, size: int, warmup: int, make=sgd, steps: int = 7, **o
     flush_after, on_step, dtype = options.pop("flush_after", ()), options.pop("on_step", None), options.pop("dtype", None)
     settings = Settings(rule, warmup_steps=warmup, keep_after_forward=own.pop("keep", False), **options)
     got = train(kind, size, settings, make, steps, flush_after, on_step, dtype, **own)
-    want = oracle(kind, got["runtimes"][0].plan.stages, rule, size, make, steps, dtype, flush_after=flush_after, on_step=on_step,
-                  warmup_steps=warmup, rounds=settings.rounds, clip=settings.clip, grad_dtype=settings.sum_dtype)
+    want = oracle(
+        kind,
+        got["runtimes"][0].plan.stages,
+        rule,
+        size,
+        make,
+        steps,
+        dtype,
+        flush_after=flush_after,
+        on_step=on_step,
+        warmup_steps=warmup,
+        rounds=settings.rounds,
+        clip=settings.clip,
+        grad_dtype=settings.sum_dtype,
+    )
     assert got["losses"] == want.losses
     for state in got["states"]:
         for name, master in want.masters.items():
@@ -37,7 +52,7 @@ def check(kind: str, rule, size: int, warmup: int, make=sgd, steps: int = 7, **o
 def test_dp_then_the_rule(size, rule, rounds):
     got, _ = check("mlp", named_rule(rule, size), size, 3, rounds=rounds)
     expected = threshold(named_rule(rule, size), size)
-    assert all(r.handoff.schedule.threshold == expected for r in got["runtimes"])
+    assert all(r.executor.schedule.threshold == expected for r in got["runtimes"])
 
 
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2", 5])
@@ -60,13 +75,15 @@ def test_any_number_of_steps(warmup):
     got, want = check("mlp", "cdp-v2", 3, warmup)
     plain = oracle("mlp", got["runtimes"][0].plan.stages, "cdp-v2", 3, sgd, 7)
     assert (warmup == 0) == all(torch.equal(plain.masters[n], m) for n, m in want.masters.items()), (
-        "the test needs a warm-up that can be seen")
+        "the test needs a warm-up that can be seen"
+    )
 
 
 def test_a_switch_one_step_late_is_seen():
     """Broken on purpose: the whole ring stays under dp for a step more."""
+
     def late(runtime):
-        runtime.handoff.phases.steps += 1
+        runtime.executor.phases.steps += 1
 
     with pytest.raises(AssertionError):
         check("mlp", "cdp-v2", 3, 2, change=late)
@@ -77,8 +94,9 @@ def test_the_switch_is_the_only_collective():
 
     def work(rank, transport):
         module, seen = built[rank], []
-        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings("cdp-v2", warmup_steps=3), transport,
-                          torch.device("cpu"))
+        runtime = Runtime(
+            module, sgd(list(module.named_parameters())), Settings("cdp-v2", warmup_steps=3), transport, torch.device("cpu")
+        )
         for step in range(7):
             before = transport.collectives
             with runtime.forward():
@@ -86,7 +104,7 @@ def test_the_switch_is_the_only_collective():
             value.backward()
             runtime.end_backward()
             runtime.step()
-            seen.append((transport.collectives - before, runtime.handoff.schedule.threshold))
+            seen.append((transport.collectives - before, runtime.executor.schedule.threshold))
         runtime.close(True)
         return seen
 
@@ -100,8 +118,9 @@ def test_a_rank_that_leaves_its_micro_batch_out_after_an_evaluation_switches_too
 
     def work(rank, transport):
         module = built[rank]
-        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings("cdp-v2", warmup_steps=2), transport,
-                          torch.device("cpu"))
+        runtime = Runtime(
+            module, sgd(list(module.named_parameters())), Settings("cdp-v2", warmup_steps=2), transport, torch.device("cpu")
+        )
         for step in range(4):
             if step == 1:
                 runtime.gather()

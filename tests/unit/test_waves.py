@@ -5,10 +5,10 @@ import time
 import pytest
 from simulated import bare, full, plan_of
 
-from deepspeed_cdp.schedule import Schedule
-from deepspeed_cdp.simulation import waves
-from deepspeed_cdp.simulation.events import simulate
-from deepspeed_cdp.simulation.times import Hardware
+from deepspeed_cdp.analysis.timing import waves
+from deepspeed_cdp.analysis.timing.events import simulate
+from deepspeed_cdp.analysis.timing.times import Hardware
+from deepspeed_cdp.plan.schedule import Schedule
 
 
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp", 3])
@@ -27,6 +27,7 @@ def test_periods_agree_under_jitter(ranks, rule):
     plan = plan_of(ranks, 3, nbytes=16 << 20, rule=rule)
     given = full(plan, 0.2)
     import random
+
     rng, drawn = random.Random(1), {}
     events = simulate(plan, given, 60, lambda rank, step: drawn.setdefault((rank, step), rng.uniform(0, 0.04)))
     wave = waves.simulate(plan.schedule, waves.of_plan(plan, given), 60, jitter=0.04, seed=1)

@@ -1,0 +1,260 @@
+"""N ranks' training in one process: cyclic data parallelism for people with one GPU, or none (design §3).
+
+    theta_{t+1} = opt(theta_t, 1/N sum_r grad f_r(theta_hat_{r,t}))
+
+where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K, and theta_{t-1}^s otherwise. What is simulated is the learning,
+exactly; not the time. A step runs the ranks' micro-batches one after the other, as ``reference.train`` does, and comes to the
+same numbers. Unlike the oracle it is made to be used: an ordinary module, optimizer and scheduler, on any device, two copies of
+the parameters and no copy per micro-batch, on GPUs without a host synchronization, or as a CUDA graph (``captured``).
+
+    stages = stages_of(model, ranks=4)
+    ring = Simulator(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), stages, "cdp-v2")
+    for batches in data:                                                   # one micro-batch per rank
+        losses = ring.step(batches, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
+
+Imports torch but not DeepSpeed. Not simulated: fp16 loss scaling, and that ``dp`` and ``cdp-v1`` skip steps that are not finite.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from deepspeed_cdp.model import discover
+from deepspeed_cdp.plan.schedule import RULES
+
+Loss = Callable[[nn.Module, Any], Tensor]
+_EPSILON = 1e-6  # as in DeepSpeed's ZeRO-3 (stage3.py, unscale_and_clip_grads)
+
+
+def stages_of(module: nn.Module, ranks: int, example: discover.Example | None = None, method: str = "auto") -> list[list[str]]:
+    """The stages that the engine would cut a model into on ``ranks`` ranks: parameter names by stage.
+
+    Args:
+        example: arguments of one forward, which tells units' order and FLOPs.
+        method: ``cyclic.partition_method``; ``auto`` is ``flops`` with an example, else ``parameters``.
+
+    Raises:
+        ValueError: the model has fewer units than ranks, or no such method.
+    """
+    found = discover.find_units(module, ranks, example)
+    groups = discover.stages(found, ranks, method)
+    return [
+        [*(found.persistent if s == 0 else ()), *(name for i in group for name in found.units[i].parameters)]
+        for s, group in enumerate(groups)
+    ]
+
+
+def threshold_of(rule: str | int, ranks: int, stages: int) -> int:
+    """The K of a rule: dp 0, cdp-v2 S-1, cdp-v1 R+S-1; ``schedule.threshold`` where ranks R and stages S are equally many.
+
+    Raises:
+        ValueError: not a rule, or K outside 0..R+S-1.
+    """
+    most = ranks + stages - 1
+    if isinstance(rule, str) and rule in RULES:
+        return {"dp": 0, "cdp-v2": stages - 1, "cdp-v1": most}[rule]
+    if isinstance(rule, int) and not isinstance(rule, bool) and 0 <= rule <= most:
+        return rule
+    raise ValueError(
+        f"rule is {rule!r}; allowed are {', '.join(map(repr, RULES))} or an integer K from 0 to {most} with {ranks} "
+        f"ranks and {stages} stages; choose one of these"
+    )
+
+
+class Simulator:
+    """A ring of ranks, simulated.
+
+    Attributes:
+        module: the user's. Between steps it holds theta_t and rank 0's buffers, so evaluate and save as ever.
+        optimizer: the user's.
+        ranks: R, the micro-batches in flight.
+        stages: S, their number.
+        threshold: K.
+        steps: updates so far (t).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        stages: Sequence[Sequence[str]],
+        rule: str | int = "cdp-v2",
+        *,
+        ranks: int | None = None,
+        warmup_steps: int = 0,
+        clip: float = 0.0,
+    ):
+        """
+        Args:
+            module: its parameters are the fp32 masters; for bf16 put ``torch.autocast`` into the loss.
+            optimizer: over the module's parameters. Set learning rates as ever; a scheduler's step follows ``step``.
+            stages: parameter names by stage, together all that require a gradient, each once; see ``stages_of``.
+            rule: as ``cyclic.rule``.
+            ranks: default: as many as stages, which is what the engine can do. The paper's experiments have 8 ranks and 4 stages.
+            warmup_steps: so many first steps are made under ``dp``; the step after them reads one version, as after a flush.
+            clip: the largest gradient norm, 0 for no clipping. Under thresholds other than ``dp``'s and ``cdp-v1``'s a stage is
+                clipped by this step's norms of stages >= its own and the last step's of the others (§9).
+
+        Raises:
+            ValueError: a parameter is in no stage or in two, the rule is unknown, or a number is out of range.
+        """
+        trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        listed = [n for stage in stages for n in stage if n in trained]
+        if sorted(listed) != sorted(trained):
+            odd = sorted(set(listed) ^ set(trained)) or sorted({n for n in listed if listed.count(n) > 1})
+            raise ValueError(f"each parameter must be in exactly one stage; look at {odd}")
+        if (ranks is not None and ranks < 1) or warmup_steps < 0 or clip < 0:
+            raise ValueError(
+                f"ranks is {ranks}, warmup_steps {warmup_steps} and clip {clip}; ranks must be at least 1 and the "
+                "others at least 0; correct them"
+            )
+        self.module, self.optimizer = module, optimizer
+        self.stages, self.ranks = len(stages), len(stages) if ranks is None else ranks
+        self.threshold = threshold_of(rule, self.ranks, self.stages)
+        self.warmup_steps, self.clip, self.steps = warmup_steps, clip, 0
+        self._parameters = [[trained[n] for n in stage if n in trained] for stage in stages]
+        self._fresh = [[p.data for p in stage] for stage in self._parameters]  # theta_t
+        self._stale = [[p.detach().clone() for p in stage] for stage in self._parameters]  # theta_{t-1}; theta_0 at first
+        self._buffers = [b for b in module.buffers()]
+        own = [b.data for b in self._buffers]
+        self._ranks_buffers = [own, *([b.clone() for b in own] for _ in range(self.ranks - 1))]
+        self._last: Tensor | None = None  # squared norms by stage, of the step before
+
+    @property
+    def delayed(self) -> bool:
+        """Whether the next step reads stale versions (not while warming up, nor under dp)."""
+        return self.steps >= self.warmup_steps and self.threshold > 0
+
+    def is_fresh(self, round: int, rank: int, stage: int) -> bool:
+        """Whether this micro-batch of the next step reads theta_t of the stage, forward and backward (§3)."""
+        if not self.delayed:
+            return True
+        return self.threshold < self.ranks + self.stages - 1 and (round > 0 or rank + stage >= self.threshold)
+
+    def step(self, batches: Sequence[Any], loss: Loss) -> Tensor:
+        """One update from one micro-batch per rank, or k per rank with gradient accumulation.
+
+        Args:
+            batches: R k micro-batches, all of round 0 first, then all of round 1, ...; rank 0's first in each.
+            loss: ``loss(module, batch)`` is a scalar.
+
+        Returns:
+            the micro-batches' losses, (R k,), detached, on the module's device.
+        """
+        self._before()
+        losses = self._gradients(batches, loss)
+        self._update()
+        self.optimizer.zero_grad(set_to_none=True)
+        return losses
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """As the engine does when it evaluates or saves (§10): the next step reads theta_t everywhere."""
+        torch._foreach_copy_(_flat(self._stale), _flat(self._fresh))
+
+    def captured(self, batches: Sequence[Any], loss: Loss) -> Callable[[Sequence[Any]], Tensor]:
+        """``step`` with all forwards and backwards in one CUDA graph, for small models, whose time is the host's.
+
+        Capturing trains on nothing, but run three steps or more before, so that libraries have set themselves up.
+
+        Args:
+            batches: like those to come in structure, shapes, dtypes and device.
+            loss: must not synchronize; random numbers come from the device's default generator.
+
+        Returns:
+            ``step(batches)``, to be used while ``delayed`` stays what it is now. Its losses are overwritten by the next step.
+        """
+        self._before()
+        leaves, shape = tree_flatten(tree_map(lambda x: x.clone(), list(batches)))
+        self.optimizer.zero_grad(set_to_none=True)
+        graph, delayed = torch.cuda.CUDAGraph(), self.delayed
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            losses = self._gradients(tree_unflatten(leaves, shape), loss)
+        gradients = [p.grad for p in _flat(self._parameters)]
+
+        def step(batches: Sequence[Any]) -> Tensor:
+            self._before()
+            if self.delayed != delayed:
+                raise ValueError("the warm-up is over, but the captured step reads no stale versions; capture again")
+            torch._foreach_copy_(leaves, tree_flatten(list(batches))[0])
+            for parameter, gradient in zip(_flat(self._parameters), gradients):
+                parameter.grad = gradient
+            graph.replay()
+            self._update()
+            return losses
+
+        return step
+
+    # ---- parts of a step --------------------------------------------------------------------------------------------------
+    def _before(self) -> None:
+        if self.steps == self.warmup_steps:  # the warm-up ends in a flush
+            self.flush()
+
+    def _gradients(self, batches: Sequence[Any], loss: Loss) -> Tensor:
+        """Averages over the ranks into every ``.grad``; a parameter that got none at all has zeros."""
+        rounds, odd = divmod(len(batches), self.ranks)
+        if odd or not rounds:
+            raise ValueError(f"got {len(batches)} micro-batches for {self.ranks} ranks; give as many for each rank")
+        losses = []
+        try:
+            for q, batch in enumerate(batches):
+                self._bind(*divmod(q, self.ranks))
+                value = loss(self.module, batch)
+                losses.append(value.detach())
+                (value / rounds).backward()
+        finally:
+            self._unbind()
+        for parameter in _flat(self._parameters):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        torch._foreach_div_([p.grad for p in _flat(self._parameters)], self.ranks)
+        return torch.stack(losses)
+
+    def _bind(self, round: int, rank: int) -> None:
+        """Point parameters and buffers at what this micro-batch reads."""
+        for s, stage in enumerate(self._parameters):
+            for parameter, value in zip(stage, self._fresh[s] if self.is_fresh(round, rank, s) else self._stale[s]):
+                parameter.data = value
+        for buffer, value in zip(self._buffers, self._ranks_buffers[rank]):
+            buffer.data = value
+        torch.clear_autocast_cache()  # it knows parameters by their identity, which stays
+
+    def _unbind(self) -> None:
+        for parameter, value in zip(_flat(self._parameters), _flat(self._fresh)):
+            parameter.data = value
+        for buffer, value in zip(self._buffers, self._ranks_buffers[0]):
+            buffer.data = value
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        if self.clip > 0:
+            self._clip()
+        torch._foreach_copy_(_flat(self._stale), _flat(self._fresh))
+        self.optimizer.step()
+        self.steps += 1
+
+    def _clip(self) -> None:
+        """As ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one."""
+        now = torch.stack([_square([p.grad for p in stage]) for stage in self._parameters if stage])
+        exact = not self.delayed or self.threshold == self.ranks + self.stages - 1
+        last = torch.zeros_like(now) if self._last is None else self._last
+        for s, stage in enumerate(stage for stage in self._parameters if stage):
+            square = now.sum() if exact else now[s:].sum() + last[:s].sum()
+            factor = torch.clamp((square.sqrt() + _EPSILON) / self.clip, min=1.0).reciprocal().float()
+            torch._foreach_mul_([p.grad for p in stage], factor)
+        self._last = now
+
+
+def _flat(stages: Sequence[Sequence[Any]]) -> list[Any]:
+    return [item for stage in stages for item in stage]
+
+
+def _square(gradients: list[Tensor]) -> Tensor:
+    """The squared norm, float64."""
+    if gradients[0].device.type == "cpu":  # in double precision, as the oracle has it
+        return torch.stack([g.double().square().sum() for g in gradients]).sum()
+    return torch.stack(torch._foreach_norm(gradients)).double().square().sum()

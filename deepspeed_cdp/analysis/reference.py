@@ -1,0 +1,207 @@
+"""The oracle: cyclic data parallelism as one straight-line loop in one process (design §3, §9).
+
+It shares no code with the runtime, moves no messages and keeps two versions of the parameters, so that what it returns can be
+read off the paper's definition::
+
+    theta_{t+1} = opt(theta_t, 1/N sum_r grad f_r(theta_hat_{r,t}))
+
+where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K and theta_{t-1}^s otherwise. K = 0 is plain data parallelism,
+K = N-1 is CDP-v2, K = 2N-1 is CDP-v1. All indices count from 0 (the paper's i = rank + 1, j = stage + 1).
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+_EPSILON = 1e-6  # as in DeepSpeed's ZeRO-3 (stage3.py, unscale_and_clip_grads)
+
+
+@dataclass
+class Trained:
+    """What ``train`` returns.
+
+    Attributes:
+        masters: fp32 parameters after the last update, by name.
+        losses: the loss (not divided by ``rounds``) of each micro-batch, by (step, round, rank).
+        norms: by step, the global norm of the averaged gradient before clipping.
+        clip_norms: by step and stage, the norm that the stage was clipped by (§9): the global one, or the lagged one.
+        buffers: by rank, the module's buffers (batch statistics) at the end.
+        optimizer: the optimizer, with its state.
+        scales: by step, the loss scale; overflows: whether it was skipped.
+    """
+
+    masters: dict[str, Tensor]
+    losses: dict[tuple[int, int, int], float]
+    norms: list[float]
+    clip_norms: list[list[float]]
+    buffers: list[dict[str, Tensor]]
+    optimizer: torch.optim.Optimizer
+    scales: list[float] = field(default_factory=list)
+    overflows: list[bool] = field(default_factory=list)
+
+
+@dataclass
+class _Versions:
+    """Masters after ``number`` updates and, unless a flush or the start came in between, after one update less."""
+
+    fresh: dict[str, Tensor]
+    stale: dict[str, Tensor]
+    number: int = 0
+    flushed_at: int = 0
+
+
+def version(threshold: int, ranks: int, step: int, rnd: int, rank: int, stage: int, flushed_at: int = 0) -> int:
+    """The version of ``stage`` that ``rank`` reads, forward and backward, in round ``rnd`` of ``step`` (§3).
+
+    Args:
+        threshold: K: 0 for dp, N-1 for cdp-v2, 2N-1 for cdp-v1.
+        ranks: N, also the number of stages.
+        flushed_at: the version that everybody had after the last flush: t + 1 for one at the end of step t, 0 at the start.
+    """
+    fresh = threshold < 2 * ranks - 1 and (rnd > 0 or rank + stage >= threshold)
+    return step if fresh else max(step - 1, flushed_at)
+
+
+def train(
+    module: nn.Module,
+    stages: Sequence[Sequence[str]],
+    threshold: int,
+    batches: Callable[[int, int, int], Any],
+    loss: Callable[[Callable[..., Any], Any], Tensor],
+    make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    steps: int,
+    *,
+    rounds: int = 1,
+    clip: float = 0.0,
+    flush_after: Container[int] = (),
+    grad_dtype: torch.dtype | None = None,
+    on_step: Callable[[int, torch.optim.Optimizer], None] | None = None,
+    scaler: Any = None,
+    warmup_steps: int = 0,
+    rings: int = 1,
+) -> Trained:
+    """Train as N = len(stages) ranks would under threshold K, or ``rings`` times as many; one micro-batch after the other.
+
+    Args:
+        module: a template, left as it is: its parameters give the start, its buffers every rank's start.
+        stages: the parameter names of each stage; together all parameters that require a gradient, each once.
+        threshold: K (see ``version``).
+        batches: ``batches(step, round, rank)`` is a micro-batch.
+        loss: ``loss(call, batch)`` is the scalar loss; ``call`` is the module with the parameters and buffers to use.
+        make_optimizer: makes the optimizer over (name, fp32 master) in the module's order.
+        steps: the number of updates.
+        rounds: micro-batches per rank and step (gradient accumulation); each loss is divided by it before its backward.
+        clip: the largest gradient norm; 0 is no clipping. With K = 0 or K = 2N-1 the norm is that of the whole gradient; else
+            stage s is clipped by this step's stages >= s and last step's stages < s (§9; before the first step zero).
+        flush_after: the steps at whose end the engine flushes (§10); the next step reads one version everywhere.
+        grad_dtype: the dtype in which micro-batch gradients are summed; default: each parameter's own.
+        on_step: called with (step, optimizer) before each update, to set the learning rate.
+        scaler: for fp16, DeepSpeed's loss scaler (``loss_scale``, ``update_scale(overflow)``); K = 0 or 2N-1 only. The scale of
+            step t follows from the overflows of the steps <= t - 1 with K = 0, of those <= t - 2 with K = 2N-1; but the step
+            after a flush sees all before.
+        rings: of N ranks each. World rank w is rank w % N of ring w // N and reads that rank's versions; ``batches`` and the
+            result have world ranks. The sums of the rings are added in their order, then divided by N times ``rings``.
+        warmup_steps: the first steps have K = 0; there is a flush before the others, which have ``threshold``.
+
+    GradAccumulation are made in the order in which the running sum travels: round by round, rank 0 first. The sum is then
+    cast to fp32 and
+    divided by N. A parameter that got no gradient at all gets zeros.
+    """
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    listed = [name for stage in stages for name in stage if name in trained]
+    if sorted(listed) != sorted(trained):
+        odd = sorted(set(listed) ^ set(trained)) or sorted({name for name in listed if listed.count(name) > 1})
+        raise ValueError(f"each parameter must be in exactly one stage; look at {odd}")
+    ranks = len(stages)
+    stage_of = {name: index for index, stage in enumerate(stages) for name in stage}
+    dtypes = {name: parameter.dtype for name, parameter in trained.items()}
+    masters = {name: nn.Parameter(parameter.detach().float().clone()) for name, parameter in trained.items()}
+    optimizer = make_optimizer(list(masters.items()))
+    buffers = [{name: buffer.detach().clone() for name, buffer in module.named_buffers()} for _ in range(ranks * rings)]
+    start = _snapshot(masters)
+    versions = _Versions(fresh=start, stale=start)
+    last_squares = [0.0] * ranks
+    result = Trained({}, {}, [], [], buffers, optimizer)
+
+    unheard: list[bool] = []  # overflows that the scaler has not been told of
+    configured = threshold
+    for step in range(steps):
+        threshold = configured if step >= warmup_steps else 0
+        while scaler is not None and len(unheard) > (0 if threshold == 0 or step == versions.flushed_at else 1):
+            scaler.update_scale(unheard.pop(0))
+        scale = 1.0 if scaler is None else scaler.loss_scale
+        by_ring: list[dict[str, Tensor]] = [{} for _ in range(rings)]
+        for ring, rnd, rank in itertools.product(range(rings), range(rounds), range(ranks)):
+            world, sums = ring * ranks + rank, by_ring[ring]
+            leaves = {}
+            for name in trained:
+                read = version(threshold, ranks, step, rnd, rank, stage_of[name], versions.flushed_at)
+                source = versions.fresh if read == versions.number else versions.stale
+                leaves[name] = source[name].to(dtypes[name], copy=True).requires_grad_()
+
+            def call(*args: Any, leaves: dict[str, Tensor] = leaves, rank: int = world, **kwargs: Any) -> Any:
+                return functional_call(module, {**buffers[rank], **leaves}, args, kwargs)
+
+            value = loss(call, batches(step, rnd, world))
+            result.losses[step, rnd, world] = float(value.detach())
+            value = value / rounds if scaler is None else value / rounds * scale
+            gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+            for name, gradient in zip(leaves, gradients, strict=True):
+                if gradient is not None:
+                    gradient = gradient.to(grad_dtype or dtypes[name])
+                    sums[name] = sums[name] + gradient if name in sums else gradient
+        total = functools.reduce(_added, by_ring)
+        averaged = {
+            name: total[name].float() / (ranks * rings * scale) if name in total else torch.zeros_like(master)
+            for name, master in masters.items()
+        }
+        squares = [
+            math.fsum(float(averaged[name].double().square().sum()) for name in stage if name in averaged) for stage in stages
+        ]
+        clip_norms = _clip_norms(threshold, squares, last_squares)
+        for name, master in masters.items():
+            factor = max(1.0, (clip_norms[stage_of[name]] + _EPSILON) / clip) if clip > 0 else 1.0
+            master.grad = averaged[name].mul_(1.0 / factor) if factor > 1.0 else averaged[name]
+        result.norms.append(math.sqrt(math.fsum(squares)))
+        result.clip_norms.append(clip_norms)
+        last_squares = squares
+
+        if on_step is not None:
+            on_step(step, optimizer)
+        overflow = not math.isfinite(sum(squares)) and threshold in (0, 2 * ranks - 1)
+        if not overflow:  # as ZeRO-3 does, a step without a norm is skipped
+            optimizer.step()
+        unheard.append(overflow)
+        result.scales.append(scale)
+        result.overflows.append(overflow)
+        optimizer.zero_grad(set_to_none=True)
+        versions.stale, versions.fresh, versions.number = versions.fresh, _snapshot(masters), step + 1
+        if step in flush_after or step == warmup_steps - 1:
+            versions.stale, versions.flushed_at = versions.fresh, step + 1
+
+    result.masters = {name: master.detach().clone() for name, master in masters.items()}
+    return result
+
+
+def _clip_norms(threshold: int, now: Sequence[float], last: Sequence[float]) -> list[float]:
+    """The norm that each stage is clipped by, from the stages' squared norms in this step and the one before (§9)."""
+    stages = range(len(now))
+    if threshold in (0, 2 * len(now) - 1):
+        return [math.sqrt(math.fsum(now))] * len(now)
+    return [math.sqrt(math.fsum((*now[stage:], *last[:stage]))) for stage in stages]
+
+
+def _added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    """GradAccumulation of two rings, in this order; a parameter may have none in one of them."""
+    return {name: a[name] + b[name] if name in a and name in b else (a if name in a else b)[name] for name in {**a, **b}}
+
+
+def _snapshot(masters: dict[str, nn.Parameter]) -> dict[str, Tensor]:
+    return {name: master.detach().clone() for name, master in masters.items()}

@@ -1,0 +1,1 @@
+"""Predicts step times: an event simulation of all ranks, and the baselines beside it. Pure, no torch."""

@@ -1,0 +1,124 @@
+"""How long the parts of a step take: pure arithmetic from bytes, operations and a few speeds of the machine.
+
+The model, per rank and step:
+
+- a forward takes its operations over ``flops``, a backward twice that; or both are scaled so that a step's passes take a time
+  that was measured (compute only, without hand-offs or optimizer);
+- a backward also adds its gradients to the running sum: sum and gradient read, sum written, three times the sum's bytes over
+  ``memory``; once the bytes where the product that makes a gradient adds it, since then no gradient is written;
+- hand-offs and the owner's update run beside the passes, on copy engines and a stream of their own, but they use the same device
+  memory: every byte that they read or write is taken from the passes, evenly (``contention`` 1; 0: passes never notice);
+- a message takes ``latency`` and its bytes over ``bandwidth``; a rank's outgoing link carries one at a time.
+
+The host is not in the model: where it cannot enqueue fast enough, steps take longer than predicted.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from deepspeed_cdp.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Speeds of one rank's device and links; defaults are those of an H100 in an NVLink host (docs/performance.md, design).
+
+    Attributes:
+        flops: operations per second that passes reach: 40 percent of 989e12, dense bf16.
+        memory: bytes per second of device memory that kernels reach.
+        bandwidth, latency: of a hand-off between neighbours: bytes per second (copy engines, measured), seconds.
+        collective, collective_latency: of ZeRO-3's and DDP's collectives: bytes per second (stock all-gather, measured), seconds.
+        update_bytes: device memory traffic of the optimizer per parameter: Adam in one pass reads and writes 28.
+        contention: how much of the traffic beside the passes slows them, 0 to 1.
+    """
+
+    flops: float = 0.4 * 989e12
+    memory: float = 3.0e12
+    bandwidth: float = 384e9
+    latency: float = 8e-6
+    collective: float = 295e9
+    collective_latency: float = 48e-6
+    update_bytes: float = 28.0
+    contention: float = 1.0
+
+
+class Work(NamedTuple):
+    """What a unit's passes do.
+
+    Attributes:
+        forward: operations of its forward; parameters: trained ones, which the owner updates.
+        fused: bytes of its gradient sums that matrix products add to (``cyclic.gradient_accumulation_fusion``).
+    """
+
+    forward: float
+    parameters: int
+    fused: int = 0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a plan's parts.
+
+    Attributes:
+        passes: (unit, backward) -> seconds of this pass, with gradient adds and its share of the contention.
+        updates: unit -> seconds of the owner's update; PERSISTENT is one of them.
+        hardware: for messages.
+        compute: seconds of a step's passes alone, all rounds; adds, contention: what comes on top of them.
+    """
+
+    passes: Mapping[tuple[int, bool], float]
+    updates: Mapping[int, float]
+    hardware: Hardware
+    compute: float
+    adds: float
+    contention: float
+
+    def message(self, nbytes: int) -> float:
+        """Seconds that a message occupies its link."""
+        return nbytes / self.hardware.bandwidth
+
+    def stage(self, plan: Plan, stage: int, backward: bool) -> float:
+        """Seconds of a stage's pass."""
+        return sum(self.passes[i, backward] for i in plan.members(stage) if i >= 0)
+
+
+def traffic(plan: Plan) -> float:
+    """Bytes that hand-offs read and write in device memory, per rank and steady step, on average: each once."""
+    ranks = plan.schedule.ranks
+    return 2 * sum(sum(plan.received_bytes(r).values()) for r in range(ranks)) / ranks
+
+
+def times(plan: Plan, work: Sequence[Work], hardware: Hardware, persistent: int = 0, compute: float | None = None) -> Times:
+    """The seconds of a plan's parts.
+
+    Args:
+        work: per unit of the plan.
+        persistent: trained parameters that are persistent.
+        compute: seconds of all passes of one step, measured; None: from operations.
+    """
+    assert len(work) == len(plan.units)
+    rounds, ranks = plan.schedule.rounds, plan.schedule.ranks
+    # a unit without products is not free: it reads and writes a few times what it holds
+    least = [3 * u.p_bytes / hardware.memory for u in plan.units]
+    ideal = {
+        (i, backward): max((2 if backward else 1) * w.forward / hardware.flops, least[i])
+        for i, w in enumerate(work)
+        for backward in (False, True)
+    }
+    scale = 1.0 if compute is None else compute / rounds / sum(ideal.values())
+    passes = {visit: seconds * scale for visit, seconds in ideal.items()}
+    alone = sum(passes.values()) * rounds
+    adds = {i: (3 * u.g_bytes - 2 * w.fused) / hardware.memory for i, (u, w) in enumerate(zip(plan.units, work))}
+    updates = {i: w.parameters * hardware.update_bytes / hardware.memory for i, w in enumerate(work)}
+    if plan.persistent:
+        updates[-1] = persistent * hardware.update_bytes / hardware.memory
+    beside = hardware.contention * (traffic(plan) / hardware.memory + sum(updates.values()) / ranks)
+    stretch = 1 + beside / (alone + rounds * sum(adds.values())) if alone else 1.0
+    full = {(i, backward): (seconds + (adds[i] if backward else 0)) * stretch for (i, backward), seconds in passes.items()}
+    return Times(full, updates, hardware, alone, rounds * sum(adds.values()), beside)
+
+
+def changed(hardware: Hardware, **given: float | None) -> Hardware:
+    """The hardware with those values that are not None."""
+    return replace(hardware, **{k: v for k, v in given.items() if v is not None})

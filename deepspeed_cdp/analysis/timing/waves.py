@@ -1,0 +1,214 @@
+"""The ring in time for thousands of ranks: recurrences of whole stages, one logical time after the other, all ranks and rings
+at once.
+
+Everything a pass waits for has an earlier logical time (design §6), so at each logical time the passes of all ranks that have
+it can be computed together, from arrays of what came before. Per rank and position:
+
+- its own position before (and, at a step's start, its delay);
+- the stage's parameters: from the ring neighbour, whose pass of the same stage is two logical times earlier, or from the owner
+  that has published the version;
+- in the backward the neighbour's running sum; with u units per stage both flow unit by unit, one unit behind;
+- the link of the neighbour, which carries one message at a time;
+- room: a rank is at most four positions ahead of the next one, whose buffers hold what it has not used yet.
+
+An owner publishes when rank N-1 has finished the stage's sum; with several rings, once the owners of the stage in all rings have
+exchanged theirs (``chain``). tests/unit/test_waves.py compares with analysis/timing/events.py; where the links are busy most
+of the time and
+the rule is not cdp-v2, this model is up to a fifth too fast.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from deepspeed_cdp.analysis.timing.times import Hardware, Times
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Stages:
+    """What a stage is, all in seconds but the units; sequences of N numbers.
+
+    Attributes:
+        forward, backward: its passes; update: the owner's; parameters, sums: what its parameters or gradient sums occupy a link.
+        units: per stage, on average.
+        kept: whether the backward uses the parameters that came for the forward.
+        latency: of a message.
+    """
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    update: Sequence[float]
+    parameters: Sequence[float]
+    sums: Sequence[float]
+    units: float
+    kept: Sequence[bool]
+    latency: float
+
+
+@dataclass(frozen=True)
+class Waves:
+    """What was simulated: arrays [step, ring, rank] of seconds. Methods as of ``events.Run``, over all rings."""
+
+    starts: np.ndarray
+    ends: np.ndarray
+    busy: float
+
+    def period(self) -> float:
+        """Seconds per step over the later half, of the slowest rank, which the others follow in the end."""
+        a = len(self.ends) // 2 - 1
+        return float((self.ends[-1] - self.ends[a]).max() / (len(self.ends) - 1 - a))
+
+    def offsets(self) -> list[float]:
+        """Settled delay of each rank behind the one before it, mean over rings."""
+        return np.diff(self.starts[len(self.starts) // 2 :], axis=2).mean(axis=(0, 1)).tolist()
+
+    def idle(self) -> list[float]:
+        """Fraction of a settled step in which the passes wait: the same for all ranks, since each does the same work."""
+        return [max(0.0, 1 - self.busy / self.period())] * self.ends.shape[2]
+
+
+def of_plan(plan: Plan, times: Times) -> Stages:
+    """A plan's stages."""
+    ranks = range(plan.schedule.ranks)
+    members = [[i for i in plan.members(s) if i >= 0] for s in ranks]
+    return Stages(
+        [times.stage(plan, s, False) for s in ranks],
+        [times.stage(plan, s, True) for s in ranks],
+        [sum(times.updates[i] for i in plan.members(s)) for s in ranks],
+        [sum(times.message(plan.units[i].p_bytes) for i in members[s]) for s in ranks],
+        [sum(times.message(plan.units[i].g_bytes) for i in members[s]) for s in ranks],
+        len(plan.units) / plan.schedule.ranks,
+        [all(plan.kept(i) for i in members[s]) for s in ranks],
+        times.hardware.latency,
+    )
+
+
+def equal(
+    ranks: int,
+    compute: float,
+    parameters: float,
+    nbytes: float,
+    hardware: Hardware,
+    units: int = 4,
+    keep_after_forward: bool = False,
+) -> Stages:
+    """N equal stages, with the times of ``times.times`` in closed form.
+
+    Args:
+        compute: seconds of a step's passes alone; parameters: how many there are; nbytes: their bytes, and those of the sums.
+        units: per stage.
+    """
+    n, each = ranks, nbytes / ranks
+    kept = [s >= (1 if keep_after_forward else max(1, n - 2)) for s in range(n)]
+    twice = (n - sum(kept)) / n
+    received = nbytes * (n - 1) / n * (1 + twice + 1 + 1 / n)  # F, B, G, O
+    adds = 3 * nbytes / hardware.memory
+    update = parameters / n * hardware.update_bytes / hardware.memory
+    stretch = 1 + hardware.contention * (2 * received / hardware.memory + update) / (compute + adds)
+    forward, backward = compute / 3 / n * stretch, (compute * 2 / 3 + adds) / n * stretch
+    link = each / hardware.bandwidth
+    return Stages([forward] * n, [backward] * n, [update] * n, [link] * n, [link] * n, units, kept, hardware.latency)
+
+
+def chain(rings: int, nbytes: float, units: float, bandwidth: float, latency: float) -> float:
+    """Seconds until the first unit of a stage has gone along the owners of all rings and back, as their sums do."""
+    return 2 * (rings - 1) * (nbytes / units / bandwidth + latency)
+
+
+def simulate(
+    schedule: Schedule,
+    stages: Stages,
+    steps: int = 8,
+    rings: int = 1,
+    exchange: Sequence[float] | None = None,
+    jitter: float = 0.0,
+    seed: int = 0,
+    late: tuple[int, int, float] | None = None,
+    clipped: bool = False,
+) -> Waves:
+    """Run ``steps`` steps of all rings.
+
+    Args:
+        schedule: one micro-batch per rank and step.
+        exchange: seconds per stage that the owners of all rings need to exchange their sums.
+        jitter: each rank begins each step late by a time between 0 and this, uniform, from ``seed``.
+        late: (rank, step, seconds): one rank of ring 0 late once.
+        clipped: owners update whole stages at the end, not unit by unit.
+    """
+    assert schedule.rounds == 1
+    n, k = schedule.ranks, schedule.threshold
+    update, link_p, link_g = (np.asarray(x, float) for x in (stages.update, stages.parameters, stages.sums))
+    u, latency, ranks, period = stages.units, stages.latency, np.arange(n), schedule.period
+    between = np.zeros(n) if exchange is None else np.asarray(exchange, float)
+    publish = update if clipped or schedule.exact_norm else update / u
+    # by position: stage, seconds, how far behind the neighbour's sum and parameters are, what the link carries
+    stage = np.concatenate([np.arange(n), np.arange(n)[::-1]])
+    back = np.arange(2 * n) >= n
+    took = np.concatenate([np.asarray(stages.forward, float), np.asarray(stages.backward, float)[::-1]])
+    again = back & np.asarray(stages.kept)[stage]  # the parameters are still there from the forward
+    hop = np.where(again, -np.inf, link_p[stage] / u + latency)
+    lag = np.where(back, took / u + link_g[stage] / u + latency, -np.inf)
+    loads = np.where(again, 0.0, link_p[stage]) + np.where(back, link_g[stage], 0.0)
+    generator = np.random.default_rng(seed)
+    starts, ends = np.zeros((steps, rings, n)), np.zeros((steps, rings, n))
+    clock, link = np.zeros((rings, n)), np.zeros((rings, n))  # the ends of each rank's latest pass, and of what its link carries
+    # begin, end, parameters here, as they were after each of the last three logical times
+    history = [[np.zeros((rings, n)) for _ in range(3)] for _ in range(3)]
+    published = np.zeros((steps + 1, rings, n))  # version, ring, stage
+    room = np.full((rings, n), -np.inf)
+    for tau in range(period * (steps - 1) + 2 * (n - 1) + 2 * n):
+        step, position = np.divmod(tau - 2 * ranks, period)
+        active = (step >= 0) & (step < steps) & (position < 2 * n)
+        p = np.where(active, position, 0)
+        then, last = history[(tau - 2) % 3], history[(tau - 1) % 3]
+        begin = clock.copy()
+        for r in np.flatnonzero(active & (p == 0)):
+            if jitter:
+                begin[:, r] += generator.uniform(0, jitter, rings)
+            if late and late[:2] == (r, step[r]):
+                begin[0, r] += late[2]
+        seconds = took[p]
+        # parameters: with the neighbour since it began this pass; or published by the owner, for the first readers of a version
+        here = np.full((rings, n), -np.inf)
+        here[:, 1:] = then[2][:, :-1] + hop[p[1:]]
+        s = stage[p]
+        first = (ranks == 0) if k == 2 * n - 1 else (ranks == 0) | ((ranks + s >= k) & (ranks - 1 + s < k))
+        for r in np.flatnonzero(first & active):
+            fresh = k < 2 * n - 1 and r + s[r] >= k
+            version = step[r] if fresh else max(step[r] - 1, 0)
+            away = hop[p[r]] if n - 1 - s[r] != r else min(hop[p[r]], 0.0)
+            here[:, r] = published[version, :, s[r]] + away
+        np.maximum(begin, here, out=begin)
+        # room: the next rank has used what came four positions before
+        room[:, :-1] = then[1][:, 1:]
+        np.maximum(begin, room, out=begin)
+        # sums: one unit behind the neighbour, at the beginning and at the end
+        np.maximum(begin[:, 1:], then[0][:, :-1] + lag[p[1:]], out=begin[:, 1:])
+        end = begin + seconds
+        np.maximum(end[:, 1:], then[1][:, :-1] + lag[p[1:]], out=end[:, 1:])
+        # the link to the next rank, or in the last one's case to the owners: what it carries may be at most one pass behind
+        ready = np.maximum(np.where(np.isinf(here), begin, np.minimum(here, begin)), link)
+        carried = ready + np.where(active, loads[p], 0.0)
+        np.maximum(end, carried - seconds, out=end)
+        here = np.where(np.isinf(here), begin, here)
+        for kept, new in zip((clock, link), (end, carried)):
+            np.copyto(kept, new, where=active)
+        for kept, old, new in zip(history[tau % 3], last, (begin, clock, here)):
+            np.copyto(kept, np.where(active, new, old))
+        for r in np.flatnonzero(active & (p == 0)):
+            starts[step[r], :, r] = begin[:, r]
+        for r in np.flatnonzero(active & (p == 2 * n - 1)):
+            ends[step[r], :, r] = end[:, r]
+        if active[-1] and back[p[-1]]:  # the last rank has finished this stage's sum
+            mine, version = int(s[-1]), int(step[-1]) + 1
+            done = np.broadcast_to(end[:, -1].max(), (rings,)) if rings > 1 else end[:, -1]
+            if schedule.exact_norm:
+                if mine == 0:  # every update waits for the whole step's norm
+                    published[version] = done[:, None] + latency + between.max() + publish[None, :]
+            else:
+                away = 0.0 if mine == 0 else link_g[mine] / u + latency
+                published[version, :, mine] = done + away + between[mine] + publish[mine]
+    return Waves(starts, ends, float(took.sum()))

@@ -1,0 +1,356 @@
+"""Writing a checkpoint in other formats, parameter by parameter: fp32 weights, ZeRO-3, universal, this package's own."""
+
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.checkpoint.files import beside, replace_folder, save_plain, save_tensors, write_text
+from deepspeed_cdp.checkpoint.format import MANIFEST, Kind, Stored, manifest_text, pack_state, plain_options
+from deepspeed_cdp.errors import CheckpointError
+from deepspeed_cdp.version import __version__
+
+Tick = Callable[[str], None]  # called with each parameter's name
+SHARD = 5 * 10**9  # bytes in a file, unless told
+WEIGHTS = r"model.*\.safetensors(\.index\.json)?"  # what write_fp32 writes
+
+
+@contextmanager
+def _folder(final: str, replace: bool, source: str, only: str = "") -> Iterator[str]:
+    """A folder to fill, which takes the final name if all went well.
+
+    Args:
+        replace: whether there may be something already.
+        source: what is being read; it must not go.
+        only: a pattern; a folder that holds anything else is not replaced.
+    """
+    there, here = os.path.realpath(source), os.path.realpath(final)
+    if os.path.commonpath([there, here]) == here:
+        raise CheckpointError(f"{final} is or holds {source}, which is being read; choose another folder")
+    others = [x for x in os.listdir(final) if not re.fullmatch(only, x)] if only and replace and os.path.isdir(final) else []
+    if others:
+        raise CheckpointError(
+            f"{final} holds {min(others)!r}, which is not what this command writes and would be lost; choose another folder"
+        )
+    if os.path.exists(final) and not replace and (not os.path.isdir(final) or os.listdir(final)):
+        raise CheckpointError(f"{final} exists; choose another folder, or pass --overwrite")
+    working = beside(os.path.abspath(final), "saving")
+    shutil.rmtree(working, ignore_errors=True)
+    os.makedirs(working)
+    try:
+        yield working
+        replace_folder(working, os.path.abspath(final))
+    finally:
+        shutil.rmtree(working, ignore_errors=True)
+
+
+# ---- weights ----------------------------------------------------------------------------------------------------------------
+def weights(stored: Stored, exclude_frozen: bool = False) -> dict[str, tuple[Kind, Callable[[], torch.Tensor]]]:
+    """The state dict, not read yet: kind and reader by name; floating-point tensors in fp32, rank 0's buffers, tied names too."""
+
+    def kind(of: Kind) -> Kind:
+        return Kind(of.shape, torch.float32 if of.dtype.is_floating_point else of.dtype)
+
+    parameters = {**({} if exclude_frozen else stored.frozen), **stored.trained}
+    result = {n: (kind(k), lambda n=n, k=k: stored.buffer(n, 0).to(kind(k).dtype)) for n, k in stored.buffers.items()}
+    result |= {n: (kind(k), lambda n=n, k=k: stored.value(n).to(kind(k).dtype)) for n, k in parameters.items()}
+    return result | {other: result[n] for other, n in stored.shared.items() if n in result}
+
+
+def write_fp32(
+    stored: Stored,
+    out: str,
+    max_bytes: int = SHARD,
+    exclude_frozen: bool = False,
+    replace: bool = False,
+    tick: Tick = lambda name: None,
+) -> dict[str, Any]:
+    """``model.safetensors``, or several and ``model.safetensors.index.json`` if they would be larger than ``max_bytes``.
+
+    Tied names are written each, so that a strict ``load_state_dict`` takes the files. One file's tensors are in memory, twice.
+    """
+    shards: list[dict[str, Callable[[], torch.Tensor]]] = [{}]
+    used = total = 0
+    for name, (kind, read) in weights(stored, exclude_frozen).items():
+        size = math.prod(kind.shape) * kind.dtype.itemsize
+        if shards[-1] and used + size > max_bytes:
+            shards.append({})
+            used = 0
+        shards[-1][name] = read
+        used, total = used + size, total + size
+    index = {}
+    with _folder(out, replace, stored.folder, WEIGHTS) as folder:
+        for i, shard in enumerate(shards):
+            name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {}
+            for n, read in shard.items():
+                tensors[n] = read()
+                tick(n)
+            save_tensors(folder, name, tensors, {"format": "pt"})
+            index |= dict.fromkeys(shard, name)
+        if len(shards) > 1:
+            write_text(
+                os.path.join(folder, "model.safetensors.index.json"),
+                json.dumps({"metadata": {"total_size": total}, "weight_map": index}, indent=2, sort_keys=True) + "\n",
+            )
+    return {"files": len(shards), "tensors": len(index), "bytes": total}
+
+
+# ---- this package's own -----------------------------------------------------------------------------------------------------
+def write_cyclic(
+    stored: Stored, out: str, max_bytes: int = SHARD, replace: bool = False, tick: Tick = lambda name: None
+) -> dict[str, Any]:
+    """What the engine's ``save_checkpoint`` would have written, in as many stage files as ``max_bytes`` needs."""
+    files: dict[str, Any] = {}
+    with _folder(out, replace, stored.folder) as folder:
+        tensors: dict[str, torch.Tensor] = {}
+        trees: dict[str, Any] = {}
+
+        def put() -> None:
+            name = f"stage_{sum(n.startswith('stage_') for n in files):03d}.safetensors"
+            files[name] = save_tensors(folder, name, tensors, {"state": json.dumps(trees)})
+            tensors.clear()
+            trees.clear()
+
+        for name in (*stored.trained, *stored.frozen):
+            tensors[("param/" if name in stored.trained else "frozen/") + name] = stored.value(name)
+            if name in stored.trained and stored.groups is not None:
+                trees[name] = {k: pack_state(v, f"state/{name}/{k}", tensors) for k, v in stored.state(name).items()}
+            tick(name)
+            if sum(t.numel() * t.itemsize for t in tensors.values()) >= max_bytes:
+                put()
+        if tensors or not files:
+            put()
+        for rank in range(stored.ranks):
+            name = f"buffers_{rank:03d}.safetensors"
+            files[name] = save_tensors(folder, name, {n: stored.buffer(n, rank) for n in stored.buffers}, {})
+        files["client.pt"] = save_plain(
+            folder, "client.pt", {"client_state": stored.client_state, "lr_scheduler": stored.lr_scheduler}, "client_state"
+        )
+        groups = stored.groups or []
+        manifest = {
+            "deepspeed_cdp": __version__,
+            "ranks": stored.ranks,
+            "rule": None,
+            "stages": None,
+            "dtype": str(stored.dtype).removeprefix("torch."),
+            "groups": [g["params"] for g in groups],
+            "options": [plain_options({k: v for k, v in g.items() if k != "params"}) for g in groups],
+            "shared": stored.shared,
+            "frozen_left_out": stored.frozen_left_out,
+            "counters": stored.counters,
+            "loss_scale": stored.loss_scale,
+            "files": files,
+        }
+        write_text(os.path.join(folder, MANIFEST), manifest_text(manifest))
+    return {"files": len(files) + 1, "parameters": len(stored.trained) + len(stored.frozen)}
+
+
+# ---- DeepSpeed's formats ----------------------------------------------------------------------------------------------------
+def _groups(stored: Stored) -> list[dict[str, Any]]:
+    if not stored.groups:
+        raise CheckpointError(f"{stored.folder} has no optimizer state, which DeepSpeed's formats need; use to-fp32")
+    groups = [{**g, "params": [n for n in g["params"] if n in stored.trained]} for g in stored.groups]
+    if outside := set(stored.trained) - {n for g in groups for n in g["params"]}:
+        raise CheckpointError(f"parameter {min(outside)!r} of {stored.folder} is in none of the optimizer's groups")
+    return [{k: tuple(v) if k == "betas" and isinstance(v, list) else v for k, v in g.items()} for g in groups]
+
+
+def _states(stored: Stored, names: list[str], tick: Tick) -> Iterator[tuple[str, dict[str, torch.Tensor], dict[str, Any]]]:
+    """By parameter: state of its shape (with the master, as fp32) and the rest, which must be the same for all of them.
+
+    Raises:
+        CheckpointError: the state is not of a kind that flat groups can hold.
+    """
+    first: tuple[str, dict[str, Any]] | None = None
+    for name in names:
+        state, shape = stored.state(name), stored.trained[name].shape
+        flat = {"fp32": stored.value(name).float()}
+        flat |= {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and v.shape == shape and (v.dim() or k != "step")}
+        rest = {k: v for k, v in state.items() if k not in flat}
+        for key, value in rest.items():
+            if isinstance(value, (dict, list, tuple)) or isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise CheckpointError(
+                    f"state {key!r} of parameter {name!r} has not its shape, and DeepSpeed's formats hold "
+                    "flat groups; use to-fp32, or to-cyclic"
+                )
+        plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in rest.items()}
+        first = first or (name, {"keys": sorted(state), **plain})
+        if first[1] != {"keys": sorted(state), **plain}:
+            raise CheckpointError(
+                f"the optimizer's state of {name!r} and of {first[0]!r} differ, and DeepSpeed's formats keep "
+                f"one for all ({plain} is not {first[1]}); use to-fp32, or to-cyclic"
+            )
+        yield name, flat, rest
+        tick(name)
+
+
+def _model_states(stored: Stored, shapes: list[dict[str, tuple]], rank: int, ranks: int) -> dict[str, Any]:
+    """DeepSpeed's file of model states for one of ``ranks``."""
+
+    def part(name: str) -> torch.Tensor:
+        value = stored.value(name).reshape(-1)
+        size = -(-value.numel() // ranks)
+        return torch.cat([value, value.new_zeros(size * ranks - value.numel())])[rank * size : (rank + 1) * size].clone()
+
+    names = (*stored.trained, *stored.frozen, *stored.shared)
+    from deepspeed import __version__ as deepspeed_version
+
+    return {
+        "module": {
+            **{n: torch.empty(0, dtype=stored.dtype) for n in names},
+            **{n: stored.buffer(n, rank) for n in stored.buffers},
+        },
+        "buffer_names": list(stored.buffers),
+        "optimizer": None,
+        "param_shapes": [{n: torch.Size(s) for n, s in group.items()} for group in shapes],
+        "frozen_param_shapes": None if stored.frozen_left_out else {n: torch.Size(k.shape) for n, k in stored.frozen.items()},
+        "frozen_param_fragments": None if stored.frozen_left_out else {n: part(n) for n in stored.frozen},
+        "shared_params": stored.shared,
+        "lr_scheduler": stored.lr_scheduler,
+        "data_sampler": None,
+        "random_ltd": None,
+        "skipped_steps": stored.counters.get("skipped_steps", 0),
+        "global_steps": stored.counters.get("global_steps", 0),
+        "global_samples": stored.counters.get("global_samples", 0),
+        "dp_world_size": ranks,
+        "mp_world_size": 1,
+        "ds_config": {},
+        "ds_version": deepspeed_version,
+        **stored.client_state,
+    }
+
+
+def _optimizer_state(
+    ranks: int, state: dict[int, Any], groups: list[dict[str, Any]], members: list[list[int]], loss_scale: dict[str, Any] | None
+) -> dict[str, Any]:
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    from deepspeed_cdp.optim.loss_scale import scaler_of
+
+    scaler = scaler_of(loss_scale)
+    return {
+        "zero_stage": ZeroStageEnum.weights,
+        "loss_scaler": scaler,
+        "dynamic_loss_scale": scaler.dynamic,
+        "overflow": False,
+        "partition_count": ranks,
+        "optimizer_state_dict": {"state": state, "param_groups": [{**g, "params": m} for g, m in zip(groups, members)]},
+    }
+
+
+def _sub_groups(stored: Stored, groups: list[dict[str, Any]], ranks: int, size: int) -> tuple[list[list[str]], list[list[int]]]:
+    """As ZeRO-3 cuts groups: a sub-group ends when a rank's part reaches ``sub_group_size``. Names, and numbers by group."""
+    subs: list[list[str]] = []
+    members: list[list[int]] = []
+    for group in groups:
+        parts = {n: -(-math.prod(stored.trained[n].shape) // ranks) for n in group["params"]}
+        cut = [[]] if parts else []
+        used = 0
+        for name, part in parts.items():
+            if used >= size:
+                cut.append([])
+                used = 0
+            cut[-1].append(name)
+            used += part
+        members.append(list(range(len(subs), len(subs) + len(cut))))
+        subs += cut
+    return subs, members
+
+
+def write_zero3(
+    stored: Stored, out: str, ranks: int, sub_group_size: int = 10**9, replace: bool = False, tick: Tick = lambda name: None
+) -> dict[str, Any]:
+    """What stock ZeRO-3 on ``ranks`` ranks would have written. One rank's part is in memory at a time, and one parameter.
+
+    Args:
+        sub_group_size: ``zero_optimization.sub_group_size`` of the run that will load it; ZeRO-3 cuts its flat groups by it.
+    """
+    from deepspeed import __version__ as deepspeed_version
+
+    groups = _groups(stored)
+    subs, members = _sub_groups(stored, groups, ranks, sub_group_size)
+    shapes = [{n: stored.trained[n].shape for n in sub} for sub in subs]
+    prefix = "bf16_" if stored.dtype == torch.bfloat16 else ""
+    with _folder(out, replace, stored.folder) as folder:
+        for rank in range(ranks):
+            flats: list[torch.Tensor] = []
+            state: dict[int, Any] = {}
+            for i, sub in enumerate(subs):
+                size = sum(-(-math.prod(s) // ranks) for s in shapes[i].values())
+                own: dict[str, torch.Tensor] = {}
+                offset, rest = 0, {}
+                for _, flat, found in _states(stored, sub, tick):
+                    rest = found  # the same for all
+                    part = -(-flat["fp32"].numel() // ranks)
+                    for key, value in flat.items():
+                        mine = value.reshape(-1)[rank * part : (rank + 1) * part]  # the last ones may be short, or empty
+                        if key not in own:
+                            own[key] = torch.zeros(size, dtype=value.dtype)
+                        own[key][offset : offset + mine.numel()] = mine
+                    offset += part
+                flats.append(own.pop("fp32"))
+                if own or rest:
+                    state[i] = {**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in rest.items()}, **own}
+            optim = {**_optimizer_state(ranks, state, groups, members, stored.loss_scale), "fp32_flat_groups": flats}
+            torch.save(
+                {"optimizer_state_dict": optim, "ds_config": {}, "ds_version": deepspeed_version},
+                os.path.join(folder, f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"),
+            )
+            torch.save(
+                _model_states(stored, shapes, rank, ranks),
+                os.path.join(folder, f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt"),
+            )
+            del optim, flats, state  # before the next rank's
+    return {"ranks": ranks, "files": 2 * ranks, "parameters": len(stored.trained) + len(stored.frozen)}
+
+
+def write_universal(stored: Stored, out: str, replace: bool = False, tick: Tick = lambda name: None) -> dict[str, Any]:
+    """DeepSpeed's universal format, as ``ds_to_universal.py`` makes it of ZeRO-3. One parameter is in memory at a time."""
+    groups = _groups(stored)
+    if homeless := [n for n in stored.trained if os.path.basename(n) != n or n in ("", ".", "..") or "\0" in n]:
+        raise CheckpointError(
+            f"parameter {homeless[0]!r} of {stored.folder} cannot be the name of a folder, which the universal "
+            "format has for each; use to-zero3"
+        )
+    if any("exp_avg" not in stored.state(n) or "exp_avg_sq" not in stored.state(n) for n in list(stored.trained)[:1]):
+        raise CheckpointError(
+            f"the optimizer's state in {stored.folder} is not Adam's, and the universal format of ZeRO-3 is "
+            "for Adam only; use to-zero3"
+        )
+    subs, members = _sub_groups(stored, groups, 1, sum(math.prod(k.shape) for k in stored.trained.values()) + 1)
+    state: dict[int, Any] = {}
+    with _folder(out, replace, stored.folder) as folder:
+        for i, sub in enumerate(subs):
+            for name, flat, state[i] in _states(stored, sub, tick):
+                home = os.path.join(folder, "zero", name)
+                os.makedirs(home)
+                for key, value in flat.items():
+                    torch.save({"param": value.clone()}, os.path.join(home, f"{key}.pt"))
+        optim = _optimizer_state(1, state, groups, members, stored.loss_scale)
+        torch.save(
+            {**optim, "param_groups": optim["optimizer_state_dict"]["param_groups"]},
+            os.path.join(folder, "zero", "optimizer_state.pt"),
+        )
+        torch.save(
+            _model_states(stored, [{n: stored.trained[n].shape for n in sub} for sub in subs], 0, 1),
+            os.path.join(folder, "zero_pp_rank_0_mp_rank_00_model_states.pt"),
+        )
+    options = [{k: v for k, v in g.items() if k != "params"} for g in groups]
+    warnings = []
+    if any(o != options[0] for o in options):
+        warnings.append(
+            "the parameter groups have different options, but stock DeepSpeed gives all groups those of the first "
+            "when it loads a universal checkpoint of ZeRO-3; use to-zero3"
+        )
+    if stored.frozen or stored.buffers:
+        warnings.append(
+            "stock DeepSpeed does not load frozen parameters and buffers from a universal checkpoint of ZeRO-3; use to-zero3"
+        )
+    return {"parameters": len(stored.trained), "warnings": warnings}

@@ -1,0 +1,397 @@
+"""CyclicEngine: DeepSpeed's engine, with hand-offs in the place of ZeRO-3's collectives.
+
+Only what differs from ``DeepSpeedEngine`` is here; the work is done by ``Runtime``.
+"""
+
+import hashlib
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.utils import DummyOptim
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from deepspeed.utils import log_dist
+
+from deepspeed_cdp.checkpoint import save_load
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.integration.engine_base import EngineBase, check_number, close_at_exit
+from deepspeed_cdp.integration.throughput import on_stream
+from deepspeed_cdp.integration.zero3_params import Access, offload_stub
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.model.materialize import Initial
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.runtime import trace
+from deepspeed_cdp.runtime.runtime import Runtime
+from deepspeed_cdp.transport.choose import connect
+from deepspeed_cdp.transport.ring_view import rings_of
+
+
+class CyclicEngine(EngineBase, DeepSpeedEngine):
+    """What ``deepspeed.initialize`` returns when ``"cyclic": {"enabled": true}``.
+
+    Attributes:
+        cyclic_plan: the plan; ``cyclic_plan.stages`` names every trained parameter once.
+        optimizer_group_names: names of the trained parameters of each of the optimizer's groups, in its order, on every rank.
+    """
+
+    _runtime: Runtime | None = None
+    _access: Access | None = None
+    _initial: Initial | None = None
+    _evaluating = False  # between eval() and train()
+
+    # ---- setting up -----------------------------------------------------------------------------------------------------
+    def _configure_distributed_model(self, model: torch.nn.Module) -> None:
+        config = self._config.cyclic_config
+        self._config.timers_config.synchronized = False  # no device synchronize per step: it holds up hand-offs
+        if any(isinstance(getattr(p, "_z3_optimizer", None), Access) for p in model.parameters()):
+            raise ValueError("model belongs to another cyclic engine; call that engine's destroy() first, or build another model")
+        self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
+        try:
+            self._agree(model)
+            self._transport = rings_of(self._transport, config.ring_size)
+            self._initial = Initial(model, config.weights, self.device)
+        except BaseException:
+            self._transport.close(False)
+            raise
+        super()._configure_distributed_model(model)
+        self._initial.settle()
+
+    def _agree(self, model: torch.nn.Module) -> None:
+        """Collective: all ranks have the same settings and the same model, or all end with a sentence about what differs."""
+        shapes = [(n, str(p.dtype), *getattr(p, "ds_shape", p.shape)) for n, p in model.named_parameters()]
+        config = self._config.cyclic_config.model_dump()
+        self._compare(
+            {
+                "torch version": torch.__version__,
+                **{f"cyclic.{key}": value for key, value in config.items()},
+                "gradient_accumulation_steps": self.gradient_accumulation_steps(),
+                "gradient_clipping": self.gradient_clipping(),
+                "zero_optimization.stage": int(self.zero_optimization_stage()),
+                "dtypes": list(map(str, self.get_data_types())),
+                "loss scale (fp16)": self._loss_scale(),
+                "torch_autocast.dtype": str(self.torch_autocast_dtype()) if self.torch_autocast_enabled() else None,
+                "number of parameters": len(shapes),
+                "parameter names, shapes and dtypes (digest)": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
+            }
+        )
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+        return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works, tested with ZeRO or not
+
+    def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        if optimizer is None or isinstance(optimizer, DummyOptim):
+            raise ValueError(
+                "optimizer is missing in ds_config and in deepspeed.initialize(): the cyclic engine trains; give an "
+                'optimizer, or set "cyclic": {"enabled": false} to run inference with ZeRO-3'
+            )
+        config = self._config.cyclic_config
+        _, sum_dtype = self.get_data_types()
+        settings = Settings(
+            config.rule,
+            config.partition_method,
+            config.units,
+            self.gradient_accumulation_steps(),
+            float(self.gradient_clipping()),
+            sum_dtype if self._config.grad_accum_dtype else None,
+            config.keep_after_forward,
+            int(config.min_unit_mb * 2**20),
+            self._loss_scale(),
+            config.warmup_steps,
+            **self._offloading(),
+            replicated=self.zero_optimization_stage() < 3,
+            gradient_accumulation_fusion=config.gradient_accumulation_fusion,
+        )
+        names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
+        self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
+        try:
+            self._runtime = Runtime(
+                self.module, optimizer, settings, self._transport, self.device, self._initial if self._initial.elsewhere else None
+            )
+            self._initial = None
+        except BaseException:
+            self._transport.close(False)  # else what it has posted is freed while the interpreter ends, and torch aborts
+            raise
+        self._access = Access(self._runtime, dist.group.WORLD)
+        self._access.attach()
+        self._runtime.optimizer.parameter_offload = offload_stub(self.module)
+        self.enable_backward_allreduce = False
+        if self._config.cyclic_ignored:
+            log_dist(
+                f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}",
+                ranks=[0],
+                level=logging.WARNING,
+            )
+        if why := self._runtime.param_hooks.sums.why_none:
+            log_dist(
+                f"gradients are added after the products that make them, which is slower: {why}", ranks=[0], level=logging.WARNING
+            )
+        if warning := self.cyclic_plan.schedule.warning:
+            log_dist(warning, ranks=[0], level=logging.WARNING)
+        close_at_exit(self)
+        return self._runtime.optimizer
+
+    def _loss_scale(self) -> float | dict[str, Any] | None:
+        """``Settings.loss_scale``: of the ``fp16`` block, also for autocast to float16."""
+        if not (self.fp16_enabled() or self.torch_autocast_enabled() and self.torch_autocast_dtype() == torch.float16):
+            return None
+        return self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else self.loss_scale()
+
+    def _offloading(self) -> dict[str, bool]:
+        offload = self.zero_offload_optimizer()
+        return {"offload": self.zero_cpu_offload(), "pin": offload is not None and offload.pin_memory}
+
+    def zero_optimization(self) -> bool:
+        """True under stage 0 too: the optimizer is always ours, and DeepSpeed's own paths without ZeRO do not apply."""
+        return True
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """True under every stage: gradients leave a rank in every micro-batch, and ``step()`` ends the step."""
+        return True
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """False: parameters are handed off whole, ZeRO-3's hooks, gathers and shard files do not apply."""
+        return False
+
+    @property
+    def tput_timer(self) -> Any:
+        """As DeepSpeed's, but on a GPU it does not wait for the device (integration/throughput.py)."""
+        return self._tput_timer
+
+    @tput_timer.setter
+    def tput_timer(self, timer: Any) -> None:
+        self._tput_timer = on_stream(timer, self.device)
+
+    @property
+    def cyclic_plan(self) -> Plan:
+        """Units, stages, owners, buffer offsets: what all ranks do."""
+        return self._runtime.plan
+
+    # ---- training -------------------------------------------------------------------------------------------------------
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; the first forward in ``eval()`` mode or under ``no_grad`` is collective: it flushes and gathers."""
+        with self._noting_failure():
+            torch.clear_autocast_cache()  # of casts of other versions, where the script has an autocast around its loop
+            if not (self.module.training and torch.is_grad_enabled()):
+                self._runtime.gather()
+                return super().forward(*inputs, **kwargs)
+            with self._runtime.forward():
+                return super().forward(*inputs, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As DeepSpeed's.
+
+        Raises:
+            ValueError: the loss is not one number, or its forward is missing or has had its backward.
+        """
+        with self._noting_failure():
+            check_number(loss, self._runtime.executor.global_step)
+            self._runtime.check_loss(loss)
+            self._runtime.executor.add_loss(loss)
+            return super().backward(loss, *args, **kwargs)
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """As DeepSpeed's: hyperparameters are recorded now, the update follows when the sums have come round the ring."""
+        with self._noting_failure():
+            super().step(*args, **kwargs)
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: sums travel with the backward."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate only, as every micro-batch here does; ``step()`` inside is an error, as DeepSpeed has it."""
+        self.inside_no_sync_ctxt, before = True, self.inside_no_sync_ctxt
+        try:
+            yield
+        finally:
+            self.inside_no_sync_ctxt = before
+
+    def eval(self) -> Any:
+        """As DeepSpeed's; the evaluation that begins is collective, even for a rank that runs no batch of it (see ``train``)."""
+        self._evaluating = True
+        return super().eval()
+
+    def train(self, mode: bool = True) -> Any:
+        """As DeepSpeed's; a rank that ran nothing since ``eval()`` takes part here in what the others' first forward did."""
+        if mode and self._evaluating and self._runtime is not None and self._runtime.between_steps and not self._failed:
+            with self._noting_failure():
+                self._runtime.gather()
+        self._evaluating = not mode
+        return super().train(mode)
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As DeepSpeed's, but it cannot raise the number of micro-batches per step: the timetable is made for it."""
+        most, each = self.cyclic_plan.schedule.rounds, self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        if train_batch_size > most * each:
+            raise ValueError(
+                f"set_train_batch_size({train_batch_size}) needs more micro-batches per step than the {most} that "
+                f"the engine was made for; start with a larger gradient_accumulation_steps, it can be lowered later"
+            )
+        super().set_train_batch_size(train_batch_size)
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: gradients travel on, none stays."""
+
+    def get_global_grad_norm(self) -> float | None:
+        """Gradient norm, before clipping, of the last step that this rank knows to be finished everywhere.
+
+        That is one step ago on the last rank and two on the others (under dp each knows one more), without a collective. Until
+        the first is known it is nan, a number that scripts can format, and before the first step None as under ZeRO-3.
+        """
+        norm = self.cyclic_metrics["grad_norm"]
+        return float("nan") if norm is None and self.global_steps > 0 else norm
+
+    @property
+    def cyclic_metrics(self) -> dict[str, Any]:
+        """What this rank knows without a collective (docs/observability.md).
+
+        ``step``: number of the last step finished everywhere, as far as this rank knows, from 0; ``loss`` (mean over all ranks'
+        micro-batches) and ``grad_norm`` (before clipping) are that step's. All three are None before there is one. ``lag``: steps
+        from that one to the one just made. ``waited``: seconds by (stream, peer) that the host was held up in step
+        ``waited_step``, the one just made, until messages had come, ``waited_sent`` until its own had been taken,
+        ``waited_total`` all of them. On GPUs it is the stream of the passes that waits, which is timed in one step of eight.
+        ``busy``: seconds by rank of its ring that each was busy in its latest (timed) step here, without waiting for others;
+        ``slowest``: the rank with the most; None before they are known.
+        Reading waits for nothing: on GPUs the numbers are those that have reached the host.
+        """
+        executor, (waited, sent) = self._runtime.executor, self._runtime.waited()
+        step, loss, grad_norm = executor.scalars.read()
+        busy, first = executor.scalars.busy_ranks(), self._transport.label - executor.rank  # of this rank's ring
+        timing = self._transport.timing
+        of = executor.global_step - 1 if timing is None else timing.latest and timing.latest.step
+        return {
+            "step": step,
+            "lag": None if step is None else max(executor.global_step - 1 - step, 0),
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "waited_step": None if waited is None else of,
+            "waited": waited,
+            "waited_sent": sent,
+            "waited_total": None if waited is None else sum(waited.values()) + sum(sent.values()),
+            "busy": busy,
+            "slowest": None if busy is None else first + busy.index(max(busy)),
+        }
+
+    @contextmanager
+    def cyclic_trace(self, path: str) -> Iterator[None]:
+        """Record passes, waits, hand-offs and updates of the steps inside, and write them to ``path`` (trace.json:
+        trace.rank0.json).
+
+        Between steps only; not collective, but ``deepspeed-cdp timeline --from`` wants every rank's file. See runtime/trace.py.
+
+        Raises:
+            ValueError: in the middle of a step.
+        """
+        if not self._runtime.between_steps:
+            raise ValueError(
+                f"engine.cyclic_trace() began in the middle of step {self._runtime.executor.global_step}; enter it "
+                "before engine.forward() or after engine.step()"
+            )
+        recorder = trace.Recorder(self._runtime.executor, self.device)
+        try:
+            yield
+        finally:
+            trace.write(trace.file_of(path, recorder.rank), recorder.stop())
+
+    # ---- whole parameters -----------------------------------------------------------------------------------------------
+    def flush(self) -> None:
+        """Collective: finish all steps and apply the last update; the next step reads it everywhere (the delay starts anew)."""
+        with self._noting_failure():
+            self._runtime.flush()
+
+    def module_state_dict(
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False, exclude_frozen_parameters: bool = False
+    ) -> dict[str, Any]:
+        """Collective: the whole, up-to-date state dict, on every rank."""
+        with self._noting_failure():
+            state = self._runtime.whole_state()
+        if exclude_frozen_parameters:
+            for name, p in self.module.named_parameters():
+                if not p.requires_grad:
+                    state.pop(name, None)
+        state = {prefix + k: v for k, v in state.items()}
+        if destination is not None:
+            destination.update(state)
+        return state if destination is None else destination
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Collective: the whole state dict on the CPU of rank 0, None elsewhere."""
+        state = self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        return {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in state.items()} if self.global_rank == 0 else None
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        return self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    # ---- checkpoints ----------------------------------------------------------------------------------------------------
+    def save_checkpoint(
+        self,
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Collective: flush, and write everything that continuing needs (see checkpoint/save_load.py).
+
+        Raises:
+            CheckpointError: it could not be written; on every rank, and the last good checkpoint is untouched.
+        """
+        with self._noting_failure():
+            return save_load.save(self, self._runtime, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(
+        self,
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict | None]:
+        """Collective: take up what ``save_checkpoint`` wrote, or stock ZeRO-3's, or a universal checkpoint
+        (checkpoint/deepspeed_formats.py).
+
+        Returns:
+            (path, client_state), or (None, None) if there is no tag and no ``latest`` file.
+        Raises:
+            CheckpointError: it cannot be read; on every rank, with the file's name, and nothing was changed.
+        """
+        with self._noting_failure():
+            return save_load.load(
+                self,
+                self._runtime,
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states,
+                load_module_only,
+                custom_load_fn,
+            )
+
+    # ---- the end --------------------------------------------------------------------------------------------------------
+    def report(self) -> str:
+        """Collective: what the run looked like, for people."""
+        from deepspeed_cdp.runtime.report import report
+
+        return report(type(self).__name__, self._runtime)
+
+    def destroy(self) -> None:
+        """As DeepSpeed's; waits until neighbours have taken the last hand-offs, unless this rank has failed."""
+        runtime, transport = self.__dict__.get("_runtime"), self.__dict__.get("_transport")
+        whole = self._is_well
+        if self.__dict__.get("_access") is not None:
+            self._access.detach()
+        if runtime is not None:
+            runtime.close(whole and runtime.executor.between_steps)
+        elif transport is not None:
+            transport.close(False)
+        super().destroy()
+
+
+__all__ = ["CyclicEngine", "HandoffError"]

@@ -1,0 +1,137 @@
+"""The optimizer that users hold: DeepSpeed's surface over a ``StageOwner``."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deepspeed.runtime.base_optimizer import ZeROOptimizer
+from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
+from deepspeed.runtime.utils import maybe_loss_for_backward
+
+from deepspeed_cdp.optim.stage_owner import StageOwner
+
+
+class CyclicOptimizer(ZeROOptimizer):
+    """What ``deepspeed.initialize`` returns as the optimizer: DeepSpeed's surface over a ``StageOwner``.
+
+    ``param_groups`` are the user's, so schedulers work on it as on any optimizer; each holds the masters that this rank owns.
+    """
+
+    custom_loss_scaler = False
+    torch_autocast_gradscaler = None
+    overflow = False
+    partition_gradients = True
+
+    def __init__(
+        self, owner: StageOwner, on_backward_end: Callable[[], None], on_step: Callable[[], None], flush: Callable[[], None]
+    ):
+        """
+        Args:
+            on_backward_end: called when a micro-batch's backward is complete.
+            on_step: called when the step's micro-batches are complete.
+            flush: brings masters up to date; called before state is read or written.
+        """
+        super().__init__()
+        self.owner, self.optimizer = owner, owner.optimizer
+        self._on_backward_end, self._on_step, self._flush = on_backward_end, on_step, flush
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Sequence[dict[str, Any]]) -> None:
+        self.optimizer.param_groups = list(groups)
+
+    @property
+    def state(self):
+        self.owner.settle()
+        return self.optimizer.state
+
+    # ---- loss scaling (fp16) ----------------------------------------------------------------------------------------------
+    @property
+    def loss_scaler(self) -> LossScalerBase:
+        """DeepSpeed's."""
+        return self.owner.scale.scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the scale follows overflows."""
+        return self.loss_scaler.dynamic
+
+    @property
+    def loss_scale(self) -> float:
+        """The scale of the next step, 1 where losses are not scaled. Set it on every rank, between steps."""
+        return self.loss_scaler.cur_scale
+
+    @loss_scale.setter
+    def loss_scale(self, value: float) -> None:
+        self.loss_scaler.cur_scale = value
+
+    cur_scale = loss_scale
+
+    def needs_scaler(self) -> bool:
+        """Whether a ``loss.backward()`` of a loss that did not pass through ``engine.scale`` is an error."""
+        return self.owner.scale.scaling and (self.dynamic_loss_scale or self.loss_scale != 1)
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """A loss, times the scale of the step under way."""
+        scaled = self.owner.scale.scaling and maybe_loss_for_backward(value)
+        return value * self.owner.scale.of(self.owner.executor.global_step) if scaled else value
+
+    # ---- a step -----------------------------------------------------------------------------------------------------------
+    def backward_epilogue(self, **_: Any) -> None:
+        self._on_backward_end()
+
+    def step(self, closure=None) -> None:
+        """Record the hyperparameters; the owner's update follows when the sums have come in."""
+        if closure is not None:
+            raise ValueError("optimizer.step() got a closure, but the update happens later and cannot call it; use engine.step()")
+        self.optimizer._opt_called = True  # for torch's schedulers, which warn when step() has not been called before them
+        self._on_step()
+
+    def finalize_gradient_accumulation_boundary(self) -> None:
+        """Nothing to do: with ``managed_gradient_accumulation: false`` DeepSpeed asks before each step."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: gradients travel on, none stays."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective (it flushes): this rank's part, the torch optimizer's state by the names of the parameters it owns."""
+        self._flush()
+        names = {p: n for n, p in self.owner.masters.items()}
+        return {
+            "state": {names[p]: s for p, s in self.state.items()},
+            "param_groups": [
+                {**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"]]}
+                for g in self.optimizer.param_groups
+            ],
+            "loss_scale": self.owner.scale.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
+        """Take back what ``state_dict`` gave on this rank.
+
+        Raises:
+            ValueError: it was made with other groups, or another partition.
+        """
+        self._flush()
+        if len(state["param_groups"]) != len(self.optimizer.param_groups):
+            raise ValueError(
+                f"the optimizer state has {len(state['param_groups'])} parameter groups, this optimizer has "
+                f"{len(self.optimizer.param_groups)}; build the optimizer as it was when the state was saved"
+            )
+        unknown = set(state["state"]) - set(self.owner.masters)
+        if unknown:
+            raise ValueError(
+                f"the optimizer state holds {min(unknown)!r}, which rank {self.owner.executor.rank} does not own; "
+                "load it with the number of ranks and the partition it was saved with"
+            )
+        for group, saved in zip(self.optimizer.param_groups, state["param_groups"]):
+            group.update({k: v for k, v in saved.items() if k != "params"})
+        for name, values in state["state"].items():
+            self.owner.put_state(name, values)
+        self.owner.scale.restart(self.owner.executor.global_step, state.get("loss_scale"))
+
+    def destroy(self) -> None:
+        """Drop references that would keep buffers alive."""
+        self._on_backward_end = self._on_step = self._flush = lambda: None

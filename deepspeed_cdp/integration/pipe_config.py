@@ -1,0 +1,52 @@
+"""A DeepSpeedConfig of a cyclic pipeline: what differs from the ring in what is supported."""
+
+from typing import Any
+
+import deepspeed
+import torch
+
+from deepspeed_cdp.integration.config import CyclicConfig
+
+_RING_ONLY = {
+    "partition_method": "give partition_method to PipelineModule instead",
+    "units": "a stage is handed on as a whole; remove it",
+    "ring_size": "the stages of the PipelineModule are the ring; remove it",
+    "keep_after_forward": "weights stay where they are; remove it",
+    "min_unit_mb": "a stage is handed on as a whole; remove it",
+    "gradient_accumulation_fusion": "gradients are added on the rank that has the stage; remove it",
+    "weights": "load weights in the layers of the PipelineModule; remove it",
+}
+
+
+class PipelineConfig(deepspeed.DeepSpeedConfig):
+    """What ``deepspeed.initialize`` parses the config with when it gets a PipelineModule and a cyclic block."""
+
+    def _initialize_params(self, param_dict: dict[str, Any]) -> None:
+        super()._initialize_params(param_dict)
+        refuse(self)
+
+
+def refuse(config: Any) -> None:
+    """Raises ValueError, "key is value: reason; fix.", for what the ring supports and the pipeline does not."""
+    stage = int(config.zero_optimization_stage)
+    if stage > 1:
+        raise ValueError(
+            f"zero_optimization.stage is {stage}: DeepSpeed's pipelines have stages 0 and 1, and each rank keeps "
+            "its stage of the model; set it to 0."
+        )
+    if config.float16_config.enabled:
+        raise ValueError(
+            "fp16.enabled is true: a pipeline's stages are updated before the step's last overflow is known; use bf16."
+        )
+    if config.torch_autocast_enabled and config.torch_autocast_dtype != torch.bfloat16:
+        raise ValueError('torch_autocast.dtype is not bfloat16: a cyclic pipeline does not scale losses; set it to "bfloat16".')
+    if config.zero_config.offload_optimizer is not None and config.zero_config.offload_optimizer.device != "none":
+        raise ValueError(
+            "zero_optimization.offload_optimizer is set: not supported for PipelineModules in this version; remove it."
+        )
+    block, default = config.cyclic_config, CyclicConfig()
+    for key, fix in _RING_ONLY.items():
+        if getattr(block, key) != getattr(default, key):
+            raise ValueError(f"cyclic.{key} is {getattr(block, key)!r}: it is about models that are no PipelineModule; {fix}.")
+    if block.transport == "peer":
+        raise ValueError("cyclic.transport is 'peer': PipelineModules travel by gloo on CPUs and by NCCL on GPUs; use \"auto\".")

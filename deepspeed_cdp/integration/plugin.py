@@ -1,0 +1,170 @@
+"""Registration with DeepSpeed: the only file that touches `deepspeed.initialize` and `DeepSpeedConfig`.
+
+`register` extends DeepSpeedConfig so that every config has a `cyclic_config`, and rebinds `deepspeed.initialize` to a function
+of the same signature that builds a CyclicEngine where the config says so and is the stock function everywhere else.
+"""
+
+import base64
+import difflib
+import functools
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from deepspeed_cdp.integration.pipe_register import classes, refuse_placed, stock_again, tolerate_placements
+
+# Nothing of deepspeed, and nothing of this package that imports it, is imported here at the top: registration runs at the very
+# end of `import deepspeed`, which any module of this package may have started and be waiting for.
+
+# Marks our wrappers on the functions themselves: a flag in this module would survive importlib.reload(deepspeed), they don't.
+_STOCK = "__deepspeed_cdp_stock__"
+
+
+def register() -> None:
+    """Makes DeepSpeed understand `"cyclic": {"enabled": true}`. Idempotent."""
+    import deepspeed
+
+    config = deepspeed.DeepSpeedConfig
+    if not hasattr(config._initialize_params, _STOCK):
+        config._initialize_params = _with_cyclic_config(config._initialize_params)
+    if not hasattr(deepspeed.initialize, _STOCK):
+        deepspeed.initialize = _with_cyclic_engine(deepspeed.initialize)
+    tolerate_placements()
+
+
+def unregister() -> None:
+    """Puts the stock functions back (for tests)."""
+    import deepspeed
+
+    config = deepspeed.DeepSpeedConfig
+    config._initialize_params = getattr(config._initialize_params, _STOCK, config._initialize_params)
+    deepspeed.initialize = getattr(deepspeed.initialize, _STOCK, deepspeed.initialize)
+    stock_again()
+
+
+def engine_class() -> type:
+    """The engine that replaces DeepSpeedEngine; imported only when a config enables it."""
+    from deepspeed_cdp.integration.engine import CyclicEngine
+
+    return CyclicEngine
+
+
+def _with_cyclic_config(stock: Callable[..., None]) -> Callable[..., None]:
+
+    @functools.wraps(stock)
+    def _initialize_params(self: Any, param_dict: dict[str, Any]) -> None:
+        from deepspeed_cdp.integration.config import parse_cyclic
+        from deepspeed_cdp.integration.support import check_supported
+
+        written = dict(param_dict)  # before DeepSpeed fills in sections of its own
+        stock(self, param_dict)
+        self.cyclic_config = parse_cyclic(written, getattr(self, "world_size", None))
+        if self.cyclic_config.enabled:
+            self.cyclic_ignored = check_supported(self, written)  # settings the user wrote to no effect
+
+    setattr(_initialize_params, _STOCK, stock)
+    return _initialize_params
+
+
+def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
+    signature = inspect.signature(stock)
+
+    @functools.wraps(stock)
+    def initialize(*args: Any, **kwargs: Any) -> tuple:
+        import deepspeed
+        from deepspeed.utils import logger
+
+        from deepspeed_cdp.integration.config import CYCLIC, parse_cyclic
+
+        given = signature.bind(*args, **kwargs).arguments
+        raw = _resolve_config(given)
+        pipeline = isinstance(given.get("model"), deepspeed.PipelineModule)
+        if CYCLIC not in raw or not parse_cyclic(raw).enabled:
+            if pipeline:
+                refuse_placed(given["model"])
+            written = {str(key).lower(): key for key in raw}
+            if CYCLIC not in raw and (near := difflib.get_close_matches(CYCLIC, written, 1, 0.8)):
+                logger.warning(
+                    f"{written[near[0]]} is in the config, but DeepSpeed knows no such key, so it has no effect; "
+                    f"did you mean {CYCLIC!r}?"
+                )
+            return stock(*args, **kwargs)
+        _refuse_model(given, parse_cyclic(raw).placement)
+        # Stock `initialize` has no parameter for the engine's class: it looks `DeepSpeedEngine` (for a PipelineModule,
+        # `PipelineEngine`) up among the globals of its module. It reads ours there for the length of this call only, so that
+        # afterwards `deepspeed.DeepSpeedEngine` is the stock class again, and isinstance(engine, deepspeed.DeepSpeedEngine)
+        # true, since ours derives from it.
+        ours = classes() if pipeline else {"DeepSpeedEngine": engine_class()}
+        stocks = {name: getattr(deepspeed, name) for name in ours}
+        for name, cls in ours.items():
+            setattr(deepspeed, name, cls)
+        try:
+            result = stock(*args, **kwargs)
+        finally:
+            for name, cls in stocks.items():
+                setattr(deepspeed, name, cls)
+        # Guards against a DeepSpeed whose `initialize` finds its engine elsewhere: never train with the wrong one silently.
+        engine = next(iter(ours.values()))
+        assert isinstance(result[0], engine), f"deepspeed.initialize built {type(result[0]).__name__}, not {engine.__name__}"
+        return result
+
+    setattr(initialize, _STOCK, stock)
+    return initialize
+
+
+def _resolve_config(given: dict[str, Any]) -> dict[str, Any]:
+    """The ds_config dict that stock `initialize` is going to use, without side effects.
+
+    Args:
+        given: the arguments of `initialize` that were passed, by name.
+
+    Returns:
+        The dict; an empty one where stock `initialize` is about to fail, so that its own error is the one seen.
+    """
+    import hjson
+
+    config = given.get("config")
+    if config is None:
+        config = given.get("config_params")
+    args = given.get("args")
+    for name in ("deepscale_config", "deepspeed_config"):
+        from_args = getattr(args, name, None)
+        if from_args is not None:
+            config = from_args
+    if isinstance(config, dict):
+        return config
+    try:
+        if os.path.exists(config):
+            with open(config) as file:
+                loaded = hjson.load(file)
+        else:
+            loaded = hjson.loads(base64.urlsafe_b64decode(config).decode("utf-8"))
+    except (TypeError, ValueError, OSError):
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def _refuse_model(given: dict[str, Any], placement: str) -> None:
+    """Raises for what the config does not show (`check_supported` sees the rest, hybrid engine included)."""
+    import deepspeed
+    from deepspeed.moe.layer import MoE
+
+    from deepspeed_cdp.integration.support import refusal
+
+    model = given.get("model")
+    if type(model).__name__ == "DualPipeVModule":
+        raise refusal("model: DualPipeVModule", "given")
+    if placement != "auto" and not isinstance(model, deepspeed.PipelineModule):
+        raise ValueError(
+            f"cyclic.placement is '{placement}', but the model is a {type(model).__name__}; placements are for "
+            'deepspeed.PipelineModule; use "auto".'
+        )
+    for name, module in model.named_modules() if hasattr(model, "named_modules") else ():
+        if isinstance(module, MoE):
+            raise refusal("model: deepspeed.moe.layer.MoE", f"at '{name}'")
+    mpu, mesh = given.get("mpu"), given.get("mesh_param")
+    degrees = [getattr(mpu, f"get_{kind}_parallel_world_size", int)() for kind in ("model", "tensor_model", "sequence")]
+    degrees += list(mesh[1:]) if mesh else []
+    if any(degree > 1 for degree in degrees):
+        raise refusal("model: mpu or mesh_param", f"of size {max(degrees)}")

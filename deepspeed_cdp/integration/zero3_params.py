@@ -1,0 +1,331 @@
+"""Reading and writing parameters between steps, through DeepSpeed's own functions.
+
+``deepspeed.zero.GatheredParameters`` and ``deepspeed.utils.safe_get_full_fp32_param`` and its kin ask a parameter itself: for
+``ds_id`` (is it ZeRO-3's?), ``all_gather`` and ``partition``, and for ``_z3_optimizer``, whose methods they call. ``Access`` puts
+these attributes on the parameters of a cyclic engine, so nothing of DeepSpeed is replaced, whenever it was imported, and tools
+that look for ``ds_id`` take the path that is right for parameters kept elsewhere.
+
+Everything here is a collective, between steps, and flushes first; except for ``GatheredParameters`` inside a training forward
+(TRL's fused head and loss), which takes part in the hand-off as the parameters' own module would.
+"""
+
+import types
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _init_external_params
+
+from deepspeed_cdp.model.flat_layout import aligned
+from deepspeed_cdp.runtime.param_hooks import IDLE
+from deepspeed_cdp.runtime.runtime import Runtime
+
+_ATTRIBUTES = (
+    "ds_id",
+    "ds_status",
+    "ds_shape",
+    "ds_numel",
+    "ds_persist",
+    "ds_process_group",
+    "ds_active_sub_modules",
+    "ds_enable_sanity_checks",
+    "ds_summary",
+    "all_gather",
+    "partition",
+    "_z3_optimizer",
+)
+
+
+class Access:
+    """One engine's parameters as ZeRO-3's callers see them."""
+
+    def __init__(self, runtime: Runtime, group: Any):
+        """
+        Args:
+            group: the process group that ``GatheredParameters`` broadcasts over.
+        """
+        self.runtime, self._group = runtime, group
+        self._names = {p: n for n, p in runtime.module.named_parameters()}
+        self._owner = {
+            s.name: runtime.plan.schedule.owner(runtime.plan.unit(i).stage)
+            for i, pairs in runtime.param_hooks.slots.items()
+            for _, s in pairs
+        }
+
+    def attach(self) -> None:
+        """Give the parameters ZeRO-3's attributes."""
+        for number, (p, name) in enumerate(self._names.items()):
+            p.ds_id, p.ds_shape, p.ds_numel, p.ds_persist = number, p.shape, p.numel(), False
+            p.ds_process_group, p.ds_active_sub_modules, p.ds_enable_sanity_checks = self._group, set(), False
+            p.ds_summary = lambda number=number, name=name, p=p: {"id": number, "name": name, "shape": tuple(p.shape)}
+            p.all_gather, p.partition, p._z3_optimizer = partial(self._all_gather, p), partial(self._partition, p), self
+        # Autograd gives an autograd.Function whose tensors were saved through hooks new tensor objects instead of the parameters,
+        # and TRL's fused head asks them whether they are there: as all ordinary tensors are.
+        torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
+        self._status(self.runtime.is_whole)
+        self.runtime.on_whole = self._status
+        _init_external_params(self.runtime.module)
+
+    def detach(self) -> None:
+        """Take them off again."""
+        for p in self._names:
+            for key in _ATTRIBUTES:
+                p.__dict__.pop(key, None)
+        self.runtime.on_whole = lambda whole: None
+
+    def _status(self, whole: bool) -> None:
+        whole = whole or self.runtime.plan.replicated and self.runtime.param_hooks.mode != IDLE  # there, in passes
+        for p in self._names:
+            p.ds_status = ZeroParamStatus.AVAILABLE if whole or p in self.runtime.borrowed else ZeroParamStatus.NOT_AVAILABLE
+
+    def _name(self, p: torch.nn.Parameter) -> str:
+        return self._names[p]
+
+    # ---- what GatheredParameters calls ----------------------------------------------------------------------------------
+    @torch.no_grad()
+    def _all_gather(self, param: torch.nn.Parameter, param_list: Sequence[torch.nn.Parameter] | None = None, **_: Any) -> None:
+        """Give the parameters their values, in their own dtype, in memory of their own, on every rank.
+
+        In the middle of a step nothing happens to parameters that are there, those of the unit in use: after ``zero.Init``
+        torch's linear function is DeepSpeed's, which asks in every backward.
+
+        Raises:
+            ValueError: in the middle of a step, except inside a training forward, where they are their module's pass of the plan.
+        """
+        mine, others = self._split(param, param_list)
+        if others:
+            others[0].all_gather(param_list=others)
+        runtime = self.runtime
+        if runtime.param_hooks.borrow(mine) or not runtime.between_steps and not any(map(runtime.param_hooks.released, mine)):
+            return
+        self._settle("GatheredParameters")
+        for owner in range(runtime.plan.schedule.ranks):  # one message per owner
+            theirs = [p for p in mine if self._owner[self._name(p)] == owner]
+            starts, nbytes = [], 0
+            for p in theirs:
+                starts.append(nbytes)
+                nbytes += aligned(p.numel() * p.dtype.itemsize)
+            if not nbytes:
+                continue
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=runtime.device)
+            views = [flat[at : at + p.numel() * p.dtype.itemsize].view(p.dtype).view(p.shape) for p, at in zip(theirs, starts)]
+            if owner == runtime.executor.rank:
+                for p, view in zip(theirs, views):
+                    view.copy_(self._value(self._name(p)))
+            runtime.transport.broadcast(flat, owner, self._where("GatheredParameters"))
+            for p, view in zip(theirs, views):
+                runtime.borrowed[p] = p.data  # what it goes back to
+                p.data = view
+        self._status(runtime.is_whole)
+
+    @torch.no_grad()
+    def _partition(
+        self,
+        param: torch.nn.Parameter,
+        param_list: Sequence[torch.nn.Parameter] | None = None,
+        has_been_updated: bool = False,
+        **_: Any,
+    ) -> None:
+        """Take the values back: into the masters if one rank's have been given to all, else they are dropped, as ZeRO-3 does."""
+        mine, others = self._split(param, param_list)
+        if has_been_updated and self.runtime.param_hooks.mode != IDLE:
+            raise ValueError(
+                f"GatheredParameters of {self._name(param)!r} with a modifier_rank is inside a training forward, "
+                "where what it writes would be lost; write parameters between steps"
+            )
+        if others:
+            others[0].partition(param_list=others, has_been_updated=has_been_updated)
+        self.runtime.param_hooks.give_back(mine)
+        borrowed = [p for p in mine if p in self.runtime.borrowed]
+        for p in borrowed:
+            before, value = self.runtime.borrowed.pop(p), p.data
+            if has_been_updated:
+                name = self._name(p)
+                if value.shape != p.ds_shape:
+                    raise ValueError(
+                        f"{name} is {tuple(value.shape)} at the end of GatheredParameters, but {tuple(p.ds_shape)} "
+                        "in the plan; resize parameters before deepspeed.initialize()"
+                    )
+                self._write(name, value)
+                if self.runtime.is_whole:
+                    before.copy_(value)
+            p.data = before
+        if has_been_updated and borrowed:
+            self.runtime.publish()
+        self._status(self.runtime.is_whole)
+
+    def _split(
+        self, param: torch.nn.Parameter, params: Sequence[torch.nn.Parameter] | None
+    ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+        """This engine's parameters and others'."""
+        params = [param] if params is None else params
+        return [p for p in params if p in self._names], [p for p in params if p not in self._names]
+
+    # ---- what safe_get_* and safe_set_* call ----------------------------------------------------------------------------
+    @torch.no_grad()
+    def get_full_hp_param(self, param: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
+        """The fp32 master, or an entry of its optimizer state, on every rank."""
+        name, what = self._name(param), "safe_get_full_fp32_param" if optim_state_key is None else "safe_get_full_optimizer_state"
+        self._settle(what)
+        mine = self._owner[name] == self.runtime.executor.rank
+        shape, dtype, value = tuple(param.ds_shape), torch.float32, None
+        if optim_state_key is not None:
+            value = self._state(name, optim_state_key) if mine else None
+            shape, dtype = self._agree_on(name, optim_state_key, value)
+        elif mine:
+            value = self._value(name).to(torch.float32)
+        flat = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8, device=self.runtime.device)
+        if mine:
+            flat.copy_(value.to(flat.device).contiguous().reshape(-1).view(torch.uint8))
+        self.runtime.transport.broadcast(flat, self._owner[name], self._where(what))
+        return flat.view(dtype).view(shape)
+
+    @torch.no_grad()
+    def set_full_hp_param(self, value: torch.Tensor, param: torch.nn.Parameter, optim_state_key: str | None = None) -> None:
+        """Every rank calls it with the same value; the owner takes its own."""
+        name, what = self._name(param), "safe_set_full_fp32_param" if optim_state_key is None else "safe_set_full_optimizer_state"
+        self._settle(what)
+        if optim_state_key is None:
+            if tuple(value.shape) != tuple(param.ds_shape):
+                raise ValueError(
+                    f"{what} of {name!r} got a value of shape {tuple(value.shape)}, the parameter has "
+                    f"{tuple(param.ds_shape)}; give a value of the parameter's shape"
+                )
+            self._write(name, value)
+            if self.runtime.is_whole:
+                self.runtime.borrowed.get(param, param.data).copy_(value)
+            self.runtime.publish()
+            return
+        self._put_state(what, name, optim_state_key, value, True)
+
+    def get_local_fp32_param(self, param: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
+        """This rank's part: on the owner all of it, elsewhere an empty tensor. Collective too: it flushes."""
+        name = self._name(param)
+        self._settle("safe_get_local_fp32_param" if optim_state_key is None else "safe_get_local_optimizer_state")
+        mine = self._owner[name] == self.runtime.executor.rank
+        if optim_state_key is not None:
+            held = self._state(name, optim_state_key) if mine else None
+            self._agree_on(name, optim_state_key, held)
+        elif mine:
+            held = self._value(name).to(torch.float32)
+        return held.detach().to(self.runtime.device, copy=True) if mine else torch.empty(0, device=self.runtime.device)
+
+    def set_local_hp_param(self, value: torch.Tensor, param: torch.nn.Parameter, optim_state_key: str | None = None) -> None:
+        """As ``get_local_fp32_param`` gives it: the owner's value counts, the others' are empty."""
+        what = "safe_set_local_fp32_param" if optim_state_key is None else "safe_set_local_optimizer_state"
+        name = self._name(param)
+        wanted = tuple(param.ds_shape) if self._owner[name] == self.runtime.executor.rank else (0,)
+        if optim_state_key is None and tuple(value.shape) != wanted:
+            raise ValueError(
+                f"{what} of {name!r} got a value of shape {tuple(value.shape)} on rank "
+                f"{self.runtime.transport.label}, whose part has {wanted} (rank {self._owner[name]} owns the "
+                f"parameter); give what {what.replace('set', 'get')} returns"
+            )
+        self._settle(what)
+        if optim_state_key is not None:
+            self._put_state(what, name, optim_state_key, value, False)
+            return
+        with torch.no_grad():
+            self._write(name, value)
+        self.runtime.publish()
+        if self.runtime.is_whole:  # keep evaluation's copies right without another collective
+            self.runtime.scatter()
+
+    def _no_gradient(self, what: str, param: torch.nn.Parameter | None) -> ValueError:
+        name = "a gradient" if param is None else f"the gradient of {self._name(param)!r}"
+        return ValueError(
+            f"{what} asked for {name}, but sums are on their way round the ring until the owner has used them, so "
+            "no rank can have them between backward and step; use engine.get_global_grad_norm(), or a hook "
+            "(param.register_hook) for this rank's own gradient"
+        )
+
+    def get_fp32_grad_for_param(self, param: torch.nn.Parameter) -> torch.Tensor:
+        raise self._no_gradient("safe_get_full_grad", param)
+
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: torch.nn.Parameter) -> None:
+        raise self._no_gradient("safe_set_full_grad", param)
+
+    def get_local_fp32_grad_for_param(self, param: torch.nn.Parameter) -> torch.Tensor:
+        raise self._no_gradient("safe_get_local_grad", param)
+
+    def set_local_grad_for_param(self, value: torch.Tensor, param: torch.nn.Parameter) -> None:
+        raise self._no_gradient("safe_set_local_grad", param)
+
+    def update_fp32_grad_for_param_vectorized(self, update: Callable, params: Iterable[torch.nn.Parameter]) -> None:
+        raise self._no_gradient("safe_update_full_grad_vectorized", next(iter(params), None))
+
+    # ---- inside ---------------------------------------------------------------------------------------------------------
+    def _where(self, what: str) -> str:
+        return f"rank {self.runtime.transport.label}, step {self.runtime.executor.global_step}, {what}"
+
+    def _settle(self, what: str) -> None:
+        runtime = self.runtime
+        if not runtime.between_steps:
+            raise ValueError(
+                f"{what} came in the middle of step {runtime.executor.global_step}, while parameters and gradient "
+                f"sums are on their way round the ring; call it after engine.step(), on every rank"
+                + ("" if runtime.param_hooks.mode == IDLE else ", outside forward and backward")
+            )
+        runtime.flush()
+
+    def _value(self, name: str) -> torch.Tensor:
+        owner = self.runtime.owner
+        return (owner.masters.get(name) if name in owner.masters else owner.frozen[name]).detach()
+
+    def _write(self, name: str, value: torch.Tensor) -> None:
+        if self._owner[name] == self.runtime.executor.rank:
+            self._value(name).copy_(value)
+
+    def _state(self, name: str, key: str) -> torch.Tensor | None:
+        """An entry of the state that this rank keeps for the parameter, None if there is none. A copy, if it is a number."""
+        owner = self.runtime.owner
+        value = owner.optimizer.state.get(owner.masters[name], {}).get(key) if name in owner.masters else None
+        return value if value is None or isinstance(value, torch.Tensor) else torch.tensor(value)
+
+    @torch.no_grad()
+    def _put_state(self, what: str, name: str, key: str, value: torch.Tensor, everywhere: bool) -> None:
+        """Collective: write an entry of the state on the owner.
+
+        Args:
+            everywhere: every rank has been given the value; else the owner alone.
+        """
+        mine = self._owner[name] == self.runtime.executor.rank
+        held = self._state(name, key) if mine else None
+        shape, _ = self._agree_on(name, key, held)
+        if (mine or everywhere) and tuple(value.shape) != shape:
+            raise ValueError(
+                f"{what} of {name!r} got a value of shape {tuple(value.shape)}, the state {key!r} has {shape}; "
+                "give a value of that shape"
+            )
+        if held is not None:
+            state = self.runtime.owner.optimizer.state[self.runtime.owner.masters[name]]
+            if isinstance(state[key], torch.Tensor):
+                held.copy_(value)
+            else:
+                state[key] = type(state[key])(value.item())
+
+    def _no_state(self, name: str, key: str, there: list[str]) -> ValueError:
+        keys = ", ".join(map(repr, sorted(there))) or "none: it is frozen, or no step has updated it yet"
+        return ValueError(f"optimizer state {key!r} of {name!r} is not there; there is {keys}")
+
+    def _agree_on(self, name: str, key: str, value: torch.Tensor | None) -> tuple[tuple[int, ...], torch.dtype]:
+        """Shape and dtype of the owner's entry, on every rank; all of them raise if there is none."""
+        owner = self.runtime.owner
+        mine = {
+            "keys": sorted(map(str, owner.optimizer.state.get(owner.masters.get(name), {}))) if name in owner.masters else [],
+            "shape": None if value is None else list(value.shape),
+            "dtype": None if value is None else str(value.dtype).removeprefix("torch."),
+        }
+        told = self.runtime.transport.gather(mine, self._where(f"optimizer state of {name}"))[self._owner[name]]
+        if told["shape"] is None:
+            raise self._no_state(name, key, told["keys"])
+        return tuple(told["shape"]), getattr(torch, told["dtype"])
+
+
+def offload_stub(module: torch.nn.Module) -> types.SimpleNamespace:
+    """``optimizer.parameter_offload`` for tools (TRL, DeepSpeed's ``unwrap_model_for_generation``) that take ZeRO-3's hooks off
+    while they generate: there are none of these, and the cyclic engine's own know evaluation from training."""
+    return types.SimpleNamespace(
+        module=module, forward_hooks=[], backward_hooks=[], _register_deepspeed_module=lambda module: None
+    )

@@ -1,0 +1,87 @@
+"""From a module and the settings to the plan: units, stages, layouts."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.model import discover
+from deepspeed_cdp.model.flat_layout import Layout, lay_out, plan_unit
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.partition import merged
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
+from deepspeed_cdp.plan.schedule import Schedule, threshold
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the runtime needs to know from ds_config.json.
+
+    Attributes:
+        rule, partition_method, units, keep_after_forward, min_unit_bytes (min_unit_mb): of the ``cyclic`` block.
+        rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
+        loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None not to scale.
+        warmup_steps: the first steps of training under ``dp``.
+        offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
+        replicated: every rank keeps all parameters (ZeRO stages 0, 1 and 2), see plan/replicated.py.
+        gradient_accumulation_fusion: of the ``cyclic`` block: linear layers add their weights' gradients to the sums themselves.
+    """
+
+    rule: str | int = "cdp-v2"
+    partition_method: str = "auto"
+    units: Sequence[str] | None = None
+    rounds: int = 1
+    clip: float = 0.0
+    sum_dtype: torch.dtype | None = None
+    keep_after_forward: bool = False
+    min_unit_bytes: int = 0
+    loss_scale: float | Mapping[str, Any] | None = None
+    warmup_steps: int = 0
+    offload: bool = False
+    pin: bool = True
+    replicated: bool = False
+    gradient_accumulation_fusion: bool | str = "auto"
+
+
+def make_plan(
+    module: torch.nn.Module,
+    trained: frozenset[str],
+    settings: Settings,
+    ranks: int,
+    rings: int = 1,
+    found: discover.Units | None = None,
+) -> tuple[Plan, dict[int, Layout]]:
+    """The plan for a module on a ring, and the layout of each unit (PERSISTENT included).
+
+    Args:
+        trained: names of the parameters that the optimizer updates.
+        ranks: in each of the ``rings``.
+        found: the module's units, by who has found them already.
+    Raises:
+        ValueError: too few units, or a wrong rule, method or unit name.
+    """
+    schedule = Schedule(ranks, threshold(settings.rule, ranks), settings.rounds)
+    if found is None:
+        found = discover.find_units(module, ranks, discover.example_of(module), settings.units)
+    groups = discover.stages(found, ranks, settings.partition_method)
+    parameters = dict(module.named_parameters())
+    layouts: dict[int, Layout] = {}
+    units = []
+    for stage, members in enumerate(groups):
+        inside = [[(n, parameters[n]) for n in found.units[i].parameters] for i in members]
+        sizes = [sum(p.numel() * p.element_size() for _, p in named) for named in inside]
+        for group in merged(sizes, settings.min_unit_bytes):
+            layout = lay_out(itertools.chain(*(inside[j] for j in group)), trained, settings.sum_dtype)
+            layouts[len(units)] = layout
+            units.append(plan_unit(tuple(found.units[members[j]].name for j in group), stage, layout))
+    persistent = None
+    if found.persistent:
+        layouts[PERSISTENT] = lay_out([(n, parameters[n]) for n in found.persistent], trained, settings.sum_dtype)
+        persistent = plan_unit((), 0, layouts[PERSISTENT])
+    kind = ReplicatedPlan if settings.replicated else Plan
+    return kind(
+        schedule, tuple(units), persistent, settings.keep_after_forward, rings, sums_apart=settings.warmup_steps > 0
+    ), layouts

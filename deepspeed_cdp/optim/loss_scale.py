@@ -1,0 +1,130 @@
+"""Loss scaling for fp16 gradients: which scale a step has, and when its overflow counts.
+
+DeepSpeed's own scaler holds the numbers (``fp16.loss_scale`` and kin). What is decided here is *when* it hears of a step's
+overflow, so that every rank multiplies a step's losses by the same scale, known before its first backward::
+
+    scale of step t = what the scaler has made of the overflows of the steps <= t - delay
+
+The delay is 1 under ``dp``, as in ZeRO-3. Under ``cdp-v1`` it is 2: the update of step t, which waits for the step's norm, comes
+on some ranks after the backwards of step t + 1 have begun. A flush ends all steps: the step after it has a delay of 1 under both.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScaler, LossScaler, LossScalerBase
+
+from deepspeed_cdp.plan.schedule import Schedule
+
+_KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic scaler changes
+
+
+def plain(scaler: LossScalerBase) -> dict[str, Any]:
+    """The numbers of DeepSpeed's scaler."""
+    return {key: value for key, value in vars(scaler).items() if isinstance(value, (bool, int, float))}
+
+
+def scaler_of(state: Mapping[str, Any] | None) -> LossScalerBase:
+    """DeepSpeed's scaler with these numbers; None is a fixed scale of 1."""
+    if not state or not state["dynamic"]:
+        return LossScaler(scale=state["cur_scale"] if state else 1.0)
+    scaler = DynamicLossScaler(
+        *(state[key] for key in ("cur_scale", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis"))
+    )
+    for key in _KEPT:
+        setattr(scaler, key, state[key])
+    return scaler
+
+
+class LossScale:
+    """The scales of one rank's steps; the same on all ranks.
+
+    Attributes:
+        scaler: DeepSpeed's; ``cur_scale`` is that of the next step, as far as this rank knows.
+    """
+
+    def __init__(self, schedule: Schedule, loss_scale: float | Mapping[str, Any] | None = None):
+        """
+        Args:
+            loss_scale: a fixed scale, or the ``dynamic_loss_args`` of DeepSpeed's scaler; None for 1.
+        Raises:
+            ValueError: there is one, and the schedule updates stages before the step's overflow is known.
+        """
+        if loss_scale is not None and not schedule.exact_norm:
+            raise ValueError(
+                f"losses are scaled for fp16, but with the threshold K = {schedule.threshold} a stage is updated "
+                'before the step\'s last overflow is known; use bf16, or cyclic.rule "cdp-v1" or "dp"'
+            )
+        dynamic = isinstance(loss_scale, Mapping)
+        self.scaler: LossScalerBase = CreateLossScaler(
+            torch.half,
+            1.0 if dynamic or loss_scale is None else float(loss_scale),
+            dynamic,
+            dict(loss_scale) if dynamic else None,
+        )
+        self.scaling = loss_scale is not None
+        self.adopt(schedule)
+        self.restart(0)
+
+    def adopt(self, schedule: Schedule) -> None:
+        """After a flush: steps follow this schedule from now on (see plan/warmup.py)."""
+        self._delay = (1 if schedule.threshold == 0 else 2) if schedule.exact_norm else None
+        self._told_at = 0 if schedule.threshold == 0 and schedule.ranks > 1 else 1  # steps from a step to the end that knows it
+
+    def restart(self, step: int, state: Mapping[str, Any] | None = None) -> None:
+        """Go on with ``step``, between steps after a flush; ``state`` is that of ``state_dict``, or None to stay as it is."""
+        self._decided = self._heard = step  # the first step without a scale; the first whose overflow the scaler has not heard of
+        self._scales: dict[int, float] = {}
+        self._ended: dict[int, bool] = {}  # step -> whether it overflowed, for the scaler
+        self._untold: dict[int, bool] = {}  # the same, for the engine
+        if state and self.scaler.dynamic and state["dynamic"]:
+            for key in _KEPT:
+                setattr(self.scaler, key, state[key])
+        if state and state.get("untold"):
+            self._untold[step - 1] = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """After a flush: plain numbers that ``restart`` takes."""
+        assert not self._ended, "a flush tells the scaler everything"
+        return {"untold": any(self._untold.values()), **plain(self.scaler)}
+
+    def of(self, step: int) -> float:
+        """The scale of a step: asked for from its first backward to its update."""
+        while self._decided <= step:
+            self._hear(self._decided)
+            assert self._delay is None or self._heard > self._decided - self._delay, (step, self._heard, self._delay)
+            self._scales[self._decided] = float(self.scaler.cur_scale)
+            self._decided += 1
+        return self._scales[step]
+
+    def _hear(self, step: int) -> None:
+        """Tell the scaler what counts for ``step``, as far as it is known."""
+        while self._delay is not None and self._heard <= step - self._delay and self._heard in self._ended:
+            self.scaler.update_scale(self._ended.pop(self._heard))
+            self._heard += 1
+
+    def end(self, step: int, overflow: bool) -> None:
+        """The step's norm has come in, and with it whether the update is skipped."""
+        self._ended[step] = self._untold[step] = overflow
+
+    def finish(self, step: int) -> None:
+        """The step's update is over."""
+        self.of(step)  # (a rank that owns nothing has not asked)
+        del self._scales[step]
+
+    def end_step(self, step: int) -> bool:
+        """At the end of ``step`` on this rank: whether the step that is known by now on every rank was skipped.
+
+        That is this step under ``dp`` on several ranks, else the step before.
+        """
+        if self._decided <= step:  # no backward on this rank
+            self.of(step)
+        self._hear(step + 1)
+        return any([self._untold.pop(s) for s in sorted(self._untold) if s <= step - self._told_at])
+
+    def flush(self) -> None:
+        """All steps have ended: the scaler hears of them at once."""
+        if self._delay is not None:
+            self._hear(self._decided - 1 + self._delay)
+        assert not self._ended, self._ended

@@ -1,0 +1,69 @@
+"""What the pipe runtime is made of: stages as it needs them, passes under way, what is known, where batches come from."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from deepspeed_cdp.pipeline.weights import Named
+from deepspeed_cdp.transport.base import Ticket
+
+
+@dataclass
+class Part:
+    """A stage, as the runtime needs it.
+
+    Attributes:
+        run: (inputs, number of the micro-batch since training began) -> outputs.
+        units: trained parameters by unit of the schedule.
+        fixed: frozen parameters and buffers, the same on all replicas when training begins.
+        again: what a backward runs in, since it may run forwards again (activation checkpointing).
+    """
+
+    run: Callable[[Any, int], Any]
+    units: Mapping[int, Named]
+    fixed: Mapping[str, Tensor]
+    again: Callable[[], AbstractContextManager] = nullcontext
+
+
+@dataclass
+class Known:
+    """The last step that is finished everywhere."""
+
+    step: int
+    loss: Tensor  # float64, mean over the step's micro-batches
+    squares: Tensor  # float64, squared norm of the averaged gradient by stage
+
+    @property
+    def norm(self) -> Tensor:
+        return self.squares.sum().sqrt()
+
+
+@dataclass
+class Pass:
+    """A micro-batch on a stage, from its input to its gradient."""
+
+    inputs: Any
+    outputs: Any = None
+    sent: list[Ticket] | None = None
+    grads: list[Tensor] | None = None  # of the outputs that need one
+    coming: list[Ticket] | None = None
+
+
+class Feed:
+    """The step's micro-batches from an iterator; those that another rank computes are read and dropped."""
+
+    def __init__(self, batches: Iterator[Any] | None, count: int):
+        self._batches, self._count, self._read, self._last = batches, count, 0, None
+
+    def get(self, micro: int) -> Any:
+        while self._read <= micro:
+            self._last = next(self._batches)
+            self._read += 1
+        return self._last
+
+    def finish(self) -> None:
+        """Every rank's iterator moves on by a whole step."""
+        self.get(self._count - 1)

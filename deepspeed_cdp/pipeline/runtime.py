@@ -1,0 +1,407 @@
+"""One rank of a cyclic pipeline: it walks its program (schedule.py) and knows nothing of DeepSpeed.
+
+A receive posts its buffer when the program comes to it, and is waited for by the instruction that needs it; a send never blocks.
+The program is free of circles even if both did block (verify/dry_run.py), so no wait here can be part of one.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_cdp.pipeline import wire
+from deepspeed_cdp.pipeline.owner import Owner, options_of
+from deepspeed_cdp.pipeline.parts import Feed, Known, Part, Pass
+from deepspeed_cdp.pipeline.share import share
+from deepspeed_cdp.pipeline.weights import Unit
+from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, Walker
+from deepspeed_cdp.transport.base import Ticket, Transport
+
+
+class PipeRuntime:
+    """See the module's text.
+
+    Attributes:
+        global_step: steps begun since training began.
+        known: the last step whose loss and norms this rank knows, or None.
+        skipped: steps that were not applied because their norm was not finite (exact_norm only).
+    """
+
+    def __init__(
+        self,
+        schedule: PipeSchedule,
+        rank: int,
+        parts: Mapping[int, Part],
+        loss: Callable[[Any, Any], Tensor],
+        optimizer: torch.optim.Optimizer,
+        names: dict[nn.Parameter, str],
+        transport: Transport | None,
+        device: torch.device,
+        clip: float = 0.0,
+        sum_dtype: torch.dtype | None = None,
+        dynamic: bool = False,
+        warmup_steps: int = 0,
+        read: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (lambda x: x, lambda x: x),
+    ):
+        """Collective: replicas and tied copies take the values of the lowest rank that has them.
+
+        Args:
+            parts: by stage of this rank.
+            loss: (the last stage's outputs, labels) -> scalar.
+            names: of the parameters in the optimizer's groups.
+            dynamic: shapes change from micro-batch to micro-batch.
+            warmup_steps: the first steps of training follow K = 0.
+            read: what brings a batch's inputs, and its labels, to the device.
+        """
+        self.schedule, self.rank, self.parts, self.loss_fn = schedule, rank, dict(parts), loss
+        self.user_optimizer, self.transport, self.device, self.clip = optimizer, transport, device, clip
+        self.warmup_steps, self._threshold = warmup_steps, schedule.threshold
+        self.dynamic, (self.read_inputs, self.read_labels) = dynamic, read
+        self.global_step, self.skipped, self.known = 0, 0, None
+        self.units: dict[int, Unit] = {}
+        for u in range(len(schedule.units)):
+            mine = [s for s in schedule.units[u] if s in self.parts]
+            if mine:
+                self.units[u] = Unit(self.parts[mine[0]].units.get(u, ()), schedule.copies(u), mine, sum_dtype, device)
+        self._specs: dict[tuple[str, bool, int], wire.Spec] = {}
+        share(schedule, rank, self.units, self.parts, transport)
+        self.owners = {
+            s: Owner(s, [self.units[u] for u in schedule.homed(s)], optimizer, names, clip)
+            for s in self.parts
+            if schedule.owner(s) == rank
+        }
+        self._walker: Walker | None = None
+        self._start, self._sent = 0, deque[Ticket]()  # first step of this run; pushes whose memory nobody needs
+        self.set_rounds(schedule.rounds)
+
+    def set_rounds(self, rounds: int) -> None:
+        """Collective: flush; from now on a step has ``rounds`` times N micro-batches."""
+        self.flush()
+        self.schedule = replace(self.schedule, rounds=rounds)
+        self._landing = {
+            (u, b): torch.zeros(self.units[u].layout.g_bytes, dtype=torch.uint8, device=self.device)
+            for s in self.owners
+            for u in self.schedule.homed(s)
+            for b in self.schedule.units[u]
+            if self._lands(b, s)
+        }
+
+    def _lands(self, stage: int, home: int) -> bool:
+        """Whether a finished sum of some step comes to the owner's memory, or must outlast the stage's next one."""
+        last = self.schedule.micro_batches - 1
+        return stage != home or any(self.schedule.rank_of(t, last, stage) != self.rank for t in range(self.schedule.stages))
+
+    # ---- a run: from one flush to the next ----------------------------------------------------------------------------------
+    @property
+    def open(self) -> bool:
+        """Whether steps have been made since the last flush."""
+        return self._walker is not None
+
+    def _begin(self) -> None:
+        self.schedule = replace(self.schedule, alone=self.known is None)
+        self._walker, self._start = Walker(self.schedule, self.rank), self.global_step
+        self._passes: dict[tuple[int, int, int], Pass] = {}
+        self._labels: dict[tuple[int, int], Any] = {}
+        self._losses: dict[int, list[Tensor]] = {}
+        self._vectors: dict[int, Tensor] = {}  # step -> squared norms by stage, as far as they came, and the loss
+        self._totals: dict[int, Tensor] = {}  # step -> all of them
+        if self.known is not None:
+            self._totals[-1] = torch.cat([self.known.squares, self.known.loss.reshape(1)])
+        self._recorded: dict[int, list[dict[str, Any]]] = {}
+        self._waits: dict[Any, Ticket] = {}  # what must have come before something is used
+        self._taken: dict[Any, list[Ticket]] = {}  # pushes that still read a buffer
+
+    def train(self, batches: Iterator[Any] | None) -> Tensor:
+        """One step.
+
+        Args:
+            batches: yields the step's micro-batches (inputs, labels); read on ranks that hold the first or the last stage.
+        Returns:
+            The mean loss of the last step that is finished everywhere (float64, on the device): under ``dp`` and in the very
+            first call of this step, else of the step before.
+        """
+        wanted = 0 if self.global_step < self.warmup_steps else self._threshold
+        if wanted != self.schedule.threshold:  # versions kept are as many as the rule after the warm-up needs
+            self.flush()
+            exact = self.clip > 0 and wanted in (0, 2 * self.schedule.stages - 1)
+            self.schedule = replace(self.schedule, threshold=wanted, exact_norm=exact)
+        if self._walker is None:
+            self._begin()
+        step = self._walker.step
+        if self.owners:
+            self._recorded[step] = options_of(self.user_optimizer)
+        self._vectors.pop(step - 3, None)  # long passed on
+        self._feed = Feed(batches, self.schedule.micro_batches)
+        for i in self._walker.call():
+            self._do(i)
+        if self.parts.keys() & {0, self.schedule.stages - 1}:
+            self._feed.finish()
+        self.global_step += 1
+        self._settle(step if self.schedule.drains(step) else step - 1)
+        return self.known.loss
+
+    @torch.enable_grad()
+    def flush(self) -> None:
+        """Collective: end all steps; the next one reads the newest version everywhere. Modules must be in training mode."""
+        if self._walker is None:
+            return
+        for i in self._walker.rest():
+            self._do(i)
+        last = self._walker.step - 1
+        self._settle(last)
+        for ticket in [*self._waits.values(), *self._sent, *(t for ts in self._taken.values() for t in ts)]:
+            ticket.wait(f"rank {self.rank}, step {self._start + last}, flush")
+        self._sent.clear()
+        assert not self._passes and not self._labels, "a flush leaves nothing under way"
+        for unit in self.units.values():
+            unit.restart(self._walker.step)
+        self._walker = None
+
+    def _settle(self, step: int) -> None:
+        """Take note of a finished step's loss and norms."""
+        if step < 0:  # known since the flush
+            return
+        self._need(("totals", step), Instruction("recv_totals", 0, step))
+        vector = self._totals[step]
+        self._totals.pop(step - 1, None)
+        self.known = Known(self._start + step, vector[-1], vector[:-1])
+
+    # ---- instructions -------------------------------------------------------------------------------------------------------
+    def _do(self, i: Instruction) -> None:
+        getattr(self, f"_{i.name}")(i)
+
+    def _where(self, i: Instruction) -> str:
+        micro = f" of micro-batch {i.micro}" if i.micro >= 0 else ""
+        return f"rank {self.rank}, step {self._start + i.step}, stage {i.stage}, {i.name.replace('_', ' ')}{micro}"
+
+    def _need(self, key: Any, i: Instruction) -> None:
+        ticket = self._waits.pop(key, None)
+        if ticket is not None:
+            ticket.wait(self._where(i))
+
+    def _free(self, key: Any, i: Instruction) -> None:
+        """Memory is written again: what was sent from it must have been taken."""
+        for ticket in self._taken.pop(key, ()):
+            ticket.wait(self._where(i))
+
+    def _push(self, stream: str, i: Instruction, tensor: Tensor, key: Any = None) -> Ticket:
+        ticket = self.transport.push(stream, i.peer, wire.as_bytes(tensor))
+        if key is not None:
+            self._taken.setdefault(key, []).append(ticket)
+        else:
+            self._sent.append(ticket)
+            while len(self._sent) > 8 * self.schedule.stages:  # (bounds what is kept, on both sides of long overdue messages)
+                self._sent.popleft().wait(self._where(i))
+        return ticket
+
+    def _at(self, i: Instruction) -> tuple[int, int, int]:
+        return (i.stage, i.step, i.micro)
+
+    def _bind(self, i: Instruction) -> None:
+        """The stage's parameters are those that this micro-batch reads."""
+        for u in self.schedule.units_at(i.stage):
+            version = self.schedule.version(i.step, i.micro, self.schedule.units[u][0])
+            self._need(("weights", u, version), i)
+            self.units[u].bind(version)
+
+    def _load(self, i: Instruction) -> None:
+        first, last = i.stage == 0, i.stage == self.schedule.stages - 1
+        if not first and 0 in self.parts:
+            return  # the labels came with the inputs
+        batch = self._feed.get(i.micro)
+        if first:
+            self._passes[self._at(i)] = Pass(self.read_inputs(batch[0]))
+        if last or self.schedule.stages - 1 in self.parts:
+            self._labels[i.step, i.micro] = self.read_labels(batch[1])
+
+    def _forward(self, i: Instruction) -> None:
+        self._bind(i)
+        this = self._passes[self._at(i)]
+        for ticket in this.coming or ():
+            ticket.wait(self._where(i))
+        this.coming = None
+        with torch.enable_grad():
+            out = self.parts[i.stage].run(this.inputs, (self._start + i.step) * self.schedule.micro_batches + i.micro)
+            if i.stage == self.schedule.stages - 1:
+                loss = self.loss_fn(out, self._labels.pop((i.step, i.micro)))
+                self._losses.setdefault(i.step, []).append(loss.detach().to(torch.float64))
+                this.outputs = loss
+                return
+        this.outputs = out
+        spec = wire.describe(out)
+        if self.schedule.rank_of(i.step, i.micro, i.stage + 1) == self.rank:
+            given = [t.detach().requires_grad_(t.requires_grad) for t in wire.tensors_of(out)]
+            self._passes[i.stage + 1, i.step, i.micro] = Pass(given[0] if spec.alone else tuple(given))
+
+    def _backward(self, i: Instruction) -> None:
+        self._bind(i)
+        this, units = self._passes.pop(self._at(i)), self.schedule.units_at(i.stage)
+        for ticket in (*(this.coming or ()), *(this.sent or ())):  # (who has sent back a gradient has taken the output)
+            ticket.wait(self._where(i))
+        for u in units:
+            unit = self.units[u]
+            self._need(("sum", u, i.stage), i)
+            if i.micro == 0:
+                self._free(("sum", u, i.stage), i)
+                unit.sums[i.stage].zero_()
+            unit.begin_backward(i.stage)
+        with self.parts[i.stage].again():
+            if i.stage == self.schedule.stages - 1:
+                (this.outputs / self.schedule.rounds).backward()
+            else:
+                torch.autograd.backward([t for t in wire.tensors_of(this.outputs) if t.requires_grad], this.grads)
+        for u in units:
+            self.units[u].end_backward(i.stage)
+        if i.stage:
+            given = [t for t in wire.tensors_of(this.inputs) if t.requires_grad]
+            grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in given]
+            if self.schedule.rank_of(i.step, i.micro, i.stage - 1) == self.rank:
+                self._passes[i.stage - 1, i.step, i.micro].grads = grads
+            else:
+                self._passes[self._at(i)] = Pass(None, grads=grads)  # until they are sent
+
+    # ---- messages of passes -------------------------------------------------------------------------------------------------
+    def _send_activation(self, i: Instruction) -> None:
+        this = self._passes[self._at(i)]
+        this.sent = self.send_output(i, this.outputs, True)
+
+    def _recv_activation(self, i: Instruction) -> None:
+        inputs, coming = self.receive_output(i, True)
+        self._passes[self._at(i)] = Pass(inputs, coming=coming)
+
+    def send_output(self, i: Instruction, output: Any, training: bool) -> list[Ticket]:
+        """Push a stage's output to ``i.peer``; what it is goes ahead if the peer does not know."""
+        spec, key = wire.describe(output), ("to", training, i.peer)
+        if self.dynamic or key not in self._specs:
+            self._push("describe", i, wire.pack(spec, self.device))
+            self._specs[key] = spec
+        elif self._specs[key] != spec:
+            raise ValueError(
+                f"stage {i.stage} returned {wire.words(spec)}, before it was {wire.words(self._specs[key])}; pass "
+                "dynamic_shape=True to PipelineModule, or give it batches of one size (drop_last=True)"
+            )
+        tensors = [t.detach().contiguous() for t in wire.tensors_of(output)]
+        return [self.transport.push("activation", i.peer, wire.as_bytes(t)) for t in tensors]
+
+    def receive_output(self, i: Instruction, training: bool) -> tuple[Any, list[Ticket]]:
+        """Where the output of ``i.peer`` lands, and what to wait for."""
+        key = ("from", training, i.peer)
+        if self.dynamic or key not in self._specs:
+            words, where = wire.room(self.device), self._where(i) if self.open else f"rank {self.rank}, evaluation"
+            self.transport.post("describe", i.peer, wire.as_bytes(words)).wait(where)
+            self._specs[key] = wire.unpack(words)
+        spec = self._specs[key]
+        tensors = spec.empty(self.device)
+        tickets = [self.transport.post("activation", i.peer, wire.as_bytes(t)) for t in tensors]
+        if training:
+            for tensor, item in zip(tensors, spec.items):
+                tensor.requires_grad_(item.grad)
+        return (tensors[0] if spec.alone else tuple(tensors)), tickets
+
+    def forget_shapes(self, training: bool) -> None:
+        """Outputs may be of other shapes from now on, on all ranks."""
+        self._specs = {k: v for k, v in self._specs.items() if k[1] != training}
+
+    def _send_grad(self, i: Instruction) -> None:
+        for grad in self._passes.pop(self._at(i)).grads:
+            self._push("grad", i, grad.contiguous())
+
+    def _recv_grad(self, i: Instruction) -> None:
+        this = self._passes[self._at(i)]
+        this.grads = [
+            torch.empty_like(t, memory_format=torch.contiguous_format) for t in wire.tensors_of(this.outputs) if t.requires_grad
+        ]
+        this.coming = [self.transport.post("grad", i.peer, wire.as_bytes(g)) for g in this.grads]
+
+    # ---- sums, norms, updates -----------------------------------------------------------------------------------------------
+    def _send_sum(self, i: Instruction) -> None:
+        self._push("sum", i, self.units[i.unit].sums[i.stage], ("sum", i.unit, i.stage))
+
+    def _recv_sum(self, i: Instruction) -> None:
+        self._free(("sum", i.unit, i.stage), i)
+        self._waits["sum", i.unit, i.stage] = self.transport.post("sum", i.peer, self.units[i.unit].sums[i.stage])
+
+    def _send_finished(self, i: Instruction) -> None:
+        flat = self.units[i.unit].sums[i.stage]
+        if i.peer == self.rank:
+            self._landing[i.unit, i.stage].copy_(flat)
+        else:
+            self._push("finished", i, flat, ("sum", i.unit, i.stage))
+
+    def _recv_finished(self, i: Instruction) -> None:
+        self._waits["finished", i.unit, i.stage] = self.transport.post("finished", i.peer, self._landing[i.unit, i.stage])
+
+    def _vector(self, step: int) -> Tensor:
+        """Squared norms by stage and the loss, float64."""
+        if step not in self._vectors:
+            self._vectors[step] = torch.zeros(self.schedule.stages + 1, dtype=torch.float64, device=self.device)
+        return self._vectors[step]
+
+    def _recv_norms(self, i: Instruction) -> None:
+        self._waits["norms", i.step] = self.transport.post("norms", i.peer, wire.as_bytes(self._vector(i.step)))
+
+    def _norm(self, i: Instruction) -> None:
+        schedule = self.schedule
+        self._need(("norms", i.step), i)
+        sums = []
+        for u in schedule.homed(i.stage):
+            sums.append([])
+            for b in schedule.units[u]:
+                landed = schedule.rank_of(i.step, schedule.micro_batches - 1, b) != self.rank or b != i.stage
+                self._need(("finished", u, b), i)
+                sums[-1].append(self.units[u].sum_views(self._landing[u, b]) if landed else self.units[u].grads[b])
+        vector = self._vector(i.step)
+        vector[i.stage] = self.owners[i.stage].average(i.step, sums, schedule.stages, schedule.exact_norm)
+        if i.stage == schedule.stages - 1:
+            vector[-1] = torch.stack(self._losses.pop(i.step)).mean()
+        if i.stage == 0:
+            self._totals[i.step] = vector.clone()
+
+    def _send_norms(self, i: Instruction) -> None:
+        self._push("norms", i, self._vector(i.step).clone())
+
+    def _send_totals(self, i: Instruction) -> None:
+        self._push("totals", i, self._totals[i.step])
+
+    def _recv_totals(self, i: Instruction) -> None:
+        into = self._totals[i.step] = torch.zeros(self.schedule.stages + 1, dtype=torch.float64, device=self.device)
+        self._waits["totals", i.step] = self.transport.post("totals", i.peer, wire.as_bytes(into))
+
+    def _update(self, i: Instruction) -> None:
+        schedule = self.schedule
+        norm2 = self._norm_to_clip_by(i) if self.clip > 0 else None
+        skip = schedule.exact_norm and not bool(torch.isfinite(norm2))
+        self.skipped += skip and i.stage == max(self.owners)
+        for u in schedule.homed(i.stage):
+            self._free(("weights", u, i.version % len(self.units[u].flats)), i)
+        self.owners[i.stage].update(i.step, self._recorded[i.step], norm2, i.version, skip)
+        if all(schedule.update_time(i.step, s) <= schedule.update_time(i.step, i.stage) for s in self.owners):
+            del self._recorded[i.step]
+
+    def _norm_to_clip_by(self, i: Instruction) -> Tensor:
+        """Squared: the step's, if it is waited for; else this step's stages >= this one and last step's before it (section 9)."""
+        if self.schedule.exact_norm:
+            self._need(("totals", i.step), i)
+            return self._totals[i.step][:-1].sum()
+        now = self._vector(i.step)[i.stage : -1].sum()
+        if i.step - 1 not in self._totals:  # the very first step
+            return now
+        self._need(("totals", i.step - 1), i)
+        return now + self._totals[i.step - 1][: i.stage].sum()
+
+    def _send_weights(self, i: Instruction) -> None:
+        unit = self.units[i.unit]
+        self._push("weights", i, unit.flats[i.version % len(unit.flats)], ("weights", i.unit, i.version % len(unit.flats)))
+
+    def _recv_weights(self, i: Instruction) -> None:
+        unit = self.units[i.unit]
+        ticket = self.transport.post("weights", i.peer, unit.flats[i.version % len(unit.flats)])
+        self._waits["weights", i.unit, i.version] = ticket
+
+    def close(self, drain: bool) -> None:
+        """Let go of the transport; ``drain``: not before peers have what they wait for."""
+        if self.transport is not None:
+            self.transport.close(drain)

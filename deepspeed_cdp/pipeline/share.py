@@ -1,0 +1,43 @@
+"""Replicas and tied copies start with the same values: those of the lowest rank that has them."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.pipeline import wire
+from deepspeed_cdp.pipeline.parts import Part
+from deepspeed_cdp.pipeline.weights import Unit
+from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
+from deepspeed_cdp.transport.base import Ticket, Transport
+
+
+@torch.no_grad()
+def share(
+    schedule: PipeSchedule, rank: int, units: Mapping[int, Unit], parts: Mapping[int, Part], transport: Transport | None
+) -> None:
+    """Collective: the lowest holder's values of every unit, and the first replica's of what is not trained, go to the others."""
+    tickets: list[Ticket] = []
+
+    def spread(ranks: tuple[int, ...], flat: torch.Tensor, what: str, then: Callable[[], Any] = lambda: None) -> None:
+        if flat.numel() == 0 or rank not in ranks:
+            return
+        if rank == ranks[0]:
+            tickets.extend(transport.push("first", peer, flat) for peer in ranks[1:])
+        else:
+            transport.post("first", ranks[0], flat).wait(f"rank {rank}, {what}")
+            then()
+
+    for u, unit in units.items():
+        spread(schedule.holders(u), unit.flats[0], f"first values of unit {u}")
+    for s, part in sorted(parts.items()):
+        for name, tensor in sorted(part.fixed.items()):
+            whole = tensor.detach().contiguous()
+            spread(
+                schedule.replicas(s),
+                wire.as_bytes(whole),
+                f"first value of {name}",
+                lambda t=tensor, w=whole: t.detach().copy_(w),
+            )
+    for ticket in tickets:
+        ticket.wait(f"rank {rank}, sharing first values")

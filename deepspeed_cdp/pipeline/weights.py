@@ -1,0 +1,68 @@
+"""Weights of a rank of the cyclic pipeline: versions, gradient sums, and the owner's masters and updates.
+
+A *unit* (``PipeSchedule.units``) is a stage's own trained parameters, or those of a tied group. A rank that uses a unit
+keeps one or two versions of it as flat memory, of which ``param.data`` is a view during a pass; and, for each of its stages
+that uses it, one flat sum of the step's gradients, to which autograd adds in place.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from deepspeed_cdp.model.flat_layout import Layout, lay_out
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+
+class Unit:
+    """One rank's copies of a unit, and its sums by stage.
+
+    Attributes:
+        params: the trained parameters, in the layout's order; their ``data`` are views of a version.
+        flats: uint8, one per version kept; sums: uint8, one per stage of this rank that uses the unit.
+    """
+
+    def __init__(self, named: Named, copies: int, stages: Sequence[int], sum_dtype: torch.dtype | None, device: torch.device):
+        by_name = dict(named)
+        self.layout: Layout = lay_out(named, frozenset(by_name), sum_dtype)
+        self.names = [s.name for s in self.layout.slots]
+        self.params = [by_name[n] for n in self.names]
+
+        def room(nbytes: int) -> Tensor:
+            return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+        self.flats = [room(self.layout.p_bytes) for _ in range(copies)]
+        self.values = [[s.value(flat) for s in self.layout.slots] for flat in self.flats]
+        self.sums = {stage: room(self.layout.g_bytes) for stage in stages}
+        self.grads = {stage: self.sum_views(flat) for stage, flat in self.sums.items()}
+        for p, value in zip(self.params, self.values[0]):
+            value.copy_(p.detach())
+        self.bind(0)
+
+    def sum_views(self, flat: Tensor) -> list[Tensor]:
+        """The sums in ``flat`` (uint8, ``layout.g_bytes``), by parameter."""
+        return [s.sum(flat) for s in self.layout.slots]
+
+    def bind(self, version: int) -> None:
+        """The parameters are those of ``version`` from now on, for forwards and for what autograd has saved of them."""
+        for p, value in zip(self.params, self.values[version % len(self.flats)]):
+            p.data = value
+
+    def begin_backward(self, stage: int) -> None:
+        """Let autograd add to the stage's sums in place, where the dtypes agree."""
+        for p, view in zip(self.params, self.grads[stage]):
+            p.grad = view if view.dtype == p.dtype else None
+
+    def end_backward(self, stage: int) -> None:
+        """Add what autograd could not, and take the gradients back."""
+        for p, view in zip(self.params, self.grads[stage]):
+            if p.grad is not None and p.grad is not view:
+                view.add_(p.grad)
+            p.grad = None
+
+    def restart(self, version: int) -> None:
+        """What was ``version`` is version 0 from now on."""
+        if version % len(self.flats):
+            self.flats[0].copy_(self.flats[version % len(self.flats)])
+        self.bind(0)

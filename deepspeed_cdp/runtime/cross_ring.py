@@ -1,0 +1,99 @@
+"""One owner's end of the chain between rings (plan/cross_ring.py)."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.plan.constants import ACROSS_BYTES
+from deepspeed_cdp.plan.cross_ring import PAIR, LinkKind, chain, first_posts
+from deepspeed_cdp.plan.interval_alloc import aligned
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.transport.base import Ticket, Where
+from deepspeed_cdp.transport.buffers import Buffers
+from deepspeed_cdp.transport.ring_view import RingView
+
+
+class CrossRing:
+    """One owner's end of the chain between rings (plan/cross_ring.py).
+
+    What comes from other rings lands in region ``X``, and at last it holds the total, which the owner averages and updates with.
+    Where the own ring's finished sums lie, those of this ring and all before it are added up.
+
+    Attributes:
+        total: float64, [2]: loss sum and count over all rings, after ``exchange``.
+    """
+
+    def __init__(self, plan: Plan, transport: RingView, buffers: Buffers, order: Sequence[int]):
+        """
+        Args:
+            order: the owned units that have sums, in the order of ``chain.finishing``.
+        """
+        self.transport, ring = transport.inner, transport.ring
+        self._peer = {"X": transport.inner.rank + transport.size, "Y": transport.inner.rank - transport.size}  # to whom
+        self._last, self._posts = ring == plan.rings - 1, first_posts(ring, order)
+        self._links = chain(ring, plan.rings, order)
+        stage = plan.schedule.owned(transport.rank)
+        offsets, own = plan.x_layout(stage)[0], plan.o_layout(stage)
+        end = plan.regions["X"] - aligned(ACROSS_BYTES)
+        self._x, self._o, self._at = {}, {}, {}
+        for i, offset, nbytes in [*((i, offsets[i], plan.unit(i).g_bytes) for i in order), (PAIR, end, ACROSS_BYTES)]:
+            self._x[i], self._at[i] = buffers.view("X", offset, nbytes), buffers.address("X", offset)
+            if i != PAIR:
+                self._o[i] = buffers.view(plan.o_region, own[i], nbytes)
+        self.total = self._x[PAIR].view(torch.float64)
+        self._own = torch.zeros_like(self.total)  # this rank's loss sum and count
+        self._o[PAIR] = self._own.view(torch.uint8)
+        self._posted: dict[tuple[str, int], Ticket] = {}
+
+    def begin(self) -> None:
+        """Region X is free: let the next step's messages in."""
+        for stream, i in self._posts:
+            self._post(stream, i)
+
+    def _post(self, stream: str, i: int) -> None:
+        self._posted[stream, i] = self.transport.post(stream, self._from(stream), self._x[i])
+
+    def _from(self, stream: str) -> int:
+        return self._peer["Y" if stream == "X" else "X"]
+
+    def exchange(
+        self,
+        ready: Callable[[int], Any],
+        losses: Callable[[], tuple[torch.Tensor, int]],
+        views: Callable[[int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
+        where: Where,
+    ) -> Iterator[int]:
+        """Average one step's finished sums; gives each unit when its total is in region X, and nobody else reads it.
+
+        Args:
+            ready: waits for a unit's sum of the own ring.
+            losses: this rank's loss sum and count of the step.
+            views: a unit's sums in region X, and of the own ring, in their own dtypes.
+        Raises:
+            HandoffError: an owner in another ring is gone or late.
+        """
+        transport, sent = self.transport, {}
+        for _, kind, i, stream in self._links:
+            if kind == LinkKind.WAIT_OWN and i == PAIR:
+                self._own[0], self._own[1] = losses()
+            elif kind == LinkKind.WAIT_OWN:
+                ready(i)
+            elif kind == LinkKind.START_RECV:
+                transport.start_peer(stream, self._from(stream), True)
+            elif kind == LinkKind.RECV:
+                self._posted.pop((stream, i)).wait(where)
+            elif kind == LinkKind.ADD:
+                total, own = views(i) if i != PAIR else ([self.total], [self._own])
+                torch._foreach_add_(*((total, own) if self._last else (own, total)))
+            elif kind == LinkKind.SEND:
+                transport.moved_on()
+                sent[stream, i] = transport.push(
+                    stream, self._peer[stream], (self._o if stream == "X" else self._x)[i], None, self._at[i]
+                )
+            elif kind == LinkKind.GRANT_CREDIT:
+                self._post(stream, i)
+            elif kind == LinkKind.WAIT_SENT:
+                sent.pop((stream, i)).wait(where)
+            elif i != PAIR:  # DONE
+                yield i

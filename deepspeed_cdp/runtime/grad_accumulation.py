@@ -1,0 +1,252 @@
+"""How a rank's gradients get into running sums (design §8): all of a unit's in one launch, when its backward is over.
+
+Or earlier, for the weights of linear layers: the matrix product that makes such a gradient adds it, so that it is never written
+and read by itself (Megatron-LM's ``gradient_accumulation_fusion``). The sum is rounded once where it would be twice.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+
+from deepspeed_cdp.model.flat_layout import Slot
+from deepspeed_cdp.plan.constants import PERSISTENT
+
+if TYPE_CHECKING:
+    from deepspeed_cdp.runtime.param_hooks import ParamHooks
+
+Slots = Mapping[int, Sequence[tuple[torch.nn.Parameter, Slot]]]
+_linear = torch._C._nn.linear
+_ZERO = "deepspeed.runtime.zero.linear"  # where torch.nn.functional.linear is from after zero.Init
+_no_view = torch.ops.aten._unsafe_view.default  # the same memory, not known as a view
+_mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add to fp32, on CUDA; from torch 2.8
+
+
+class GradAccumulation:
+    """Adds gradients to the sums that a param_hooks's hand-off has in use.
+
+    Attributes:
+        why_none: for people, why no linear layer is fused though it was asked for; else empty.
+    """
+
+    why_none = ""
+
+    def __init__(self, param_hooks: "ParamHooks"):
+        self.param_hooks, self._slots, self._in_use = param_hooks, param_hooks.slots, param_hooks.executor.sums
+        self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._summed: dict[int, set[int]] = {}  # unit -> slots whose gradients products have added in this backward
+        self._layers: list[_Layer] = []
+
+    def views(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The sums of the unit's trained parameters in its flat sum."""
+        key = (i, flat.data_ptr())
+        views = self._views.get(key)
+        if views is None:
+            views = self._views[key] = [s.sum(flat) for _, s in self._slots[i] if s.sum_offset >= 0]
+        return views
+
+    def forget_views(self) -> None:
+        """Drop cached views, which may be of memory that is gone."""
+        self._views.clear()
+
+    @torch.no_grad()  # under backward(create_graph=True) gradients have graphs
+    def add(self, i: int, flat: torch.Tensor, first: bool) -> None:
+        """Add the unit's gradients, now complete, to the running sum that goes on to the next rank.
+
+        Args:
+            first: this rank starts the sum, and the memory holds anything where no product has written.
+        """
+        summed = self._summed.pop(i, ())
+        empty, copied, added = [], [], []
+        for k, (view, (p, _)) in enumerate(zip(self.views(i, flat), self._slots[i])):
+            grad = p.grad
+            if first and k not in summed:
+                if grad is None or grad.layout is not torch.strided:
+                    empty.append(view)
+                else:
+                    copied.append((view, grad))
+                    continue
+            if grad is not None:
+                added.append((view, grad))
+        for p, _ in self._slots[i]:
+            p.grad = None
+        if empty:
+            torch._foreach_zero_(empty)
+        if copied:
+            torch._foreach_copy_(*map(list, zip(*copied)))
+        if any(g.layout is not torch.strided for _, g in added):
+            for view, g in added:
+                view.add_(g)
+        elif added:
+            torch._foreach_add_(*map(list, zip(*added)))
+
+    # ---- inside the matrix product --------------------------------------------------------------------------------------
+    def fuse(self, module: torch.nn.Module, setting: bool | str, device: torch.device) -> int:
+        """Let linear layers add their weights' gradients themselves, if ``setting`` is True or "auto" on a GPU; how many do.
+
+        Each call of a layer decides anew: under autocast, torch.compile or a transform of torch.func, and where somebody has a
+        hook on the weight, gradients go the common way.
+
+        Raises:
+            ValueError: ``setting`` is True and there is no such layer.
+        """
+        cuda = device.type == "cuda"
+        if setting is False or setting == "auto" and not cuda:
+            return 0
+        if _as_ever():
+            self._layers = [_Layer(self, m, i, k, device.type) for m, i, k in fusible(module, self._slots, cuda)]
+            self.why_none = (
+                ""
+                if self._layers
+                else (
+                    "the model has no torch.nn.Linear whose weight is trained, used by one unit "
+                    "alone and summed in its own dtype (on GPUs also fp32)"
+                )
+            )
+        else:
+            self.why_none = "torch.nn.Linear.forward or torch.nn.functional.linear has been replaced in this process"
+        if setting is True and self.why_none:
+            raise ValueError(f'cyclic.gradient_accumulation_fusion is true, but {self.why_none}; use "auto"')
+        return len(self._layers)
+
+    def remove(self) -> None:
+        """Layers compute as before."""
+        for layer in self._layers:
+            layer.remove()
+        self._layers.clear()
+
+    def add_product(self, i: int, k: int, grad: torch.Tensor, x: torch.Tensor) -> bool:
+        """Add grad^T x to the sum of the unit's slot ``k``; False if no such sum is in use."""
+        flat = self._in_use.get(i)
+        if flat is None:
+            return False
+        view, summed = self.views(i, flat)[k], self._summed.get(i)
+        if summed is None:
+            summed = self._summed[i] = set()
+        mixed = {} if view.dtype == x.dtype else {"out_dtype": view.dtype}
+        if i in self.param_hooks.executor.starting and k not in summed:
+            torch.mm(grad.t(), x, out=view, **mixed)
+        else:
+            torch.addmm(view, grad.t(), x, out=view, **mixed)
+        summed.add(k)
+        return True
+
+
+def fusible(module: torch.nn.Module, slots: Slots, cuda: bool) -> Iterator[tuple[torch.nn.Linear, int, int]]:
+    """Linear layers that can add their weights' gradients themselves; the weight's unit, its number among the unit's slots.
+
+    Those of class ``torch.nn.Linear`` whose weight is trained, not persistent, and has a sum of its own dtype or, from torch
+    2.8 and on
+    CUDA, fp32.
+    """
+    places = {
+        p: (i, k, s) for i, pairs in slots.items() if i != PERSISTENT for k, (p, s) in enumerate(pairs) if s.sum_offset >= 0
+    }
+    for m in module.modules():
+        weight = m._parameters.get("weight") if type(m) is torch.nn.Linear and "forward" not in m.__dict__ else None
+        if weight in places and weight.numel():
+            i, k, s = places[weight]
+            if s.sum_dtype == s.dtype or _mixed and cuda and s.sum_dtype == torch.float32:
+                yield m, i, k
+
+
+def _as_ever() -> bool:
+    """Whether a linear layer computes what torch's own does, as far as the process goes."""
+    layer, function = torch.nn.Linear.forward, functional.linear
+    if layer.__module__ != torch.nn.Linear.__module__ or not (function is _linear or function.__module__ == _ZERO):
+        return False
+    return not torch._C._len_torch_function_stack() or all(  # torch.set_default_device has one
+        type(mode) is DeviceContext for mode in _get_current_function_mode_stack()
+    )
+
+
+class _Layer:
+    """A linear layer that adds its weight's gradient itself. The weight is not saved for the backward, where it is bound anew."""
+
+    def __init__(self, sums: GradAccumulation, module: torch.nn.Linear, unit: int, slot: int, device: str):
+        self.sums, self.param_hooks, self.module, self.unit, self.slot = sums, sums.param_hooks, module, unit, slot
+        self.weight, self.parameters = module.weight, module._parameters
+        self.device, self.fused = device, True
+        module.forward = self.forward
+
+    def remove(self) -> None:
+        """The module computes as before, also where somebody has wrapped its forward; nothing of the engine is kept alive."""
+        if self.module.__dict__.get("forward") == self.forward:
+            del self.module.forward
+        self.fused = False
+        del self.sums, self.param_hooks, self.weight
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The module's."""
+        if (
+            torch.compiler.is_compiling()
+            or not self.fused
+            or not torch.is_grad_enabled()
+            or not self.param_hooks.passes(self.unit)
+            or self.parameters.get("weight") is not self.weight
+            or "bias" not in self.parameters
+            or type(input) is not torch.Tensor
+            or input.dtype != self.weight.dtype
+            or not self.weight.requires_grad
+            or type(self.module) is not torch.nn.Linear
+            or not _as_ever()
+            or torch.is_autocast_enabled(self.device)
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
+            return type(self.module).forward(self.module, input)
+        return _Linear.apply(input, self.weight, self.parameters["bias"], self)
+
+    def add(self, node: Any, grad: torch.Tensor, x: torch.Tensor) -> bool:
+        """Whether grad^T x has been added to the sum: not if the gradient must go the common way, to hooks or to the user."""
+        p = self.weight
+        if (
+            torch.is_grad_enabled()  # under create_graph
+            or not p.requires_grad
+            or p._backward_hooks
+            or p._post_accumulate_grad_hooks
+        ):
+            return False
+        try:
+            accumulates = torch._C._will_engine_execute_node(node)
+        except RuntimeError:  # torch.autograd.grad wants the weight's gradient for itself
+            return False
+        return accumulates and self.sums.add_product(self.unit, self.slot, grad, x)
+
+
+class _Linear(torch.autograd.Function):
+    """``torch.nn.functional.linear``, whose backward offers the weight's gradient to its layer before it makes it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torch.Tensor:
+        ctx.layer, ctx.version = layer, weight._version
+        ctx.save_for_backward(x)
+        y = _linear(x, weight, bias)
+        return _no_view(y, y.shape) if y._is_view() else y  # of a view that is made in here autograd lets nobody change a value
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (x,), layer, (for_x, for_weight, for_bias, _) = ctx.saved_tensors, ctx.layer, ctx.needs_input_grad
+        if not layer.fused:
+            raise ValueError(
+                "a backward came after engine.destroy(), with which the parameters are gone; call engine.backward(loss) before"
+            )
+        layer.param_hooks.read_again(layer.unit)
+        if layer.weight._version != ctx.version:  # as autograd says it of tensors that it has saved
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                "the weight of a linear layer"
+            )
+        rows, inputs = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        gradient = weights = biases = None
+        if for_x:
+            gradient = rows.mm(layer.weight).view(x.shape)
+        if for_weight and not layer.add(ctx.next_functions[1][0], rows, inputs):
+            weights = rows.t().mm(inputs)
+        if for_bias:
+            biases = rows.sum(0)
+        return gradient, weights, biases, None

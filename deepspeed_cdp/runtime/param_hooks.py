@@ -1,0 +1,413 @@
+"""Between the module and the hand-off: when a unit is used, its parameters become views of a buffer (design §8).
+
+Order of a unit's backward: autograd runs nodes in the reverse order of their creation, so when the gradient of unit u's output
+arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
+"""
+
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from deepspeed_cdp.model.flat_layout import Layout, Slot
+from deepspeed_cdp.model.lookup import holds, links
+from deepspeed_cdp.model.placeholders import Elsewhere, Saved, is_placeholder, placeholder, refuse_use
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.runtime.executor import Executor
+from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
+
+IDLE, FORWARD, BACKWARD, FAILED = "idle", "forward", "backward", "failed"
+_innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
+
+
+class ParamHooks:
+    """Points a module's parameters at the buffers, as its units come and go.
+
+    Attributes:
+        mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED for good
+            once a forward has raised.
+        visited, called: units used in this forward, and their modules.
+        sums: adds gradients to the running sums.
+        on_idle_use: called when the module is used outside the engine's own calls.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        executor: Executor,
+        layouts: dict[int, Layout],
+        borrowed: Container[torch.nn.Parameter] = (),
+    ):
+        self.executor, self.layouts, self.mode = executor, layouts, IDLE
+        parameters = dict(module.named_parameters())
+        self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
+            i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()
+        }
+        self.visited: set[int] = set()
+        self.sums = GradAccumulation(self)
+        self.called: set[str] = set()
+        self._inside: int | None = None  # the unit whose modules are being called
+        self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
+        self._borrowed_units: set[int] = set()  # acquired by GatheredParameters inside this forward
+        self._bound: dict[int, torch.Tensor] = {}
+        self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
+        self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._is_saving = self._saving_borrowed = False  # the second: ``borrow`` began it
+        self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
+        self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
+        self._latest: int | None = None  # the unit whose backward is under way
+        executor.on_release, executor.on_pass = self.unbind, self._add
+        self.on_idle_use: Callable[[str], None] = lambda how: None
+        self._root, self.borrowed = module, borrowed  # the second: parameters given out by GatheredParameters
+        self._handles = [module.register_forward_pre_hook(self._root_pre, prepend=True)]
+        for m in module.modules():
+            if m is module or m._parameters:
+                self._handles += [
+                    m.register_state_dict_pre_hook(self._state_dict_pre),
+                    m.register_load_state_dict_pre_hook(self._load_state_dict_pre),
+                ]
+        if executor.schedule.rounds > 1:
+            self._handles.append(module.register_forward_hook(self._root_post))
+        modules = dict(module.named_modules())
+        self._links = links(module)
+        persistent = {id(p) for p, _ in self.slots.get(PERSISTENT, ())}
+        self._handles += [
+            m.register_forward_pre_hook(self._root_pre, prepend=True)
+            for m in modules.values()
+            if m is not module and any(id(p) in persistent for p in m.parameters(recurse=False))
+        ]
+        for i in layouts:
+            if i != PERSISTENT:
+                paths = executor.plan.unit(i).modules
+                for path in paths:
+                    # first of all hooks: others, such as those of torch.nn.utils.weight_norm, read the parameters
+                    self._handles += [
+                        modules[path].register_forward_pre_hook(self._pre(i, path), prepend=True),
+                        modules[path].register_forward_hook(self._post(i, path == paths[-1]), with_kwargs=True),
+                    ]
+
+    def remove(self) -> None:
+        """Take the hooks off; parameters that are placeholders now stay so, and using them is refused."""
+        for handle in self._handles:
+            handle.remove()
+        self.sums.remove()
+        if self._handles:
+            refuse_use([m for m in self._root.modules() if m is self._root or m._parameters], self._empty)
+        self._handles.clear()
+
+    def released(self, p: torch.nn.Parameter) -> bool:
+        """Whether the parameter is a placeholder now."""
+        return is_placeholder(p, self._empty)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise ValueError(
+            "the module was copied while it belongs to a cyclic engine, which keeps its parameters; copy it before "
+            "deepspeed.initialize(), and fill the copy with load_state_dict(engine.module_state_dict()) or inside "
+            "deepspeed.zero.GatheredParameters"
+        )
+
+    def _state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
+        if any(self.released(p) for p in module.parameters(recurse=module is self._root)):
+            self.on_idle_use("was asked for its state_dict()")
+
+    def _load_state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
+        if not all(p in self.borrowed for p in module.parameters(recurse=module is self._root)):
+            self.on_idle_use("was given a state dict")
+
+    # ---- parameters -----------------------------------------------------------------------------------------------------
+    def bind(self, i: int, flat: torch.Tensor) -> None:
+        """Let the unit's parameters be views of ``flat`` (uint8, 1-D)."""
+        if self._bound.get(i) is flat:
+            return
+        key = (i, flat.data_ptr())
+        views = self._cache.get(key)
+        if views is None:
+            views = self._cache[key] = [s.value(flat) for _, s in self.slots[i]]
+        for (p, _), view in zip(self.slots[i], views):
+            p.data = view
+        self._bound[i] = flat
+        if i != PERSISTENT:  # persistent parameters stay where they are until the backward is over
+            self._current, self._low, self._high = i, key[1], key[1] + flat.numel()
+
+    def unbind(self, i: int) -> None:
+        """Let them be placeholders again: right shape and dtype, no memory, cannot be written, nan if read."""
+        if self._bound.pop(i, None) is not None:
+            if i == self._current:
+                self._low = self._high = 0
+            for p, _ in self.slots[i]:
+                p.data = self._empty[p]
+        self._drop_unwanted(i)
+
+    def _drop_unwanted(self, i: int) -> None:
+        """Gradients of a unit that has no sums, since the optimizer has none of its parameters."""
+        if not self.layouts[i].g_bytes:
+            for p, _ in self.slots[i]:
+                p.grad = None
+
+    def release_all(self) -> None:
+        """Make every parameter a placeholder."""
+        for pairs in self.slots.values():
+            for p, _ in pairs:
+                p.data = self._empty[p]
+                p.grad = None
+        self._bound.clear()
+        self._low = self._high = 0
+
+    def forget_views(self) -> None:
+        """Drop cached views, which may be of memory that is gone."""
+        self._cache.clear()
+        self.sums.forget_views()
+        self._rebuilt.clear()
+
+    def _add(self, i: int, flat: torch.Tensor, first: bool) -> None:
+        self.sums.add(i, flat, first)
+
+    # ---- a micro-batch --------------------------------------------------------------------------------------------------
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the module's forward in training.
+
+        Raises:
+            ValueError: the forward before has had no backward, or a parameter has been replaced.
+        """
+        self._check_links()
+        if self.mode == FAILED:
+            raise ValueError(
+                f"a forward of step {self.executor.global_step} ended in an exception, and its neighbours wait for "
+                "the rest of it; start again from the last checkpoint instead of catching the exception"
+            )
+        if self.mode != IDLE:
+            raise ValueError(
+                f"engine.forward() of step {self.executor.global_step} came before the backward of the forward "
+                "before it; call engine.backward(loss) first, or run forwards without a backward under "
+                "torch.no_grad()"
+            )
+        self.executor.begin_round()
+        if PERSISTENT in self.layouts:
+            self.bind(PERSISTENT, self.executor.params[PERSISTENT])
+        self.mode, self._latest = FORWARD, None
+        self.visited.clear()
+        self.called.clear()
+        self._inside = None
+        try:
+            with nullcontext() if _innermost else self._saving:
+                yield
+        except BaseException:
+            self.mode = FAILED
+            raise
+        finally:
+            self._end_saving()
+        self.executor.end_forward()
+        self.mode = BACKWARD
+
+    def _check_links(self) -> None:
+        if all(there.get(name) is x for there, name, x in self._links):
+            return
+        for name, p in self._root.named_parameters():
+            if p not in self._empty:
+                raise ValueError(
+                    f"parameter {name!r} was put into the model after deepspeed.initialize(), so it would not be "
+                    "trained; do that (resize_token_embeddings(), say) before"
+                )
+        self._links = links(self._root)  # only rearranged
+
+    def end_backward(self) -> None:
+        """The micro-batch's gradients are complete: send them on their way.
+
+        Raises:
+            ValueError: there was no forward, or this is its second backward.
+        """
+        self.check_forward()
+        self.executor.end_round()
+        self.mode = IDLE
+        for i in self.visited:  # autograd's order forbids it, but a gradient must not be lost in silence
+            for p, s in self.slots[i]:
+                if s.sum_offset >= 0 and p.grad is not None:
+                    raise ValueError(
+                        f"the gradient of {s.name!r} in step {self.executor.global_step} came after its sum had been "
+                        f"passed on, so it would be lost; list modules in cyclic.units, and leave "
+                        f"{self.executor.plan.unit(i).name!r} out"
+                    )
+
+    def check_forward(self) -> None:
+        """Raises ValueError unless a forward waits for its backward."""
+        if self.mode != BACKWARD:
+            raise self._no_forward()
+
+    def _no_forward(self) -> ValueError:
+        return ValueError(
+            f"a backward of step {self.executor.global_step} came without a training forward of its own: each "
+            "forward has one backward (add up losses, and call engine.backward() once), and in eval() mode and "
+            "under no_grad() there is none (call engine.train() and engine(...) first)"
+        )
+
+    def _enter_forward(self, i: int) -> None:
+        self.executor.acquire(i, False)
+        self.bind(i, self.executor.params[i])
+        self.visited.add(i)
+
+    def borrow(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Inside a training forward: a function other than their module's forward is about to read these parameters (a fused head
+        and loss, say), as that module's pass in the plan. False outside a training forward.
+
+        Raises:
+            ValueError: they belong to several units.
+        """
+        if self.mode != FORWARD:
+            return False
+        parameters = list(parameters)
+        units = sorted({self._unit_of[p] for p in parameters if self.released(p)} | self._borrowed_units)
+        if len(units) > 1:
+            names = " and ".join(repr(self.executor.plan.unit(i).name) for i in units[:2])
+            raise ValueError(
+                f"GatheredParameters inside the forward of step {self.executor.global_step} has parameters of "
+                f"{names} at once; gather one module's at a time, or list the other modules in cyclic.units"
+            )
+        for i in set(units) - self._borrowed_units:
+            self._enter_forward(i)
+            self._borrowed_units.add(i)
+        if units or any(self._unit_of[p] == self._inside for p in parameters):  # else between two modules of a merged unit
+            # kept or not: no output of the parameters' module begins their backward, saved tensors do
+            self._saving_borrowed = self._begin_saving() or self._saving_borrowed
+        return True
+
+    def give_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Undo ``borrow``; the gradients are added whenever they come."""
+        if self._saving_borrowed:
+            self._end_saving()
+        for i in sorted(self._borrowed_units & {self._unit_of[p] for p in parameters}):
+            self._borrowed_units.discard(i)
+            self.executor.release(i, False)
+
+    def _enter_backward(self, i: int) -> None:
+        if self.mode != BACKWARD or self._latest == i and i in self._bound:
+            return
+        self.executor.acquire(i, True)
+        self.bind(i, self.executor.params[i])
+        self._latest = i
+
+    def passes(self, i: int) -> bool:
+        """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
+        return i == (self._inside if self.mode == FORWARD else self._latest if self.mode == BACKWARD else None)
+
+    def read_again(self, i: int) -> None:
+        """A backward reads the unit's parameters.
+
+        Raises:
+            ValueError: it is the second over a graph that was retained.
+        """
+        self._enter_backward(i)
+        if i not in self._bound:
+            raise self._no_forward()
+
+    def _gradient_came(self, i: int) -> None:
+        if self.mode == IDLE:  # a second backward over a graph that was retained
+            raise self._no_forward()
+        self._enter_backward(i)
+
+    def _begin_saving(self) -> bool:
+        """Look at what autograd saves from here on; whether this call began it."""
+        if self._is_saving or not _innermost:
+            return False
+        self._outer = _innermost(True)
+        if not self._outer or "checkpoint" not in (getattr(self._outer[0], "__module__", "") or ""):  # which is to save nothing
+            self._saving.__enter__()
+            self._is_saving = True
+        return self._is_saving
+
+    def _end_saving(self) -> None:
+        if self._is_saving:
+            self._saving.__exit__(None, None, None)
+            self._is_saving = self._saving_borrowed = False
+
+    # torch.compile of a module compiles its hooks too; these are not to be traced
+    @torch.compiler.disable
+    def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
+        if self.mode == IDLE:
+            self.on_idle_use("was called")
+
+    @torch.compiler.disable
+    def _root_post(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
+        """Give every output a tensor of its own. For ``loss.backward()`` DeepSpeed divides by the accumulation steps in a hook on
+        each output; a loss computed from another output (as in Hugging Face models) would be divided twice. So does ZeRO-3.
+        """
+        if self.mode != FORWARD:
+            return None
+        leaves, spec = tree_flatten(output)
+        own = [x.view_as(x) if isinstance(x, torch.Tensor) and x.grad_fn is not None else x for x in leaves]
+        return tree_unflatten(own, spec)
+
+    def _pre(self, i: int, path: str):
+        kept = self.executor.plan.kept(i)
+
+        @torch.compiler.disable
+        def hook(module: torch.nn.Module, args: Any) -> None:
+            if self.mode == FORWARD:
+                if self._inside != i or path in self.called:
+                    self._enter_forward(i)
+                    self._inside = i
+                self.called.add(path)
+                if not kept:
+                    self._begin_saving()
+            elif self.mode == IDLE:
+                self.on_idle_use("was called")
+            else:
+                self._enter_backward(i)  # activation checkpointing runs the forward again
+
+        return hook
+
+    def _post(self, i: int, last: bool):
+        @torch.compiler.disable
+        def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+            if self.mode == IDLE:
+                return None
+            output = self._watch(i, (args, kwargs), output)
+            if self.mode == FORWARD:
+                self._end_saving()
+                if last:
+                    self.executor.release(i, False)
+                    self._inside = None
+            return output
+
+        return hook
+
+    def _watch(self, i: int, args: Any, output: Any) -> Any:
+        """Have the gradients of the unit's outputs begin its backward; copy outputs that lie in its buffer."""
+        flat = self._bound[i]
+        low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
+        leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
+        copied = False
+        for at, x in enumerate(leaves):
+            if isinstance(x, torch.Tensor) and not holds(args, x):
+                if low <= x.data_ptr() < high:
+                    leaves[at] = x = x.clone()
+                    copied = True
+                if x.requires_grad:
+                    x.register_hook(lambda grad: self._gradient_came(i))
+        return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
+
+    # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved | Elsewhere:
+        pointer = x.data_ptr()
+        if self._low <= pointer < self._high:
+            return Saved(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)
+        return Elsewhere(self._outer[0](x), self._outer[1]) if self._outer else x
+
+    def _unpack(self, x: torch.Tensor | Saved | Elsewhere) -> torch.Tensor:
+        if type(x) is Elsewhere:
+            return x.unpack(x.packed)
+        if type(x) is not Saved:
+            return x
+        self.read_again(x.unit)
+        flat = self._bound[x.unit]
+        key = (x, flat.data_ptr())
+        view = self._rebuilt.get(key)
+        if view is None:
+            size = x.dtype.itemsize
+            typed = flat[x.offset : x.offset + (flat.numel() - x.offset) // size * size].view(x.dtype)
+            view = self._rebuilt[key] = torch.as_strided(typed, x.shape, x.stride)
+        return view

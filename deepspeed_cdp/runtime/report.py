@@ -1,0 +1,73 @@
+"""A short report of a run, for people."""
+
+from deepspeed_cdp.runtime.runtime import Runtime
+
+
+def report(engine: str, runtime: Runtime) -> str:
+    """Collective: engine, rule, stages and their sizes; messages counted in the last step beside their closed forms.
+
+    Args:
+        engine: its name.
+    """
+    plan, s = runtime.plan, runtime.plan.schedule
+    where = f"rank {runtime.transport.label}, engine.report(), which every rank must call"
+    everyone = runtime.transport.gather(
+        {
+            "traffic": runtime.traffic(),
+            "messages": runtime.messages(),
+            "collectives": runtime.collectives_in_steps,
+            "bytes": runtime.executor.buffers.nbytes(),
+        },
+        where,
+    )
+    psi = sum(u.p_bytes for u in (*plan.units, *([plan.persistent] if plan.persistent else [])))
+    lines = [
+        f"engine      {engine} over {runtime.transport.name}",
+        f"rule        {runtime.settings.rule} (K = {s.threshold}) on {s.ranks} ranks, {s.rounds} micro-batch(es) per rank "
+        "and step" + (f"; {plan.rings} such rings" if plan.rings > 1 else ""),
+        f"model       {psi / 2**20:.1f} MiB of parameters in {len(plan.units)} units"
+        + (
+            f" and {len(plan.persistent.trainable) + len(plan.persistent.frozen)} persistent parameter(s)"
+            if plan.persistent
+            else ""
+        ),
+        "",
+    ]
+    rows = [("stage", "owner", "units", "MiB", "from", "to")]
+    for stage in range(s.ranks):
+        units = [u for u in plan.units if u.stage == stage]
+        size = sum(u.p_bytes for u in units) + (plan.persistent.p_bytes if plan.persistent and stage == 0 else 0)
+        rows.append((str(stage), f"rank {s.owner(stage)}", str(len(units)), f"{size / 2**20:.2f}", units[0].name, units[-1].name))
+    lines += _table(rows) + [""]
+    rows = [
+        (
+            "rank",
+            "messages",
+            "F + B MiB",
+            "closed form",
+            "G MiB",
+            "closed form",
+            "O MiB",
+            "closed form",
+            "collectives",
+            "buffers MiB",
+        )
+    ]
+    kinds = ["F + B", "G", "O"]
+    if plan.rings > 1:
+        kinds.append("X")
+        rows = [(*rows[0][:8], "X MiB", "closed form", *rows[0][8:])]
+    for rank, x in enumerate(everyone):
+        t = x["traffic"]
+        cells = [f"{t[k][c] / 2**20:.3f}" if t else "-" for k in kinds for c in ("counted", "closed form")]
+        rows.append((str(rank), str(x["messages"]), *cells, str(x["collectives"]), f"{x['bytes'] / 2**20:.2f}"))
+    lines += [
+        "received in the last step (F, B: parameters; G: running gradient sums; O: finished ones"
+        + ("; X: from other rings):" if plan.rings > 1 else "):")
+    ]
+    return "\n".join(lines + _table(rows))
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows]

@@ -1,0 +1,159 @@
+"""The few numbers that ride round the ring: norms by stage, losses (design §9). One small message per rank and step.
+
+The owners pass a vector on, each when its stage's sums are finished: owner of stage N-1 (rank 0) first, owner of stage 0 last,
+who sends it to rank 0 for the next step. So whoever holds it sees this step's norms for the stages after its own and last
+step's for the stages before: the norm that clips under ``cdp-v2``. Under ``dp`` and ``cdp-v1`` the last owner also sends the
+finished total straight to all others, and every update waits for it.
+"""
+
+import math
+from collections import deque
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.transport.base import Ticket, Transport, Where
+from deepspeed_cdp.transport.buffers import Buffers
+
+
+class StepMetrics:
+    """One rank's end of the vector.
+
+    Attributes:
+        vector: float64, [2N + 5]: squared norms of the averaged gradients by stage; loss sum and count, growing; the same of the
+            last finished step; squared norm of the last finished step; seconds that each rank was busy in its latest step.
+        kept: the part of it that a checkpoint holds, all but the last N.
+        busy: seconds that this rank was busy in its latest step, without waiting for others; 0 before it is known.
+        total: float64, [1]: the squared norm that this rank's next update clips with.
+        step: number of the last finished step that the vector tells of; None before one is. Counted on the host.
+    """
+
+    def __init__(self, transport: Transport, buffers: Buffers):
+        self.transport, self.size, self.rank = transport, transport.size, transport.rank
+        room = buffers.regions["S"].numel() // 2
+        assert 8 * (2 * self.size + 5) <= room, "the vector would reach into the total"
+        self._incoming, self._incoming_total = (
+            buffers.view("S", at, 8 * n).view(torch.float64) for at, n in ((0, 2 * self.size + 5), (room, 1))
+        )
+        self._lands = {"S": buffers.address("S", 0), "T": buffers.address("S", room)}
+        self.vector, self.total = torch.zeros_like(self._incoming), torch.zeros_like(self._incoming_total)
+        self.kept, self.busy = self.vector[: self.size + 5], 0.0
+        self._posted: dict[str, Ticket] = {}
+        self._sent: list[Ticket] = []
+        self.step: int | None = None
+        self._since = 0
+        cuda = self.vector.device.type == "cuda"
+        self._slots = [
+            torch.zeros(3 + self.size, dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4 if cuda else 0)
+        ]
+        self._noted: deque[tuple[int | None, torch.Tensor, Any]] = deque()  # step, slot, when it is filled
+        self._notes, self._told = 0, 0.0
+
+    def begin(self) -> None:
+        """After a reset of the transport: let the first messages in; the last owner sends rank 0 what it knows."""
+        self._posted, self._sent = {}, []
+        if self.size > 1:
+            self._post("S", (self.rank - 1) % self.size, self._incoming)
+            if self.rank == 0:
+                self.transport.start_peer("S", self.size - 1, True)
+            if self.rank != self.size - 1:
+                self._post("T", self.size - 1, self._incoming_total)
+            else:
+                self._push("S", 0, self.vector)
+
+    def _post(self, stream: str, src: int, into: torch.Tensor) -> None:
+        self._posted[stream] = self.transport.post(stream, src, into.view(torch.uint8))
+
+    def _push(self, stream: str, dst: int, source: torch.Tensor) -> None:
+        self._sent.append(self.transport.push(stream, dst, source.view(torch.uint8), None, self._lands[stream]))
+
+    def receive(self, src: int, where: Where) -> None:
+        """Take the vector from the owner before."""
+        self._settle(where)
+        self._posted["S"].wait(where)
+        self.vector.copy_(self._incoming)
+        self._post("S", src, self._incoming)
+
+    def _settle(self, where: Where) -> None:
+        for ticket in self._sent:  # sent a step ago: done long since
+            ticket.wait(where)
+        self._sent.clear()
+
+    def add(self, stage: int, norm2: torch.Tensor, loss: torch.Tensor, count: int, step: int) -> None:
+        """Enter this owner's squared norm and this rank's losses of the step, and pass the vector on.
+
+        Args:
+            norm2: float64 scalar; loss: float64 scalar, the sum over this rank's micro-batches; count: their number;
+                step: the step's.
+        """
+        n, v = self.size, self.vector
+        finished = step if self.rank == n - 1 else step - 1  # the last owner closes a step, the others hear of it with the next
+        self.step = finished if finished >= self._since else None
+        if self.rank == 0:
+            v[n : n + 2].zero_()
+        v[stage].copy_(norm2)
+        v[n].add_(loss)
+        v[n + 1].add_(count)
+        torch.sum(v[:n], 0, keepdim=True, out=self.total)
+        if self.rank == n - 1:
+            v[n + 2 : n + 4].copy_(v[n : n + 2])
+            v[n + 4 : n + 5].copy_(self.total)
+        if self.busy != self._told:
+            v[n + 5 + self.rank].fill_(self.busy)
+            self._told = self.busy
+        if self._slots:
+            self._note()
+        if n > 1:
+            self._push("S", (self.rank + 1) % n, v)
+
+    def send_total(self) -> None:
+        """The last owner tells everyone the step's exact squared norm."""
+        for peer in range(self.size - 1):
+            self._push("T", peer, self.total)
+
+    def receive_total(self, where: Where) -> None:
+        """Take it (every owner but the last)."""
+        self._posted["T"].wait(where)
+        self.total.copy_(self._incoming_total)
+        self._post("T", self.size - 1, self._incoming_total)
+
+    def resume(self, step: int, known: bool) -> None:
+        """Training goes on with ``step``, after a checkpoint; ``known``: the vector is loaded, and tells of the step before."""
+        self._noted.clear()
+        if self.transport.timing:
+            self.transport.timing.forget()
+        self._since = max(step - known, 0)
+        self.step = step - 1 if known and step else None
+
+    def read(self) -> tuple[int | None, float | None, float | None]:
+        """(step, mean loss over all its micro-batches, its gradient norm before clipping) of the last finished step known here.
+
+        All are None before a step is known. The loss is None where none was given to ``add``; a norm may be inf or nan. On GPUs
+        this is the latest step whose numbers have reached the host: nothing is waited for.
+        """
+        step, numbers = self.step, None
+        if self._noted:
+            step, numbers = self._newest()
+        if step is None:
+            return None, None, None
+        loss, count, norm2 = (self.kept[self.size + 2 :] if numbers is None else numbers[:3]).tolist()
+        return step, loss / count if count else None, math.sqrt(norm2)
+
+    def busy_ranks(self) -> list[float] | None:
+        """Seconds by rank, each of the latest step whose number has come here; None before all are known."""
+        numbers = self._newest()[1] if self._slots else self.vector[self.size + 2 :]
+        seconds = [] if numbers is None else numbers[3:].tolist()
+        return seconds if seconds and min(seconds) > 0 else None
+
+    def _newest(self) -> tuple[int | None, torch.Tensor | None]:
+        """The latest step, and its numbers, that have reached the host."""
+        return next(((s, slot) for s, slot, mark in reversed(self._noted) if mark.done()), (None, None))
+
+    def _note(self) -> None:
+        """Send the numbers to the host, behind the owner's work."""
+        slot = self._slots[self._notes % len(self._slots)]
+        if len(self._noted) == len(self._slots):
+            self._noted.popleft()  # it is this slot's
+        self._notes += 1
+        slot.copy_(self.vector[self.size + 2 :], non_blocking=True)
+        self._noted.append((self.step, slot, self.transport.mark()))

@@ -1,0 +1,169 @@
+"""Records when a rank's passes, waits, hand-offs and updates happen; off by default (``engine.cyclic_trace``).
+
+A recorder stands between the walk (executor.py) and its actions for as long as it is on; without one nothing is changed. On CPUs
+it reads ``perf_counter``; on GPUs it records events on the stream that does the work and reads them when it stops, so nothing
+waits for the device inside a step. (It does once before the first step and once after the last.)
+
+One time axis: each rank's file holds its monotonic clock and its wall clock at the start. Processes of one host (same boot id)
+share the monotonic clock, so these are aligned exactly; hosts are aligned by their wall clocks, as well as these are kept. A
+GPU's events are placed by one event that the host recorded, with the device idle, when the trace began.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.plan.actions import Action, Kind
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.runtime.executor import Executor
+from deepspeed_cdp.transport.choose import host
+
+RECEIVES = (Kind.REFRESH_PARAM, Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD)
+SENDS = (Kind.FORWARD_PARAM, Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.PUBLISH_PARAM)
+OWNER = (Kind.REDUCE_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
+BEGINS = (Kind.WAIT_PARAM, Kind.FORWARD_PARAM, Kind.RECV_GRAD)
+TRACKS = {"passes": 0, "waits": 1, "owner": 2}
+
+
+class Recorder:
+    """Times one rank's walk.
+
+    Args:
+        executor: between two steps.
+        device: whose work is timed.
+    """
+
+    def __init__(self, executor: Executor, device: torch.device):
+        self.executor, self.cuda = executor, device.type == "cuda"
+        self.rank = executor.transport.label  # in the world, where there are several rings
+        self._base = self.rank - executor.rank
+        self._slices: list[tuple[str, str, Any, Any, dict[str, Any]]] = []  # track, name, begin, end, what
+        self._messages: list[tuple[str, Any, dict[str, Any]]] = []  # "send" or "receive", when, what
+        self._begun: dict[tuple[int, int, bool], Any] = {}
+        if self.cuda:
+            torch.cuda.synchronize(device)
+            self._zero = torch.cuda.Event(enable_timing=True)
+            self._zero.record()
+        self._device, self._start, self._wall = device, time.perf_counter_ns(), time.time_ns()
+        self._do, self._release = executor._do, executor.release
+        executor._do = {kind: self._around(kind, do) for kind, do in self._do.items()}
+        executor.release = self._released  # type: ignore[method-assign]
+
+    def _mark(self) -> Any:
+        if not self.cuda:
+            return time.perf_counter_ns()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _what(self, a: Action) -> dict[str, Any]:
+        h = self.executor
+        own = a.kind in (Kind.GRAD_NORM, Kind.OPTIMIZER_STEP, Kind.SEND_NORM)
+        unit = None if own else h.plan.unit(a.unit)
+        return {
+            "step": h.global_step,
+            "round": a.round,
+            "unit": None if own else a.unit,
+            "stage": h.schedule.owned(h.rank) if unit is None else unit.stage,
+            "backward": a.backward,
+            "peer": None if a.peer is None else self._base + a.peer,
+            "stream": a.stream,
+            "bytes": a.nbytes,
+            "version": h.global_step + a.version,
+            "name": a.kind.label if unit is None else unit.name or "persistent parameters",
+        }
+
+    def _around(self, kind: Kind, do: Callable[[Action], None]) -> Callable[[Action], None]:
+        def timed(a: Action) -> None:
+            visit = (a.round, a.unit, a.backward)
+            if kind in (Kind.RELEASE_PARAM, Kind.SEND_GRAD) and a.backward:
+                self._end(visit)
+            if kind in OWNER:
+                with self.executor.transport.owner_stream():
+                    before = self._mark()
+                    do(a)
+                    self._slices.append(("owner", kind.label, before, self._mark(), self._what(a)))
+                return
+            before = self._mark() if kind in RECEIVES and a.peer is not None or kind in SENDS else None
+            do(a)
+            if before is not None and kind in RECEIVES:
+                after = self._mark()
+                self._slices.append(("waits", f"wait {a.stream}", before, after, self._what(a)))
+                self._messages.append(("receive", after, self._what(a)))
+            elif before is not None and a.peer != self.executor.rank:
+                self._messages.append(("send", before, self._what(a)))
+            if kind in BEGINS and a.unit != PERSISTENT:
+                self._begun[visit] = (self._mark(), self._what(a) if kind == Kind.WAIT_PARAM else self._begun[visit][1])
+
+        return timed
+
+    def _end(self, visit: tuple[int, int, bool]) -> None:
+        begun = self._begun.pop(visit, None)
+        if begun is not None:
+            what = begun[1]
+            self._slices.append(("passes", f"{'B' if what['backward'] else 'F'}{what['stage']}", begun[0], self._mark(), what))
+
+    def _released(self, unit: int, backward: bool) -> None:
+        if not backward:
+            self._end((self.executor.round, unit, False))
+        self._release(unit, backward)
+
+    def stop(self) -> dict[str, Any]:
+        """Take the recorder off; everything it has seen, as a Chrome trace (times in microseconds of the monotonic clock)."""
+        self.executor._do = self._do
+        del self.executor.release  # the class's own
+        if self.cuda:
+            torch.cuda.synchronize(self._device)
+        h = self.executor
+        pid = self.rank
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}]
+        events += [
+            {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}} for track, tid in TRACKS.items()
+        ]
+        for track, name, begin, end, what in self._slices:
+            a, b = self._at(begin), self._at(end)
+            events.append(
+                {
+                    "ph": "X",
+                    "name": name,
+                    "cat": track,
+                    "pid": pid,
+                    "tid": TRACKS[track],
+                    "ts": a,
+                    "dur": max(b - a, 0.0),
+                    "args": what,
+                }
+            )
+        messages = [{"side": side, "ts": self._at(when), **what} for side, when, what in self._messages]
+        about = {
+            "rank": pid,
+            "ranks": h.schedule.ranks * h.plan.rings,
+            "threshold": h.schedule.threshold,
+            "rounds": h.schedule.rounds,
+            "host": host(),
+            "monotonic_us": self._start / 1e3,
+            "wall_us": self._wall / 1e3,
+            "clock": "cuda events" if self.cuda else "perf_counter",
+            "messages": messages,
+        }
+        return {"traceEvents": events, "displayTimeUnit": "ms", "deepspeed_cdp": about}
+
+    def _at(self, mark: Any) -> float:
+        return self._start / 1e3 + self._zero.elapsed_time(mark) * 1e3 if self.cuda else mark / 1e3
+
+
+def file_of(path: str, rank: int) -> str:
+    """``trace.json`` -> ``trace.rank3.json``."""
+    base, suffix = os.path.splitext(path)
+    return f"{base}.rank{rank}{suffix or '.json'}"
+
+
+def write(path: str, trace: dict[str, Any]) -> None:
+    """One rank's trace, as a file that trace viewers and ``deepspeed-cdp timeline --from`` read."""
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path, "w") as file:
+        json.dump(trace, file)

@@ -1,0 +1,404 @@
+"""Dry-run of all ranks: proves that a plan neither hangs nor mixes versions nor overwrites what is in use (design §6, §7).
+
+Every message carries a tag instead of bytes: which unit, which version, or how many micro-batches a sum holds. The run checks
+
+- the logical-time rule: what an action waits for belongs to an earlier step, or to the same step and a smaller logical time, so
+  no wait can close a cycle, not even through a barrier of the user's between two steps; and actions are done in logical order;
+- that posts and pushes of each edge match in order, size and content, and nothing is left over at the end;
+- that every pass happens once a round and reads the version the schedule says, and that every owner updates once a step, with
+  N k micro-batches, each once, in order;
+- that no region is posted, or overwritten, while its former content is still to be read or relayed;
+- that it ends, also when a push blocks its rank until it has landed, and also with a barrier after every step.
+"""
+
+import itertools
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from deepspeed_cdp.plan.actions import Action, Kind, Post
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import after_passes, build, initial_posts
+from deepspeed_cdp.verify.state import BEFORE, Key, Landing, Place, Push, Rank, Tag
+from deepspeed_cdp.verify.well_formed import PlanError
+
+SENDS_GRAD = (Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD)
+Programs = Callable[[int, bool], Sequence[Action]]
+Posts = Callable[[int], Sequence[Post]]
+
+
+class DryRun:
+    """One dry-run; ``log`` holds (rank, step, action) in the order in which they were done."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        steps: int,
+        programs: Programs | None = None,
+        posts: Posts | None = None,
+        blocking: bool = False,
+        barrier: bool = False,
+    ):
+        self.plan, self.schedule, self.steps = plan, plan.schedule, steps
+        self.blocking, self.barrier = blocking, barrier
+        n, programs = self.schedule.ranks, programs or (lambda rank, first: build(plan, rank, first))
+        self.ranks, self.steady = [Rank(r, programs(r, True)) for r in range(n)], [programs(r, False) for r in range(n)]
+        self.o_layouts = [plan.o_layout(self.schedule.owned(r)) for r in range(n)]
+        self.v_layouts = [plan.copy_layout(self.schedule.owned(r))[0] for r in range(n)]
+        self.pushes: dict[tuple[str, int, int], deque[Push]] = {}
+        self.landings: dict[tuple[str, int, int], deque[Landing]] = {}
+        self.period = self.schedule.period * plan.scale
+        visits = ((PERSISTENT, False), *plan.visits) if plan.persistent else plan.visits
+        self.order = [(m, *visit) for m in range(self.schedule.rounds) for visit in visits]
+        self.log: list[tuple[int, int, Action]] = []
+        self.special = {
+            Kind.WAIT_PARAM: self._read,
+            Kind.RECV_GRAD: self._sum,
+            Kind.RECV_PERSISTENT_GRAD: self._sum,
+            Kind.REDUCE_GRAD: self._average,
+            Kind.GRAD_NORM: self._norm,
+            Kind.SEND_NORM: self._total,
+            Kind.OPTIMIZER_STEP: self._update,
+        }
+        for rank in self.ranks:
+            self._publish(rank, 0)
+            for post in posts(rank.number) if posts else initial_posts(plan, rank.number):
+                self._post(rank, BEFORE, post, None)
+        if n > 1:
+            self.ranks[0].scalars["S", n - 1] = deque([(BEFORE, -1)])
+
+    def run(self) -> None:
+        """Raises PlanError, or returns with every rank at the end of its last step."""
+        while True:
+            moved, floor = False, min(rank.step for rank in self.ranks)
+            for rank in self.ranks:
+                while rank.step <= self.steps and not (self.barrier and rank.step > floor):
+                    if rank.cursor == len(rank.program):
+                        self._end_step(rank)
+                    elif not self._tried(rank, rank.program[rank.cursor]):
+                        break
+                    moved = True
+            if all(rank.step >= self.steps for rank in self.ranks):
+                break  # (ranks may be a step ahead: a push may wait for a reader's next step)
+            if not moved:
+                stuck = "; ".join(str(self._error(x, "waits")) for x in self.ranks if x.cursor < len(x.program))
+                raise PlanError(f"nothing moves any more: {stuck}")
+        for push in itertools.chain(*self.pushes.values()):
+            if (
+                push.tag[2] + 1 if push.action.kind == Kind.PUBLISH_PARAM else push.step
+            ) < self.steps:  # in which it is taken at last
+                raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never taken")
+
+    def _tried(self, rank: Rank, a: Action) -> bool:
+        try:
+            return self._try(rank, a)
+        except PlanError:
+            raise
+        except (LookupError, ValueError, TypeError, AssertionError) as error:  # it speaks of what no plan has
+            raise self._error(rank, f"makes no sense ({type(error).__name__}: {error})") from error
+
+    # ---- names -------------------------------------------------------------------------------------------------
+    def _error(self, rank: Rank, reason: str) -> PlanError:
+        return PlanError(f"rank {rank.number}, step {rank.step}: {rank.program[rank.cursor]}: {reason}")
+
+    def _key(self, rank: Rank, a: Action) -> Key:
+        time = a.time + max(rank.step - 1, 0) * self.period  # programs of later steps are those of step 1
+        return rank.step, after_passes(self.plan, rank.number, rank.step == 0, a), time, a.phase
+
+    def _at(self, rank: Rank, a: Action) -> Place:
+        """Region and offset of an action's bytes in this step."""
+        if a.region == "H":
+            return "H", (rank.step * self.schedule.rounds + a.round) % 2
+        return (self.plan.copy_region(rank.step + a.version) if a.region == "V" else a.region), a.offset
+
+    def _expected(self, r: int, step: int, post: Post) -> Tag:
+        """What the schedule wants to land there."""
+        n, m = self.schedule.ranks, post.round
+        if post.stream[0] in "PH":
+            return "p", post.unit, self.schedule.version(step, m, r, self.plan.unit(post.unit).stage)
+        return "g", post.unit, step, n * self.schedule.rounds if post.stream == "O" else m * n + r
+
+    # ---- one action -----------------------------------------------------------------------------------------------------
+    def _try(self, rank: Rank, a: Action) -> bool:
+        """Do the action, then its posts, if everything it waits for has happened."""
+        if not rank.acted:
+            if self.blocking and rank.blocked or not self._act(rank, a):
+                return False
+            rank.acted = True
+            self.log.append((rank.number, rank.step, a))
+        if any(self._still_read(rank, x.region, self._slot(rank, x), x.nbytes) for x in a.posts):
+            return False
+        for post in a.posts:
+            self._post(rank, self._key(rank, a), post, a)
+        rank.acted, rank.cursor = False, rank.cursor + 1
+        return True
+
+    def _act(self, rank: Rank, a: Action) -> bool:
+        if a.kind in self.special:
+            return self.special[a.kind](rank, a)
+        if a.kind in (Kind.RELEASE_PARAM, Kind.RELEASE_PERSISTENT_PARAM):
+            place = rank.using.pop((a.round, a.unit, a.kind == Kind.RELEASE_PARAM and a.backward), None)
+            if place is None or a.kind == Kind.RELEASE_PERSISTENT_PARAM and not self._all_read(rank, a):
+                raise self._error(rank, "ends a pass that is not under way, or too early")
+            self._leave(rank, a, place)
+        elif a.kind not in (Kind.PULL_PARAM, Kind.GRANT_CREDIT):  # which have nothing but their posts
+            if a.peer == rank.number and self._still_read(rank, self.plan.o_region, self.o_layouts[a.peer][a.unit], a.nbytes):
+                return False
+            self._push(rank, a)
+            if a.kind in SENDS_GRAD:
+                self._free(rank, *self._at(rank, a))
+        return True
+
+    def _leave(self, rank: Rank, a: Action, place: Place) -> None:
+        """A pass no longer reads from here."""
+        if place[0][0] != "V":
+            self._free(rank, *place)
+
+    def _end_step(self, rank: Rank) -> None:
+        if missing := list(rank.using) + self.order[rank.reads :]:
+            raise PlanError(
+                f"rank {rank.number}, step {rank.step}: RELEASE_PARAM is missing for (round, unit, backward) {missing}"
+            )
+        rank.step, rank.cursor, rank.reads, rank.program = rank.step + 1, 0, 0, self.steady[rank.number]
+
+    def _all_read(self, rank: Rank, a: Action) -> bool:  # the round's passes are over
+        return rank.reads * self.schedule.rounds == (a.round + 1) * len(self.order) and all(
+            i == PERSISTENT for _, i, _ in rank.using
+        )
+
+    def _read(self, rank: Rank, a: Action) -> bool:
+        if a.peer is not None and not self._arrived(rank, a):
+            return False
+        place, version, stage = self._at(rank, a), rank.step + a.version, self.plan.unit(a.unit).stage
+        got, want = rank.content.get(place), self.schedule.version(rank.step, a.round, rank.number, stage)
+        if version != want or got != ("p", a.unit, want):
+            raise self._error(rank, f"reads {got} as version {version} where the schedule says {want}")
+        if self.order[rank.reads : rank.reads + 1] != [(a.round, a.unit, a.backward)]:
+            raise self._error(rank, f"is out of order; next is (round, unit, backward) {self.order[rank.reads : rank.reads + 1]}")
+        if a.backward and self.plan.kept(a.unit) and rank.using.pop((a.round, a.unit, False), None) != place:
+            raise self._error(rank, "looks elsewhere than in the forward")
+        rank.using[a.round, a.unit, a.backward] = place
+        rank.reads += 1
+        return True
+
+    def _sum(self, rank: Rank, a: Action) -> bool:
+        if a.peer is not None and not self._arrived(rank, a):
+            return False
+        if not (self._all_read(rank, a) if a.unit == PERSISTENT else (a.round, a.unit, a.backward) in rank.using):
+            raise self._error(rank, "is outside of the unit's backward")
+        q, place = a.round * self.schedule.ranks + rank.number, self._at(rank, a)
+        want = ("g", a.unit, rank.step, q)
+        if q and rank.content.get(place) != want:
+            raise self._error(rank, f"adds to {rank.content.get(place)} where it should find {want}")
+        if not q:
+            if self._still_read(rank, *place, a.nbytes):
+                return False
+            self._claim(rank, *place, a.nbytes)
+        rank.content[place] = ("g", a.unit, rank.step, q + 1)
+        return True
+
+    # ---- owners ---------------------------------------------------------------------------------------------------------
+    def _average(self, rank: Rank, a: Action) -> bool:
+        if a.unit not in self.o_layouts[rank.number] or (a.round, a.backward) != (self.schedule.rounds - 1, True):
+            raise self._error(rank, "averages what this rank does not own, or what is not finished")
+        if not self._overwritable(rank, a, [a.unit]) or not self._summed(rank, a, [a.unit]):
+            return False
+        self._overwrite(rank, a, [a.unit])
+        rank.averaged.append(a.unit)
+        return True
+
+    def _norm(self, rank: Rank, a: Action) -> bool:
+        step, r, s = rank.step + a.version, rank.number, self.schedule
+        one_by_one = self.plan.averaged(r)
+        together = [i for i in self.o_layouts[r] if i not in one_by_one]
+        if self._landed(rank, step, together) is None or not self._scalar(rank, a, "S", step if r else step - 1):
+            return False
+        self._summed(rank, a, together)
+        if sorted(rank.averaged) != sorted(one_by_one):
+            raise self._error(rank, f"measures step {step} when only units {rank.averaged} are averaged")
+        rank.normed += 1
+        self._send_scalar(rank, a, "S", (r + 1) % s.ranks, step)
+        return True
+
+    def _landed(self, rank: Rank, step: int, units: Sequence[int]) -> list[tuple] | None:
+        """The messages that bring these units' finished sums; None before all are there."""
+        last = self.schedule.ranks - 1
+        messages = [("O", last, step, self.schedule.rounds - 1, i, True) for i in units if rank.number != last]
+        return messages if all(m in rank.landed for m in messages) else None
+
+    def _summed(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
+        """Take these units' finished sums, if all are there."""
+        step, s = rank.step + a.version, self.schedule
+        messages = self._landed(rank, step, units)
+        if messages is None:
+            return False
+        if rank.normed != step or rank.version != step:
+            raise self._error(rank, f"measures the sums of step {step} after {rank.normed} norms and {rank.version} updates")
+        for message in messages:
+            self._earlier(rank, a, rank.landed.pop(message)[0], "a push")
+        for i in units:
+            want, got = ("g", i, step, s.ranks * s.rounds), rank.content.get((self.plan.o_region, self.o_layouts[rank.number][i]))
+            if got != want:
+                raise self._error(rank, f"finds {got} where the finished sum {want} should be")
+        return True
+
+    def _overwritable(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
+        """Whether no push reads from the published copies that are next of these units."""
+        copy, places = self.plan.copy_region(rank.step + a.version + 1), self.v_layouts[rank.number]
+        return not any(self._still_read(rank, copy, places[i], self.plan.unit(i).p_bytes) for i in units)
+
+    def _overwrite(self, rank: Rank, a: Action, units: Sequence[int]) -> None:
+        """From here on these copies are not the old version any more, and not the new one before the update is over."""
+        version = rank.step + a.version + 1
+        copy, places = self.plan.copy_region(version), self.v_layouts[rank.number]
+        for i in units:
+            place = copy, places[i]
+            if copy[0] == "V" and place in rank.using.values():
+                raise self._error(rank, f"overwrites published copy {copy} of unit {i} while a pass of this rank reads it")
+            self._earlier(rank, a, rank.offers.pop(place, BEFORE), "a reader")
+            rank.content.pop(place, None)
+
+    def _total(self, rank: Rank, a: Action) -> bool:
+        if rank.normed != rank.step + a.version + 1:
+            raise self._error(rank, f"comes after {rank.normed} norms")
+        for peer in range(self.schedule.ranks - 1):
+            self._send_scalar(rank, a, "T", peer, rank.normed - 1)
+        return True
+
+    def _update(self, rank: Rank, a: Action) -> bool:
+        step = rank.step + a.version
+        together = [i for i in self.v_layouts[rank.number] if i not in rank.averaged]
+        if not self._overwritable(rank, a, together) or not self._scalar(rank, a, "T", step):
+            return False
+        if rank.normed != step + 1 or rank.version != step:
+            raise self._error(rank, f"updates {rank.version} to {step + 1} with the finished sums of {rank.normed} steps")
+        self._overwrite(rank, a, together)
+        rank.averaged.clear()
+        for offset in self.o_layouts[rank.number].values():
+            self._free(rank, self.plan.o_region, offset)
+        self._publish(rank, step + 1)
+        rank.version += 1
+        return True
+
+    def _publish(self, rank: Rank, version: int) -> None:
+        copy = self.plan.copy_region(version)
+        rank.content.update({(copy, offset): ("p", i, version) for i, offset in self.v_layouts[rank.number].items()})
+
+    def _scalar(self, rank: Rank, a: Action, stream: str, step: int) -> bool:
+        if a.peer is None or not rank.scalars.get((stream, a.peer)):
+            return a.peer is None
+        key, sent = rank.scalars[stream, a.peer].popleft()
+        self._earlier(rank, a, key, f"scalars ({stream})")
+        if sent != step:
+            raise self._error(rank, f"receives scalars ({stream}) of step {sent} where it needs those of step {step}")
+        return True
+
+    def _send_scalar(self, rank: Rank, a: Action, stream: str, peer: int, step: int) -> None:
+        self.ranks[peer].scalars.setdefault((stream, rank.number), deque()).append((self._key(rank, a), step))
+
+    # ---- messages -------------------------------------------------------------------------------------------------------
+    def _arrived(self, rank: Rank, a: Action) -> bool:
+        message = (a.stream, a.peer, rank.step, a.round, a.unit, a.backward)
+        if message not in rank.landed:
+            return False
+        key, place = rank.landed.pop(message)
+        self._earlier(rank, a, key, "a push")
+        if place != self._at(rank, a):
+            raise self._error(rank, f"looks at {self._at(rank, a)} for what landed at {place}")
+        return True
+
+    def _earlier(self, rank: Rank, a: Action, key: Key, what: str) -> None:
+        if not key < self._key(rank, a):
+            raise self._error(rank, f"waits for {what} that is not earlier in logical time")
+
+    def _still_read(self, rank: Rank, region: str, offset: int = 0, nbytes: int = sys.maxsize) -> bool:
+        """Whether a push still reads from these bytes of the region."""
+        return any(_overlap(region, at, n, offset, nbytes) for at, n in rank.reading.get(region, ()))
+
+    def _slot(self, rank: Rank, post: Post) -> int:
+        return ((rank.step + post.ahead) * self.schedule.rounds + post.round) % 2 if post.region == "H" else post.offset
+
+    def _claim(self, rank: Rank, region: str, offset: int, nbytes: int) -> None:
+        busy = rank.busy.setdefault(region, {})
+        for at, size in busy.items():
+            if _overlap(region, at, size, offset, nbytes):
+                raise self._error(rank, f"{region}[{offset}:{offset + nbytes}] is still in use")
+        busy[offset] = nbytes
+
+    def _free(self, rank: Rank, region: str, offset: int) -> None:
+        if rank.busy.get(region, {}).pop(offset, None) is None:
+            raise self._error(rank, f"frees {region}[{offset}], which is not in use")
+
+    def _post(self, rank: Rank, key: Key, post: Post, by: Action | None) -> None:
+        edge, offset = (post.stream, post.src, rank.number), self._slot(rank, post)
+        self._claim(rank, post.region, offset, post.nbytes)
+        self.landings.setdefault(edge, deque()).append(Landing(key, rank.step + post.ahead, post, offset, by))
+        self._match(edge)
+
+    def _push(self, rank: Rank, a: Action) -> None:
+        place, mine, used = self._at(rank, a), self.o_layouts[rank.number], rank.using.get((a.round, a.unit, a.backward))
+        tag, want = rank.content.get(place), ("p", a.unit, rank.step + a.version)
+        if a.kind in SENDS_GRAD:
+            want = ("g", a.unit, rank.step, a.round * self.schedule.ranks + rank.number + 1)
+        if tag != want:
+            raise self._error(rank, f"sends {tag} where the schedule says {want}")
+        if (
+            a.kind == Kind.FORWARD_PARAM
+            and not self._may_relay(rank, a, place, used)
+            or a.kind in SENDS_GRAD
+            and (used or not a.backward)
+        ):
+            raise self._error(rank, "relays what this rank does not use, or passes on what it still adds to")
+        home = self.plan.o_region, mine.get(a.unit)
+        if a.peer == rank.number and (a.stream, *a.into[:2]) == ("O", *home):  # finished, and owned by this rank
+            self._claim(rank, *home, a.nbytes)
+            rank.content[home] = tag
+            return
+        assert a.peer is not None
+        rank.blocked += a.kind != Kind.PUBLISH_PARAM
+        rank.reading.setdefault(place[0], []).append((place[1], a.nbytes))
+        edge = (a.stream, rank.number, a.peer)
+        self.pushes.setdefault(edge, deque()).append(Push(rank.number, rank.step, self._key(rank, a), a, place, tag))
+        self._match(edge)
+
+    def _may_relay(self, rank: Rank, a: Action, place: Place, used: Place | None) -> bool:
+        return used == place
+
+    def _match(self, edge: tuple[str, int, int]) -> None:
+        pushes, landings = self.pushes.get(edge), self.landings.get(edge)
+        while pushes and landings:
+            push, landing = pushes.popleft(), landings.popleft()
+            sender, receiver, post, a = self.ranks[edge[1]], self.ranks[edge[2]], landing.post, push.action
+            want, wrong = self._expected(edge[2], landing.step, post), ""
+            if (push.tag, a.backward, a.nbytes) != (want, post.backward, post.nbytes):
+                wrong = (
+                    f"sends {push.tag}, {a.nbytes} bytes, where rank {edge[2]} let {want}, {post.nbytes} bytes, in for its "
+                    f"{'backward' if post.backward else 'forward'} ({landing.by or 'before the first action'})"
+                )
+            elif a.kind != Kind.PUBLISH_PARAM and not landing.key < push.key:
+                wrong = f"needs a credit of rank {edge[2]} that is not earlier in logical time"
+            elif (
+                (a.offset, push.tag[2]) != (post.origin, landing.step + post.version)
+                if a.kind == Kind.PUBLISH_PARAM
+                else a.into[:2] != (post.region, post.offset) or post.region == "H" and a.into[2] != post.round
+            ):
+                wrong = f"is not at {(post.origin, post.version)} or into {a.into}, as rank {edge[2]} has it in {post}"
+            elif a.kind == Kind.PUBLISH_PARAM and not push.key < landing.key:
+                wrong = f"is taken by rank {edge[2]} ({landing.by}) at a time that is not later in logical time"
+            elif sender.content.get(push.place) != push.tag:
+                wrong = f"the region was overwritten before rank {edge[2]} took it"
+            if wrong:
+                raise PlanError(f"rank {edge[1]}, step {push.step}: {a}: {wrong}")
+            sender.reading[push.place[0]].remove((push.place[1], a.nbytes))
+            sender.blocked -= a.kind != Kind.PUBLISH_PARAM
+            if a.kind == Kind.PUBLISH_PARAM:
+                sender.offers[push.place] = max(sender.offers.get(push.place, BEFORE), landing.key)
+            place = (post.region, landing.offset)
+            receiver.content[place] = push.tag
+            receiver.landed[post.stream, edge[1], landing.step, post.round, post.unit, post.backward] = (push.key, place)
+
+
+def _overlap(region: str, at: int, size: int, offset: int, nbytes: int) -> bool:
+    """The two slots of H are told apart by number."""
+    return at == offset if region == "H" else bool(size and nbytes) and at < offset + nbytes and offset < at + size

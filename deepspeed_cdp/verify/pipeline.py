@@ -1,0 +1,211 @@
+"""Dry-run of a cyclic pipeline: all ranks' instructions, with tags for tensors, every send blocking until it is received.
+
+It trusts none of the schedule's text. It checks that the run ends (also with a barrier after every ``train_batch``), that
+messages match, that both passes of every micro-batch read the rule's version, that no version is overwritten while it is in
+use, that no rank keeps more versions than the schedule says, and that an update holds every micro-batch of its step once, in
+order, from every stage that uses the unit.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, Walker
+
+
+class ScheduleError(AssertionError):
+    """A schedule that must not be run; the message names rank and instruction."""
+
+
+@dataclass
+class _Rank:
+    """What a rank holds, as tags."""
+
+    todo: list[Instruction] = field(default_factory=list)
+    inputs: set[tuple[int, int, int]] = field(default_factory=set)  # (stage, step, micro)
+    outputs: set[tuple[int, int, int]] = field(default_factory=set)
+    grads: set[tuple[int, int, int]] = field(default_factory=set)  # of the stage's outputs
+    given: set[tuple[int, int, int]] = field(default_factory=set)  # of the stage's inputs
+    graphs: dict[tuple[int, int, int], dict[int, int]] = field(default_factory=dict)  # pass -> version by unit
+    weights: dict[tuple[int, int], int] = field(default_factory=dict)  # (unit, slot) -> version
+    sums: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))  # (unit, stage)
+    finished: dict[tuple[int, int, int], list[tuple[int, int]]] = field(default_factory=dict)  # (unit, stage, step)
+    norms: dict[int, list[int]] = field(default_factory=dict)  # step -> stages
+    totals: set[int] = field(default_factory=set)
+    most_graphs: int = 0
+
+
+@dataclass
+class Facts:
+    """What a dry-run saw: per rank, the most passes whose activations were held at once."""
+
+    activations: list[int]
+
+
+def dry_run(
+    schedule: PipeSchedule,
+    calls: int = 4,
+    barriers: bool = True,
+    change: Callable[[int, list[Instruction]], list[Instruction]] | None = None,
+) -> Facts:
+    """Play ``calls`` steps and the rest.
+
+    Args:
+        barriers: no rank goes on to its next call before all have ended this one.
+        change: (rank, instructions) -> what it does instead, to break something.
+    Raises:
+        ScheduleError: see the module's text.
+    """
+    ranks = [_Rank() for _ in range(schedule.ranks)]
+    walkers = [Walker(schedule, r) for r in range(schedule.ranks)]
+    for r, rank in enumerate(ranks):
+        for u in range(len(schedule.units)):
+            if r in schedule.holders(u):
+                rank.weights[u, 0] = 0
+    play = _Play(schedule, ranks)
+    queues = [[w.call() for _ in range(calls)] + [w.rest()] for w in walkers]
+    if change:
+        queues = [[change(r, part) for part in parts] for r, parts in enumerate(queues)]
+    if barriers:
+        for call in range(calls + 1):
+            for r, rank in enumerate(ranks):
+                rank.todo = list(queues[r][call])
+            play.run()
+    else:
+        for r, rank in enumerate(ranks):
+            rank.todo = [i for part in queues[r] for i in part]
+        play.run()
+    for r, rank in enumerate(ranks):
+        for u in range(len(schedule.units)):
+            if r in schedule.holders(u) and calls not in [v for (unit, _), v in rank.weights.items() if unit == u]:
+                raise ScheduleError(f"rank {r} ends without version {calls} of unit {u}")
+        if rank.totals != set(range(calls)):
+            raise ScheduleError(f"rank {r} knows the losses of steps {sorted(rank.totals)} of {calls}")
+        if rank.graphs:
+            raise ScheduleError(f"rank {r} ends with activations of {sorted(rank.graphs)}")
+    return Facts([rank.most_graphs for rank in ranks])
+
+
+class _Play:
+    def __init__(self, schedule: PipeSchedule, ranks: list[_Rank]):
+        self.schedule, self.ranks = schedule, ranks
+
+    def run(self) -> None:
+        """Until nobody has anything to do; local instructions freely, messages when both sides have come to them."""
+        moved = True
+        while moved:
+            moved = False
+            for r, rank in enumerate(self.ranks):
+                while rank.todo:
+                    i = rank.todo[0]
+                    way, _, kind = i.name.partition("_")
+                    if kind and i.peer != r:
+                        if way == "recv" or not self._meets(r, i):
+                            break
+                        self._deliver(r, i, self.ranks[i.peer].todo.pop(0))
+                    else:
+                        self._local(r, rank, i)
+                    rank.todo.pop(0)
+                    moved = True
+        stuck = {r: str(rank.todo[0]) for r, rank in enumerate(self.ranks) if rank.todo}
+        if stuck:
+            raise ScheduleError(f"nobody can move: {stuck}")
+
+    def _meets(self, r: int, i: Instruction) -> bool:
+        there = self.ranks[i.peer].todo
+        wanted = (i.name.replace("send", "recv"), r, i.step, i.unit)
+        return bool(there) and (there[0].name, there[0].peer, there[0].step, there[0].unit) == wanted
+
+    @staticmethod
+    def _need(good: bool, r: int, i: Instruction, why: str) -> None:
+        if not good:
+            raise ScheduleError(f"rank {r}, {i}: {why}")
+
+    def _deliver(self, r: int, i: Instruction, j: Instruction) -> None:
+        a, b, need = self.ranks[r], self.ranks[i.peer], self._need
+        kind, mine, theirs = i.name[5:], (i.stage, i.step, i.micro), (j.stage, j.step, j.micro)
+        if kind == "activation":
+            need(mine in a.outputs and theirs == (i.stage + 1, i.step, i.micro), r, i, f"does not fit {j}")
+            b.inputs.add(theirs)
+        elif kind == "grad":
+            need(mine in a.given and theirs == (i.stage - 1, i.step, i.micro), r, i, f"does not fit {j}")
+            b.grads.add(theirs)
+        elif kind == "sum":
+            need(j.stage == i.stage and j.micro == i.micro + 1, r, i, f"does not fit {j}")
+            b.sums[i.unit, i.stage] = list(a.sums[i.unit, i.stage])
+        elif kind == "finished":
+            need(j.stage == i.stage, r, i, f"does not fit {j}")
+            b.finished[i.unit, i.stage, i.step] = list(a.sums[i.unit, i.stage])
+        elif kind == "norms":
+            b.norms[i.step] = list(a.norms[i.step])
+        elif kind == "totals":
+            need(a.norms.get(i.step) == list(range(self.schedule.stages))[::-1], r, i, f"norms of {a.norms.get(i.step)} only")
+            b.totals.add(i.step)
+        elif kind == "weights":
+            slot = i.version % self.schedule.copies(i.unit)
+            need(a.weights.get((i.unit, slot)) == i.version == j.version, r, i, "is not the version it says")
+            self._write(i.peer, b, j, i.unit, i.version)
+
+    def _write(self, r: int, rank: _Rank, i: Instruction, unit: int, version: int) -> None:
+        """A version takes its slot: nobody may still need the one that was there, in a graph or in a forward to come."""
+        slot = version % self.schedule.copies(unit)
+        old = rank.weights.get((unit, slot), -1)
+        for at, versions in rank.graphs.items():
+            self._need(versions.get(unit, -2) != old, r, i, f"version {old} of unit {unit} is in use by {at}")
+        self._need(version > max(v for (u, _), v in rank.weights.items() if u == unit), r, i, "is older than what is there")
+        rank.weights[unit, slot] = version
+
+    def _local(self, r: int, rank: _Rank, i: Instruction) -> None:
+        schedule, need, at = self.schedule, self._need, (i.stage, i.step, i.micro)
+        if i.name == "load":
+            if i.stage == 0:
+                rank.inputs.add(at)
+        elif i.name == "forward":
+            need(at in rank.inputs, r, i, "has no input")
+            rank.inputs.discard(at)
+            rank.graphs[at] = versions = {}
+            for u in schedule.units_at(i.stage):
+                wanted = schedule.version(i.step, i.micro, schedule.units[u][0])
+                need(rank.weights.get((u, wanted % schedule.copies(u))) == wanted, r, i, f"has not version {wanted} of unit {u}")
+                versions[u] = wanted
+            need(i.version == schedule.version(i.step, i.micro, i.stage), r, i, "does not say the rule's version")
+            rank.outputs.add(at)
+            after = (i.stage + 1, i.step, i.micro)
+            if i.stage < schedule.stages - 1 and schedule.rank_of(i.step, i.micro, i.stage + 1) == r:
+                rank.inputs.add(after)
+            rank.most_graphs = max(rank.most_graphs, len(rank.graphs))
+        elif i.name == "backward":
+            need(at in rank.graphs, r, i, "has no forward")
+            need(i.stage == schedule.stages - 1 or at in rank.grads, r, i, "has no gradient")
+            for u, version in rank.graphs.pop(at).items():
+                need(rank.weights.get((u, version % schedule.copies(u))) == version, r, i, f"version {version} is gone")
+                so_far = rank.sums[u, i.stage]
+                if i.micro == 0:
+                    so_far.clear()
+                need(so_far == [(i.step, q) for q in range(i.micro)], r, i, f"unit {u} holds the sum of {so_far}")
+                so_far.append((i.step, i.micro))
+            rank.grads.discard(at)
+            rank.given.add(at)
+            if i.stage and schedule.rank_of(i.step, i.micro, i.stage - 1) == r:
+                rank.grads.add((i.stage - 1, i.step, i.micro))
+        elif i.name == "send_finished":
+            rank.finished[i.unit, i.stage, i.step] = list(rank.sums[i.unit, i.stage])
+        elif i.name == "norm":
+            whole = [(i.step, q) for q in range(schedule.micro_batches)]
+            for u in schedule.homed(i.stage):
+                for b in schedule.units[u]:
+                    got = rank.finished.pop((u, b, i.step), None) or list(rank.sums[u, b])
+                    need(got == whole, r, i, f"the sum of unit {u} from stage {b} holds {got}")
+            if schedule.placement == "single" or i.stage == schedule.stages - 1:
+                rank.norms.setdefault(i.step, [])
+            need(rank.norms.get(i.step) == list(range(schedule.stages - 1, i.stage, -1)), r, i, "norms before it are missing")
+            rank.norms[i.step].append(i.stage)
+            if i.stage == 0:
+                rank.totals.add(i.step)
+        elif i.name == "update":
+            need(not schedule.exact_norm or i.step in rank.totals, r, i, "does not know the step's norm")
+            need(i.step in rank.norms, r, i, "comes before its norm")
+            for u in schedule.homed(i.stage):
+                self._write(r, rank, i, u, i.version)
+        else:
+            raise ScheduleError(f"rank {r}: no such instruction: {i}")

@@ -1,0 +1,101 @@
+"""The dry-run of plans under which every rank keeps all parameters (plan/replicated.py). Pure, no torch.
+
+On top of what ``validate`` checks everywhere: a unit's place in the replica is in use from when new content may come in (a post,
+an update in place, a copy) to the end of the last pass that reads this version. So nothing lands, and no update or copy is made,
+while an old version is still to be read; a pass reads only what ``REFRESH_PARAM`` or the owner's own update has put there;
+and what has
+been published apart is in the owner's replica before it is overwritten.
+"""
+
+from collections.abc import Sequence
+
+from deepspeed_cdp.plan.actions import Action, Kind
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
+from deepspeed_cdp.verify.dry_run import DryRun
+from deepspeed_cdp.verify.state import Place, Rank
+
+
+class ReplicaRun(DryRun):
+    """One dry-run; see ``DryRun``."""
+
+    plan: ReplicatedPlan
+
+    def __init__(self, plan: ReplicatedPlan, *args, **kwargs):
+        self.holds: dict[tuple[int, int], int] = {}  # (rank, unit) -> the version that was put into the replica last
+        super().__init__(plan, *args, **kwargs)
+        self.special[Kind.REFRESH_PARAM] = self._apply
+        for rank in self.ranks:
+            for i, offset in plan.replica[0].items():
+                rank.content["R", offset] = ("p", i, 0)
+                rank.busy.setdefault("R", {})[offset] = plan.unit(i).p_bytes
+                self.holds[rank.number, i] = 0
+
+    def _stage(self, a: Action) -> int:
+        return self.plan.unit(a.unit).stage
+
+    def _next(self, rank: Rank, a: Action) -> int | None:
+        """The version of the unit's stage that the next micro-batch reads, if it is another one."""
+        after = (rank.step, a.round + 1) if a.round + 1 < self.schedule.rounds else (rank.step + 1, 0)
+        return self.plan.applied(*after, rank.number, self._stage(a))
+
+    def _leave(self, rank: Rank, a: Action, place: Place) -> None:
+        if (a.backward or a.unit == PERSISTENT) and self._next(rank, a) is not None:
+            self._free(rank, *place)  # the last pass that reads this version
+
+    def _apply(self, rank: Rank, a: Action) -> bool:
+        if a.peer is not None and not self._arrived(rank, a):
+            return False
+        place, to, version = self._at(rank, a), ("R", a.into[1]), rank.step + a.version
+        if self._still_read(rank, *to, a.nbytes):
+            return False
+        if a.into[0] != "R" or to[1] != self.plan.replica[0].get(a.unit):
+            raise self._error(rank, "puts a unit elsewhere than in its place of the replica")
+        if rank.content.get(place) != ("p", a.unit, version):
+            raise self._error(rank, f"takes {rank.content.get(place)} for version {version}")
+        if a.peer is None and (place[0] != self.plan.copy_region(version) or self._stage(a) != self.schedule.owned(rank.number)):
+            raise self._error(rank, "takes what this rank neither owns nor was sent")
+        latest = self.order[rank.reads - 1][0]  # the round under way
+        wanted = self._next(rank, a) if a.backward else self.plan.applied(rank.step, a.round, rank.number, self._stage(a))
+        if a.peer is None and (wanted != version or a.round != (latest if a.backward else 0)):
+            raise self._error(rank, "takes a version that the next micro-batch does not read")
+        if place[0] != "R":
+            self._claim(rank, *to, a.nbytes)
+            rank.content[to] = rank.content[place]
+            if place[0] == "L" and not self.plan.handed(rank.step, a.round, rank.number, self._stage(a)):
+                self._free(rank, *place)
+        elif place != to:
+            raise self._error(rank, "has landed in another unit's place")
+        if version < self.holds[rank.number, a.unit]:
+            raise self._error(rank, f"goes back to version {version} from {self.holds[rank.number, a.unit]}")
+        self.holds[rank.number, a.unit] = version
+        return True
+
+    def _read(self, rank: Rank, a: Action) -> bool:
+        if a.region != "R" or a.peer is not None:
+            raise self._error(rank, "reads elsewhere than in the replica")
+        if not super()._read(rank, a):
+            return False
+        if self.holds[rank.number, a.unit] != rank.step + a.version:
+            raise self._error(rank, f"reads what has landed, but has applied version {self.holds[rank.number, a.unit]} only")
+        return True
+
+    def _may_relay(self, rank: Rank, a: Action, place: Place, used: Place | None) -> bool:
+        if used is None or self.holds[rank.number, a.unit] != rank.step + a.version:
+            return False
+        if place[0] == "L":
+            self._free(rank, *place)  # (its next message waits until this one has been taken)
+        return place[0] == "L" or used == place
+
+    def _overwrite(self, rank: Rank, a: Action, units: Sequence[int]) -> None:
+        for i in units:
+            if not self.plan.staged:
+                self._claim(rank, "R", self.v_layouts[rank.number][i], self.plan.unit(i).p_bytes)
+            elif self.holds[rank.number, i] != rank.step + a.version:
+                raise self._error(rank, f"overwrites a version of unit {i} that its owner has not taken yet")
+        super()._overwrite(rank, a, units)
+
+    def _publish(self, rank: Rank, version: int) -> None:
+        super()._publish(rank, version)
+        if not self.plan.staged:
+            self.holds.update({(rank.number, i): version for i in self.v_layouts[rank.number]})
