@@ -17,7 +17,7 @@ from benchmarks import models, rows
 from deepspeed_cdp.analysis.activations import track
 from deepspeed_cdp.analysis.timing.events import simulate
 from deepspeed_cdp.analysis.timing.times import Hardware, Work, times
-from deepspeed_cdp.model.discover import Example, Units, example_of, find_units
+from deepspeed_cdp.model.discover import Example, FoundUnits, example_of, find_units
 from deepspeed_cdp.model.make_plan import Settings, make_plan
 from deepspeed_cdp.plan.plan import Plan
 
@@ -50,7 +50,7 @@ class Recorded(NamedTuple):
 
 
 @cache
-def found(name: str) -> Units:
+def found(name: str) -> FoundUnits:
     """The units of a benchmark's model, which has enough of them for any number of ranks here."""
     module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
     return find_units(module, 1, example_of(module))

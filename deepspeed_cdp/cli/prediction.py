@@ -14,7 +14,7 @@ from deepspeed_cdp.analysis.timing.times import Hardware, Times, Work, changed, 
 from deepspeed_cdp.cli import models, settings
 from deepspeed_cdp.cli.output import UserError, positive, rule, size, whole
 from deepspeed_cdp.model import discover
-from deepspeed_cdp.model.flat_layout import Layout
+from deepspeed_cdp.model.flat_layout import FlatLayout
 from deepspeed_cdp.model.make_plan import make_plan
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
@@ -179,7 +179,7 @@ def predict(args: argparse.Namespace) -> Prediction:
     )
 
 
-def fused_bytes(module: torch.nn.Module, layouts: Mapping[int, Layout]) -> Counter[int]:
+def fused_bytes(module: torch.nn.Module, layouts: Mapping[int, FlatLayout]) -> Counter[int]:
     """By unit, bytes of its gradient sums that matrix products add to on a GPU."""
     parameters, found = dict(module.named_parameters()), Counter[int]()
     slots = {i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()}
@@ -189,7 +189,7 @@ def fused_bytes(module: torch.nn.Module, layouts: Mapping[int, Layout]) -> Count
 
 
 def by_path(trace: discover.Trace, paths: Iterable[str]) -> dict[str, int]:
-    """Operations from the start of each unit's module to the start of the next one's, as ``discover.Unit.flops`` counts them."""
+    """Operations from each unit's first call to the next unit's, as in ``discover.FoundUnit.flops``."""
     called = sorted((p for p in paths if p in trace.before), key=trace.order.__getitem__)
     ends = [trace.before[p] for p in called[1:]] + [trace.flops.get("", 0)]
     return {p: end - start for p, start, end in zip(called, [0, *ends], ends)}

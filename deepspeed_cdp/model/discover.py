@@ -35,7 +35,7 @@ _MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambd
 
 
 @dataclass(frozen=True)
-class Unit:
+class FoundUnit:
     """`name` is its path in named_modules(), `parameters` the named_parameters() names it carries, in that order;
     `cost_parameters` counts their elements. `flops` counts the example's forward from this unit's start to the next one's
     (so work on persistent parameters, such as a tied head's, counts where it is done); 0 if never called, None without a trace.
@@ -49,11 +49,11 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Units:
+class FoundUnits:
     """Units in execution order, and the persistent parameters' names in named_parameters() order; `held_cost` counts their
     elements."""
 
-    units: tuple[Unit, ...]
+    units: tuple[FoundUnit, ...]
     persistent: tuple[str, ...]
     held_cost: int = 0
 
@@ -337,20 +337,22 @@ class _Tree:
             last = keys[path] = last if self.seen is None else self.seen.order.get(path, last)
         return {path: chosen[path] for path in sorted(keys, key=keys.__getitem__)}
 
-    def units(self, chosen: dict[str, tuple[str, ...]]) -> Units:
+    def units(self, chosen: dict[str, tuple[str, ...]]) -> FoundUnits:
         flops = dict.fromkeys(chosen, None if self.seen is None else 0)
         if self.seen is not None:
             called = sorted(self.calls.keys() & chosen.keys(), key=self.seen.order.__getitem__)
             ends = [self.seen.before[p] for p in called[1:]] + [self.seen.flops[""]]
             starts = [0] + ends[:-1]  # what runs before the first unit is the first unit's
             flops |= {p: end - start for p, start, end in zip(called, starts, ends, strict=True)} if called else {}
-        units = [Unit(p, n, self.size(n), flops[p], type(self.modules[p]).__name__) for p, n in chosen.items()]
+        units = [FoundUnit(p, n, self.size(n), flops[p], type(self.modules[p]).__name__) for p, n in chosen.items()]
         carried = {name for unit in units for name in unit.parameters}
         persistent = tuple(name for name in self.parameters if name not in carried)
-        return Units(tuple(units), persistent, self.size(persistent))
+        return FoundUnits(tuple(units), persistent, self.size(persistent))
 
 
-def find_units(module: nn.Module, at_least: int, example: Example | None = None, names: Sequence[str] | None = None) -> Units:
+def find_units(
+    module: nn.Module, at_least: int, example: Example | None = None, names: Sequence[str] | None = None
+) -> FoundUnits:
     """The units of a model, in execution order (registration order without an example), and its persistent parameters.
 
     Every parameter is in exactly one unit or in `persistent`. The model is not changed; parameters may be frozen or empty.
@@ -383,7 +385,7 @@ def find_units(module: nn.Module, at_least: int, example: Example | None = None,
     return tree.units(chosen if names is not None else tree.ordered(chosen))
 
 
-def stages(units: Units, parts: int, method: str) -> tuple[tuple[int, ...], ...]:
+def stages(units: FoundUnits, parts: int, method: str) -> tuple[tuple[int, ...], ...]:
     """Unit indices of each stage.
 
     Args:

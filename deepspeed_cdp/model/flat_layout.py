@@ -39,7 +39,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """All slots of one unit; trained parameters first, so that the sums are packed too."""
 
     slots: tuple[Slot, ...]
@@ -51,7 +51,7 @@ class Layout:
         return tuple(s for s in self.slots if s.sum_offset >= 0)
 
 
-def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], trained: frozenset[str], sum_dtype: torch.dtype | None) -> Layout:
+def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], trained: frozenset[str], sum_dtype: torch.dtype | None) -> FlatLayout:
     """Offsets for one unit's parameters.
 
     Args:
@@ -74,10 +74,10 @@ def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], trained: frozenset[s
         slots.append(Slot(name, p.shape, p.dtype, p_bytes, g_bytes if train else -1, dtype))
         p_bytes += aligned(p.numel() * p.dtype.itemsize)
         g_bytes += aligned(p.numel() * dtype.itemsize) if train else 0
-    return Layout(tuple(slots), p_bytes, g_bytes)
+    return FlatLayout(tuple(slots), p_bytes, g_bytes)
 
 
-def plan_unit(modules: tuple[str, ...], stage: int, layout: Layout) -> Unit:
+def plan_unit(modules: tuple[str, ...], stage: int, layout: FlatLayout) -> Unit:
     """The plan's view of a unit: names and sizes."""
     name = " to ".join(dict.fromkeys((modules[0], modules[-1]))) if modules else ""
     trained = tuple(s.name for s in layout.trained)

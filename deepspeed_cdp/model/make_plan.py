@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deepspeed_cdp.model import discover
-from deepspeed_cdp.model.flat_layout import Layout, lay_out, plan_unit
+from deepspeed_cdp.model.flat_layout import FlatLayout, lay_out, plan_unit
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.partition import merged
 from deepspeed_cdp.plan.plan import Plan
@@ -52,8 +52,8 @@ def make_plan(
     settings: Settings,
     ranks: int,
     rings: int = 1,
-    found: discover.Units | None = None,
-) -> tuple[Plan, dict[int, Layout]]:
+    found: discover.FoundUnits | None = None,
+) -> tuple[Plan, dict[int, FlatLayout]]:
     """The plan for a module on a ring, and the layout of each unit (PERSISTENT included).
 
     Args:
@@ -68,7 +68,7 @@ def make_plan(
         found = discover.find_units(module, ranks, discover.example_of(module), settings.units)
     groups = discover.stages(found, ranks, settings.partition_method)
     parameters = dict(module.named_parameters())
-    layouts: dict[int, Layout] = {}
+    layouts: dict[int, FlatLayout] = {}
     units = []
     for stage, members in enumerate(groups):
         inside = [[(n, parameters[n]) for n in found.units[i].parameters] for i in members]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_cdp.model.flat_layout import Layout, Slot
+from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
 from deepspeed_cdp.optim import fused_adam
 from deepspeed_cdp.optim.loss_scale import LossScale
 from deepspeed_cdp.optim.state import fit_counts, moved
@@ -29,7 +29,7 @@ class StageOwner:
     def __init__(
         self,
         executor: Executor,
-        layouts: dict[int, Layout],
+        layouts: dict[int, FlatLayout],
         values: dict[str, torch.Tensor],
         optimizer: torch.optim.Optimizer,
         names: dict[torch.nn.Parameter, str],

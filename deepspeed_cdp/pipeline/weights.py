@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from deepspeed_cdp.model.flat_layout import Layout, lay_out
+from deepspeed_cdp.model.flat_layout import FlatLayout, lay_out
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -25,7 +25,7 @@ class Unit:
 
     def __init__(self, named: Named, copies: int, stages: Sequence[int], sum_dtype: torch.dtype | None, device: torch.device):
         by_name = dict(named)
-        self.layout: Layout = lay_out(named, frozenset(by_name), sum_dtype)
+        self.layout: FlatLayout = lay_out(named, frozenset(by_name), sum_dtype)
         self.names = [s.name for s in self.layout.slots]
         self.params = [by_name[n] for n in self.names]
 

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from deepspeed_cdp.plan.constants import END, PERSISTENT, RELEASES, START
-from deepspeed_cdp.plan.interval_alloc import EMPTY, Layout, Lifetime, Lives, Stream, Visit, beside, laid_out, placed
+from deepspeed_cdp.plan.interval_alloc import EMPTY, Lifetime, Lives, Stream, StreamLayout, Visit, beside, laid_out, placed
 from deepspeed_cdp.plan.unit_schedule import UnitSchedule
 
 
 class BufferLayout(NamedTuple):
     """One rank's parameters, running sums and (where they lie between those) finished sums."""
 
-    p: Layout
-    g: Layout
-    o: Layout
+    p: StreamLayout
+    g: StreamLayout
+    o: StreamLayout
 
 
 def layouts(plan: UnitSchedule) -> tuple[BufferLayout, ...]:

@@ -255,7 +255,7 @@ class Builder:
         return self.in_flight(m, RELEASES * number + 1)
 
     def in_flight(self, m: int, release: int) -> Iterator[Post]:
-        """Parameters and sums that may land after this release of round ``m`` (``Layout.lets``)."""
+        """Parameters and sums that may land after this release of round ``m`` (``StreamLayout.lets``)."""
         for stream in ("P", "G", "O"):
             yield from self.posts(stream, m, release)
 

@@ -191,7 +191,7 @@ class Stream(NamedTuple):
     ends: Sequence[int]
 
 
-class Layout(NamedTuple):
+class StreamLayout(NamedTuple):
     """Where one stream's messages land, in a buffer whose regions come round with every round.
 
     Attributes:
@@ -209,7 +209,7 @@ class Layout(NamedTuple):
     nbytes: int
 
 
-EMPTY = Layout((), {}, {}, 0)
+EMPTY = StreamLayout((), {}, {}, 0)
 
 
 def placed(streams: Sequence[Stream], ticks: int) -> tuple[tuple[dict[Visit, int], ...], int]:
@@ -244,7 +244,9 @@ def beside(
     return dict(zip(more, offsets[len(fixed) :])), nbytes
 
 
-def laid_out(streams: Sequence[Stream], places: Sequence[dict[Visit, int]], nbytes: int, releases: int) -> tuple[Layout, ...]:
+def laid_out(
+    streams: Sequence[Stream], places: Sequence[dict[Visit, int]], nbytes: int, releases: int
+) -> tuple[StreamLayout, ...]:
     """Layouts of streams with these places in one buffer: which release lets in what.
 
     Args:
@@ -270,5 +272,5 @@ def laid_out(streams: Sequence[Stream], places: Sequence[dict[Visit, int]], nbyt
         lets: dict[int, list[int]] = {}
         for k, (_, gate) in enumerate(mine):
             lets.setdefault(gate % releases, []).append(k - (gate // releases) * len(mine))
-        layouts.append(Layout(tuple(lives), dict(places[number]), {k: tuple(sorted(v)) for k, v in lets.items()}, nbytes))
+        layouts.append(StreamLayout(tuple(lives), dict(places[number]), {k: tuple(sorted(v)) for k, v in lets.items()}, nbytes))
     return tuple(layouts)

@@ -25,7 +25,7 @@ from typing import ClassVar
 
 from deepspeed_cdp.plan.buffer_layout import BufferLayout, layouts
 from deepspeed_cdp.plan.constants import ACROSS_BYTES, END, PERSISTENT, START
-from deepspeed_cdp.plan.interval_alloc import Layout, aligned
+from deepspeed_cdp.plan.interval_alloc import StreamLayout, aligned
 from deepspeed_cdp.plan.unit_schedule import UnitSchedule
 
 
@@ -50,12 +50,12 @@ class Plan(UnitSchedule):
         return layouts(self)
 
     @cached_property
-    def p_layouts(self) -> tuple[Layout, ...]:
+    def p_layouts(self) -> tuple[StreamLayout, ...]:
         """Of each rank's parameters in flight."""
         return tuple(x.p for x in self.layouts)
 
     @cached_property
-    def g_layouts(self) -> tuple[Layout, ...]:
+    def g_layouts(self) -> tuple[StreamLayout, ...]:
         """Of each rank's sums in flight."""
         return tuple(x.g for x in self.layouts)
 

@@ -40,7 +40,7 @@ from deepspeed_cdp.plan.actions import Action, Kind, Post
 from deepspeed_cdp.plan.buffer_layout import BufferLayout, running_sums
 from deepspeed_cdp.plan.builder import Builder
 from deepspeed_cdp.plan.constants import END, PERSISTENT, RELEASES, START
-from deepspeed_cdp.plan.interval_alloc import EMPTY, Layout, aligned, laid_out, placed
+from deepspeed_cdp.plan.interval_alloc import EMPTY, StreamLayout, aligned, laid_out, placed
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
@@ -147,7 +147,7 @@ class ReplicatedPlan(Plan):
     @cached_property
     def layouts(self) -> tuple[BufferLayout, ...]:
         """Where each visit reads: in R, where nothing lands by this layout; and sums in flight."""
-        reads = Layout((), {v: self.replica[0][v[0]] for v in self.visits}, {}, 0)
+        reads = StreamLayout((), {v: self.replica[0][v[0]] for v in self.visits}, {}, 0)
         if self.schedule.ranks == 1:
             return (BufferLayout(reads, EMPTY, EMPTY),)
         sums = (running_sums(self),)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from deepspeed_cdp.model.flat_layout import Layout, Slot
+from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
 from deepspeed_cdp.model.lookup import holds, links
 from deepspeed_cdp.model.placeholders import Elsewhere, Saved, is_placeholder, placeholder, refuse_use
 from deepspeed_cdp.plan.constants import PERSISTENT
@@ -37,7 +37,7 @@ class ParamHooks:
         self,
         module: torch.nn.Module,
         executor: Executor,
-        layouts: dict[int, Layout],
+        layouts: dict[int, FlatLayout],
         borrowed: Container[torch.nn.Parameter] = (),
     ):
         self.executor, self.layouts, self.mode = executor, layouts, IDLE

@@ -10,7 +10,7 @@ import transformers as hf
 from torch import nn
 
 from deepspeed_cdp.model import discover
-from deepspeed_cdp.model.discover import Example, Units, example_of, find_units, trace
+from deepspeed_cdp.model.discover import Example, FoundUnits, example_of, find_units, trace
 
 SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
 
@@ -149,7 +149,7 @@ def build(name):
     return model, example or example_of(model)
 
 
-def names(units: Units):
+def names(units: FoundUnits):
     return [unit.name for unit in units.units]
 
 

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan import HELD_UNIT, make, plans
+from test_plan import PERSISTENT_UNIT, make, plans
 
 from deepspeed_cdp.plan.actions import Kind
 from deepspeed_cdp.plan.plan import Plan
@@ -114,7 +114,7 @@ def run(plan: Plan, barrier: bool, programs_of=with_rendezvous) -> str | None:
 def test_ranks_that_block_at_every_message_finish(ranks, k, rounds, barrier):
     for kind in (Plan, ReplicatedPlan):
         assert run(make(ranks, k, rounds, 1, kind=kind), barrier) is None
-        assert run(make(ranks, k, rounds, 2, persistent=HELD_UNIT, kind=kind), barrier) is None
+        assert run(make(ranks, k, rounds, 2, persistent=PERSISTENT_UNIT, kind=kind), barrier) is None
 
 
 @settings(max_examples=8, derandomize=True, deadline=None)
@@ -143,11 +143,11 @@ def test_edges_are_those_of_the_plan():
     assert {e for e in got if e[0] == "O"} == {("O", 2, 0), ("O", 2, 1)}
     assert not any(s in ("H", "H0", "GH", "T") for s, _, _ in got)
     assert {e for e in edges(make(3, 5)) if e[0] == "T"} == {("T", 2, 0), ("T", 2, 1)}
-    assert {"H", "H0", "GH"} <= {s for s, _, _ in edges(make(3, 2, persistent=HELD_UNIT))}
+    assert {"H", "H0", "GH"} <= {s for s, _, _ in edges(make(3, 2, persistent=PERSISTENT_UNIT))}
 
 
 def test_without_meetings_a_program_is_as_it_was():
-    plan = make(4, 3, 2, 2, persistent=HELD_UNIT)
+    plan = make(4, 3, 2, 2, persistent=PERSISTENT_UNIT)
     for r in range(4):
         for first in (True, False):
             assert [a for a in with_rendezvous(plan, r, first) if a.kind not in (Kind.START_RECV, Kind.START_SEND)] == list(

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deepspeed_cdp.model.discover import Unit, Units, find_units, stages
+from deepspeed_cdp.model.discover import FoundUnit, FoundUnits, find_units, stages
 from deepspeed_cdp.plan.partition import assign, contiguous, merged
 
 
@@ -109,7 +109,7 @@ def model(costs, flops=None, persistent=0):
     kinds = ["Embedding", *["DecoderLayer"] * (len(costs) - 2), "Linear"]
     flops = flops or [None] * len(costs)
     fields = zip(costs, flops, kinds, strict=True)
-    return Units(tuple(Unit(f"u{i}", (f"u{i}.weight",), *f) for i, f in enumerate(fields)), (), persistent)
+    return FoundUnits(tuple(FoundUnit(f"u{i}", (f"u{i}.weight",), *f) for i, f in enumerate(fields)), (), persistent)
 
 
 def test_stages():

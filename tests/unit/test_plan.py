@@ -17,7 +17,7 @@ from deepspeed_cdp.verify.check import validate
 from deepspeed_cdp.verify.dry_run import DryRun
 from deepspeed_cdp.verify.well_formed import PlanError
 
-HELD_UNIT = Unit("", 0, ("tied",), (), 320, 192)
+PERSISTENT_UNIT = Unit("", 0, ("tied",), (), 320, 192)
 
 
 def make(
@@ -55,7 +55,7 @@ def plans(draw: st.DrawFn, ranks: st.SearchStrategy[int], k: int | None = None, 
                     0 if frozen else draw(st.integers(1, 9000)),
                 )
             )
-    persistent = draw(st.sampled_from([None, HELD_UNIT, Unit("", 0, (), ("frozen",), 64, 0)]))
+    persistent = draw(st.sampled_from([None, PERSISTENT_UNIT, Unit("", 0, (), ("frozen",), 64, 0)]))
     k = draw(st.integers(0, 2 * n - 1)) if k is None else k
     return Plan(Schedule(n, k, rounds or draw(st.integers(1, 3))), tuple(units), persistent, draw(st.booleans()))
 
@@ -73,7 +73,7 @@ def test_every_small_ring_passes(ranks: int, k: int, rounds: int, keep: bool) ->
             i = len(units)
             g_bytes = 0 if i % 4 == 2 else 100 + 900 * (i * 5 % 3)
             units.append(Unit(f"u{i}", stage, (f"w{i}",), (), 64 + 700 * (i * 7 % 5), g_bytes))
-    validate(Plan(Schedule(ranks, k, rounds), tuple(units), HELD_UNIT if (k + rounds) % 2 else None, keep))
+    validate(Plan(Schedule(ranks, k, rounds), tuple(units), PERSISTENT_UNIT if (k + rounds) % 2 else None, keep))
 
 
 @settings(max_examples=10, derandomize=True, deadline=None)
@@ -94,7 +94,7 @@ def test_published_copies_are_as_few_as_can_be(rule: str, copies: set[int]) -> N
     needs = set()
     for ranks in range(1, 6):
         for rounds in (1, 2):
-            plan = make(ranks, threshold(rule, ranks), rounds, persistent=HELD_UNIT if rounds == 2 else None)
+            plan = make(ranks, threshold(rule, ranks), rounds, persistent=PERSISTENT_UNIT if rounds == 2 else None)
             needs.add(plan.copies)
             if plan.copies == 2:
                 plan.__dict__["copies"] = 1
@@ -267,7 +267,7 @@ def test_a_kept_region_overwritten_between_forward_and_backward_is_refused(rule:
 
 
 def test_alone_nothing_travels() -> None:
-    plan = make(1, 0, 2, per_stage=3, persistent=HELD_UNIT)
+    plan = make(1, 0, 2, per_stage=3, persistent=PERSISTENT_UNIT)
     assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0}
     assert plan.p_layouts[0].nbytes == 0 and plan.regions["PG"] == plan.memory()["sums"] == 3 * 2048 + 192
     assert {a.kind for a in build(plan, 0, False)} == {
@@ -282,7 +282,7 @@ def test_alone_nothing_travels() -> None:
 
 
 def test_held_parameters_travel_once() -> None:
-    bare, persistent = make(3, 2), make(3, 2, persistent=HELD_UNIT)
+    bare, persistent = make(3, 2), make(3, 2, persistent=PERSISTENT_UNIT)
     more = {k: persistent.received_bytes(1)[k] - v for k, v in bare.received_bytes(1).items()}
     assert more == {"F": 320, "B": 0, "G": 192, "O": 0}  # rank 2 owns them
     assert (
@@ -368,10 +368,10 @@ def test_stages_and_members() -> None:
         Unit("b", 0, ("b.w", "b.b"), (), 64, 64),
         Unit("c", 1, ("c.w",), (), 64, 64),
     )
-    plan = Plan(Schedule(2, 1), units, HELD_UNIT)
+    plan = Plan(Schedule(2, 1), units, PERSISTENT_UNIT)
     assert plan.stages == (("tied", "a.w", "b.w", "b.b"), ("c.w",))
     assert plan.members(0) == (PERSISTENT, 0, 1) and plan.members(1) == (2,)
-    assert plan.unit(PERSISTENT) is HELD_UNIT and plan.unit(2) is units[2]
+    assert plan.unit(PERSISTENT) is PERSISTENT_UNIT and plan.unit(2) is units[2]
     assert plan.visits == ((0, False), (1, False), (2, False), (2, True), (1, True), (0, True))
     assert plan.scale == 2 and plan.spans[1, False] == (1, 2) and plan.spans[2, True] == (4, 6) and plan.spans[0, True] == (7, 8)
 
@@ -388,7 +388,7 @@ def test_held_parameters_of_another_stage_are_refused() -> None:
 
 
 def test_actions_print_as_one_line() -> None:
-    texts = [str(a) for a in build(make(2, 1, persistent=HELD_UNIT), 1, False)]
+    texts = [str(a) for a in build(make(2, 1, persistent=PERSISTENT_UNIT), 1, False)]
     assert "WAIT_PARAM forward unit 1 <- rank 0 (stream P, round 0, logical time 7)" in texts
     assert "SEND_GRAD backward unit 0 -> rank 1 (stream O, round 0, logical time 10)" in texts
     assert "RELEASE_PARAM forward unit 0 (stream -, round 0, logical time 7)" in texts

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from local_ring import run_ranks, train
 from optimizers import muon, sgd, two_groups
-from test_plan import HELD_UNIT, make, plans
+from test_plan import PERSISTENT_UNIT, make, plans
 from test_runtime import RULES, check, named_rule, oracle, schedule
 from torch import nn
 
@@ -40,7 +40,7 @@ def test_every_small_ring_passes(ranks: int, k: int, rounds: int) -> None:
             i = len(units)
             g_bytes = 0 if i % 4 == 2 else 100 + 900 * (i * 5 % 3)
             units.append(Unit(f"u{i}", stage, (f"w{i}",), (), 64 + 700 * (i * 7 % 5), g_bytes))
-    plan = ReplicatedPlan(Schedule(ranks, k, rounds), tuple(units), HELD_UNIT if (k + rounds) % 2 else None)
+    plan = ReplicatedPlan(Schedule(ranks, k, rounds), tuple(units), PERSISTENT_UNIT if (k + rounds) % 2 else None)
     validate(plan)
     assert plan.staged == (k >= ranks), "only then an owner reads the old version after its update"
 
@@ -167,7 +167,7 @@ def test_regions_hold_all_that_is_placed_in_them(plan: Plan) -> None:
 
 def test_alone_nothing_travels() -> None:
     for k in (0, 1):
-        plan = make(1, k, 2, per_stage=3, persistent=HELD_UNIT, kind=ReplicatedPlan)
+        plan = make(1, k, 2, per_stage=3, persistent=PERSISTENT_UNIT, kind=ReplicatedPlan)
         assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0} and "L" not in plan.regions
         kinds = {a.kind for a in build(plan, 0, False)}
         assert kinds == {
@@ -183,7 +183,7 @@ def test_alone_nothing_travels() -> None:
 
 def test_a_program_applies_each_unit_once_and_reads_only_the_replica() -> None:
     for k in (0, 3, 5, 7):
-        plan = make(4, k, 2, per_stage=2, persistent=HELD_UNIT, kind=ReplicatedPlan)
+        plan = make(4, k, 2, per_stage=2, persistent=PERSISTENT_UNIT, kind=ReplicatedPlan)
         for rank in range(4):
             actions = build(plan, rank, False)
             own = plan.members(plan.schedule.owned(rank))
