@@ -1,47 +1,18 @@
-"""The `cyclic` block of ds_config.json.
+"""The `cyclic` block of ds_config.json: `CyclicConfig` describes each key once.
 
-    "cyclic": {"enabled": true, "rule": "cdp-v2", "partition_method": "auto", "units": null, "ring_size": "auto",
-               "transport": "auto", "keep_after_forward": false, "min_unit_mb": 0, "warmup_steps": 0, "placement": "auto",
-               "timeout_seconds": 600, "weights": null, "gradient_accumulation_fusion": "auto"}
-
-`parse_cyclic` turns a whole ds_config dict into a `CyclicConfig`. Every error is a ValueError of one sentence that names the
-key, its value, what is allowed and how to fix it.
+The field descriptions are also the text of docs/cyclic.schema.json and of the table in the documentation. `parse_cyclic` turns a
+whole ds_config dict into a `CyclicConfig`. Each error is a ValueError of one sentence: key, value, allowed values, fix.
 """
 
 import difflib
 import json
 import re
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import Field, StrictBool, ValidationError, field_validator
-
-from deepspeed_cdp.plan.schedule import RULES
+from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError, field_validator
 
 CYCLIC = "cyclic"
-
-# key -> (what is allowed, how to fix a wrong value)
-KEYS: dict[str, tuple[str, str]] = {
-    "enabled": ("true and false", 'write "enabled": true to train with the cyclic engine'),
-    "rule": (
-        '"dp", "cdp-v1", "cdp-v2" or an integer K with 0 <= K <= 2N-1 on a ring of N ranks',
-        'use "cdp-v2" unless you need another',
-    ),
-    "partition_method": (
-        '"auto", "parameters", "uniform", "flops" or "type:REGEX" with a valid regular expression',
-        'use "auto" unless you need another',
-    ),
-    "units": ("null or a list of distinct module paths as in named_modules()", "use null to let the units be found"),
-    "ring_size": ('"auto" or an integer of at least 1', 'use "auto" for a ring per host'),
-    "transport": ('"auto", "gloo", "nccl" and "peer"', 'use "auto" to get the fastest one that works'),
-    "keep_after_forward": ("true and false", "use false unless memory is plentiful"),
-    "min_unit_mb": ("a number of MiB from 0 to 1e9", "use 0 to hand off each module by itself"),
-    "warmup_steps": ("an integer of at least 0", "use 0 to follow the rule from the first step"),
-    "placement": ('"auto", "pyramid", "pipeline" and "single"', 'use "auto"'),
-    "timeout_seconds": ("a number of seconds from 0.01 to 1e6", "use 600 unless steps take minutes"),
-    "weights": ("null or the path of a folder of safetensors files", "use null unless the model is on the meta device"),
-    "gradient_accumulation_fusion": ('"auto", true and false', 'use "auto" for true on GPUs and false on CPUs'),
-}
 
 
 def _show(value: Any) -> str:
@@ -62,52 +33,111 @@ def _sentence(key: str, value: Any) -> str:
     return f"{CYCLIC}.{key} is {_show(value)}, but there is no such key; allowed are {', '.join(KEYS)}; {fix}"
 
 
+class Words(NamedTuple):
+    """Metadata of a key, for errors and the documentation: the allowed values, and how to fix a wrong one."""
+
+    allowed: str
+    fix: str
+
+
 class CyclicConfig(DeepSpeedConfigModel):
-    """Settings of the cyclic engine, reachable as `engine._config.cyclic_config`."""
+    """The `cyclic` block of a DeepSpeed config: settings of the cyclic engine."""
 
-    enabled: StrictBool = False
-    """Train with the cyclic engine. Without it DeepSpeed is left exactly as it is."""
+    model_config = ConfigDict(
+        title="cyclic",
+        field_title_generator=lambda key, _: key,
+        json_schema_extra={"required": ["enabled"]},  # `parse_cyclic` requires it
+    )
 
-    rule: str | int = "cdp-v2"
-    """Which version of the parameters each rank reads: "dp", "cdp-v1", "cdp-v2" or the threshold K itself.
-    K's upper bound 2N-1 needs the ring's size; `schedule.threshold` checks it."""
-
-    partition_method: str = "auto"
-    """How units are grouped into stages, in PipelineModule's words, and "flops"."""
-
-    units: list[str] | None = None
-    """Module paths to take as units; None finds them."""
-
-    ring_size: Literal["auto"] | int = "auto"
-    """Ranks per ring; "auto" is those of a host where there are several hosts, else all of them."""
-
-    transport: Literal["auto", "gloo", "nccl", "peer"] = "auto"
-    """How hand-offs travel."""
-
-    keep_after_forward: StrictBool = False
-    """Keep the forward's parameters of every stage but the first for the backward, not only the last two stages': less traffic,
-    more memory on rings of four and more."""
-
-    min_unit_mb: float = Field(0.0, ge=0, le=1e9, allow_inf_nan=False)
-    """Neighbouring modules of a stage are handed off as one unit until it holds this many MiB: fewer messages, less work for the
-    host, more memory in flight."""
-
-    warmup_steps: int = Field(0, ge=0)
-    """The first steps of training run under "dp", which then changes to `rule` at a flush. Buffers take a stage more
-    throughout."""
-
-    placement: Literal["auto", "pyramid", "pipeline", "single"] = "auto"
-    """Where the stages of a PipelineModule run."""
-
-    timeout_seconds: float = Field(600.0, ge=0.01, le=1e6, allow_inf_nan=False)  # as milliseconds in 32 bits
-    """How long a rank waits for a hand-off before it ends with an error."""
-
-    weights: str | None = None
-    """A folder of safetensors files that parameters on the meta device are read from, by each stage's owner."""
-
-    gradient_accumulation_fusion: Literal["auto"] | StrictBool = "auto"
-    """Linear layers add their weights' gradients to the running sums inside the matrix product that makes them; "auto" is on GPUs
-    only. GradAccumulation are then rounded once where they would be twice."""
+    enabled: Annotated[StrictBool, Words("true and false", 'write "enabled": true to train with the cyclic engine')] = Field(
+        False, description="Train with the cyclic engine. If false, DeepSpeed is unchanged."
+    )
+    rule: Annotated[
+        Literal["dp", "cdp-v1", "cdp-v2"] | Annotated[StrictInt, Field(ge=0)],
+        Words(
+            '"dp", "cdp-v1", "cdp-v2" or an integer K with 0 <= K <= 2N-1 on a ring of N ranks',
+            'use "cdp-v2" unless you need another',
+        ),
+    ] = Field("cdp-v2", description="Which version of the parameters each rank reads. An integer is the threshold K itself.")
+    partition_method: Annotated[
+        str,
+        Words(
+            '"auto", "parameters", "uniform", "flops" or "type:REGEX" with a valid regular expression',
+            'use "auto" unless you need another',
+        ),
+    ] = Field(
+        "auto",
+        pattern=r"^(auto|parameters|uniform|flops|type:[\s\S]+)$",
+        description="The cost that stages balance. `parameters`, `uniform` and `type:REGEX` are as in PipelineModule. `auto`: "
+        "`flops` if an example batch is available; otherwise `parameters`.",
+    )
+    units: Annotated[
+        Annotated[list[str], Field(min_length=1, json_schema_extra={"uniqueItems": True})] | None,
+        Words("null or a list of distinct module paths as in named_modules()", "use null to let the units be found"),
+    ] = Field(None, description="Modules that are sent as one message each, in execution order. null: the engine finds them.")
+    ring_size: Annotated[
+        Literal["auto"] | Annotated[StrictInt, Field(ge=1)],
+        Words('"auto" or an integer of at least 1', 'use "auto" for a ring per host'),
+    ] = Field(
+        "auto",
+        description="Ranks per ring; it must divide the number of ranks. Several rings average their gradients stage by stage. "
+        "`auto`: one ring per host if every host has the same number of ranks (at least 2); otherwise one ring.",
+    )
+    transport: Annotated[
+        Literal["auto", "gloo", "nccl", "peer"],
+        Words('"auto", "gloo", "nccl" and "peer"', 'use "auto" to get the fastest one that works'),
+    ] = Field(
+        "auto",
+        description="How ranks send messages. `gloo`: CPUs. `peer`: GPUs of one host with peer access. `nccl`: other GPUs, or "
+        "several hosts. `auto`: the engine chooses, and logs its choice and the reason.",
+    )
+    keep_after_forward: Annotated[StrictBool, Words("true and false", "use false unless memory is plentiful")] = Field(
+        False,
+        description="Keep the parameters of all stages but the first from forward to backward, instead of the last two stages "
+        "only. Fewer bytes travel and buffers are larger. No effect on rings of fewer than four ranks.",
+    )
+    min_unit_mb: Annotated[float, Words("a number of MiB from 0 to 1e9", "use 0 to hand off each module by itself")] = Field(
+        0.0,
+        ge=0,
+        le=1e9,
+        allow_inf_nan=False,
+        description="Merge neighbouring modules of a stage into one unit until it holds this many MiB. Fewer messages cost the "
+        "host less time; buffers are larger.",
+    )
+    warmup_steps: Annotated[StrictInt, Words("an integer of at least 0", "use 0 to follow the rule from the first step")] = Field(
+        0,
+        ge=0,
+        description="Train this many first steps under `dp`, then flush and change to `rule`. Checkpoints keep the count. "
+        "Buffers hold one more stage throughout.",
+    )
+    placement: Annotated[
+        Literal["auto", "pyramid", "pipeline", "single"], Words('"auto", "pyramid", "pipeline" and "single"', 'use "auto"')
+    ] = Field(
+        "auto",
+        description="Where the N stages of a PipelineModule run. `pipeline`: N ranks. `pyramid`: N(N+1)/2 ranks. `single`: one "
+        "rank. `auto`: the placement that fits the number of ranks.",
+    )
+    timeout_seconds: Annotated[float, Words("a number of seconds from 0.01 to 1e6", "use 600 unless steps take minutes")] = Field(
+        600.0,
+        ge=0.01,
+        le=1e6,  # as milliseconds in 32 bits
+        allow_inf_nan=False,
+        description="How long a rank waits for a message before it raises an error.",
+    )
+    weights: Annotated[
+        Annotated[str, Field(min_length=1)] | None,
+        Words("null or the path of a folder of safetensors files", "use null unless the model is on the meta device"),
+    ] = Field(
+        None,
+        description="Folder of safetensors files with the values of parameters on the meta device. Each rank reads its stage.",
+    )
+    gradient_accumulation_fusion: Annotated[
+        Literal["auto"] | StrictBool, Words('"auto", true and false', 'use "auto" for true on GPUs and false on CPUs')
+    ] = Field(
+        "auto",
+        description="Linear layers accumulate weight gradients into the running sum inside the GEMM, as Megatron-LM's option of "
+        "this name does. Sums are rounded once instead of twice. `auto`: true on GPUs, false on CPUs.",
+    )
 
     def __init__(self, strict: bool = True, **data: Any) -> None:
         # strict=True always: otherwise the base class drops every value "auto".
@@ -117,53 +147,21 @@ class CyclicConfig(DeepSpeedConfigModel):
             key = str(error.errors()[0]["loc"][0])
             raise ValueError(_sentence(key, data.get(key))) from None
 
-    @field_validator("rule", mode="before")
-    @classmethod
-    def _check_rule(cls, value: Any) -> Any:
-        named = isinstance(value, str) and value in RULES
-        threshold = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if not (named or threshold):
-            raise ValueError("rule")
-        return value
-
     @field_validator("partition_method")
     @classmethod
     def _check_partition_method(cls, value: str) -> str:
-        if value.startswith("type:") and len(value) > len("type:"):
+        if value.startswith("type:"):
             try:
                 re.compile(value[len("type:") :])
             except re.error:
                 raise ValueError("partition_method") from None
-        elif value not in ("auto", "parameters", "uniform", "flops"):
-            raise ValueError("partition_method")
         return value
 
     @field_validator("units")
     @classmethod
     def _check_units(cls, value: list[str] | None) -> list[str] | None:
-        if value is not None and (not value or len(set(value)) != len(value)):
+        if value is not None and len(set(value)) != len(value):
             raise ValueError("units")
-        return value
-
-    @field_validator("weights")
-    @classmethod
-    def _check_weights(cls, value: str | None) -> str | None:
-        if value == "":
-            raise ValueError("weights")
-        return value
-
-    @field_validator("ring_size", mode="before")
-    @classmethod
-    def _check_ring_size(cls, value: Any) -> Any:
-        if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ValueError("ring_size")
-        return value
-
-    @field_validator("warmup_steps", mode="before")
-    @classmethod
-    def _check_warmup_steps(cls, value: Any) -> Any:
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError("warmup_steps")
         return value
 
     @field_validator("timeout_seconds", "min_unit_mb", mode="before")
@@ -172,6 +170,12 @@ class CyclicConfig(DeepSpeedConfigModel):
         if isinstance(value, (bool, str)):
             raise ValueError("a number")
         return value
+
+
+# key -> its Words, in the order of the fields
+KEYS: dict[str, Words] = {
+    name: next(word for word in field.metadata if isinstance(word, Words)) for name, field in CyclicConfig.model_fields.items()
+}
 
 
 def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> None:

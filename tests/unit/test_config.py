@@ -1,8 +1,14 @@
-"""The `cyclic` block: defaults, kept values, and errors of one sentence each."""
+"""The `cyclic` block: defaults, kept values, errors of one sentence each, and the published schema."""
+
+import importlib.util
+from pathlib import Path
 
 import pytest
 
 from deepspeed_cdp.integration.config import KEYS, CyclicConfig, parse_cyclic
+from deepspeed_cdp.plan.schedule import RULES
+
+DOCS = Path(__file__).parents[2] / "docs"
 
 DEFAULTS = {
     "enabled": False,
@@ -37,6 +43,24 @@ def error_of(call, *args, **kwargs):
 def test_defaults_are_the_documented_ones():
     assert CyclicConfig().model_dump() == DEFAULTS
     assert set(KEYS) == set(DEFAULTS) == set(CyclicConfig.model_fields)
+
+
+def test_every_key_is_described_once():
+    for key, field in CyclicConfig.model_fields.items():
+        assert field.description and field.description[-1] == ".", key
+        assert sum(isinstance(item, type(KEYS[key])) for item in field.metadata) == 1, key
+
+
+def test_published_schema_is_current():
+    spec = importlib.util.spec_from_file_location("make_schema", DOCS / "make_schema.py")
+    make = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(make)
+    assert make.FILE.read_text() == make.render(), "docs/cyclic.schema.json is stale: run python docs/make_schema.py"
+
+
+def test_schema_names_every_rule():
+    named, threshold = CyclicConfig.model_json_schema()["properties"]["rule"]["anyOf"]
+    assert set(named["enum"]) == set(RULES) and threshold == {"type": "integer", "minimum": 0}
 
 
 def test_no_block_means_disabled():
