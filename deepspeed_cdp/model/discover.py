@@ -50,12 +50,12 @@ class FoundUnit:
 
 @dataclass(frozen=True)
 class FoundUnits:
-    """Units in execution order, and the persistent parameters' names in named_parameters() order; `held_cost` counts their
+    """Units in execution order, and the persistent parameters' names in named_parameters() order; `persistent_cost` counts their
     elements."""
 
     units: tuple[FoundUnit, ...]
     persistent: tuple[str, ...]
-    held_cost: int = 0
+    persistent_cost: int = 0
 
 
 @dataclass
@@ -403,5 +403,5 @@ def stages(units: FoundUnits, parts: int, method: str) -> tuple[tuple[int, ...],
             raise ValueError("cyclic.partition_method is 'flops', which needs a traced example batch: use 'parameters'")
         costs = [unit.flops for unit in units.units]
     else:
-        costs = [unit.cost_parameters + (units.held_cost if i == 0 else 0) for i, unit in enumerate(units.units)]
+        costs = [unit.cost_parameters + (units.persistent_cost if i == 0 else 0) for i, unit in enumerate(units.units)]
     return assign([unit.type_name for unit in units.units], costs, parts, method)
