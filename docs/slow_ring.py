@@ -7,12 +7,12 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
-from local_ring import run_ranks  # noqa: E402
 
 from benchmarks.pauses import SlowLinear  # noqa: E402
 from deepspeed_cdp.model.make_plan import Settings  # noqa: E402
 from deepspeed_cdp.runtime import trace  # noqa: E402
 from deepspeed_cdp.runtime.runtime import Runtime  # noqa: E402
+from support.local_ring import run_ranks  # noqa: E402
 
 RANKS, STEPS, FORWARD = 3, 6, 0.01  # seconds of a unit's forward; its backward takes twice that
 

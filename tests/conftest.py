@@ -5,31 +5,27 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # where no virtual environment is active, another version of ninja would compile DeepSpeed's op anew, and the launchers' again
 os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-for folder in (Path(__file__).parent, Path(__file__).parent.parent):
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
 import pytest  # noqa: E402
-from workers import Pool  # noqa: E402
+
+from support.workers import Pool  # noqa: E402
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """What pytest-xdist's workers run (make test has two): see tests/parallel.py."""
-    from parallel import Groups
+    from support.parallel import Groups
 
     return Groups(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        from parallel import place
+        from support.parallel import place
 
         items.sort(key=lambda item: place(item.nodeid))
 

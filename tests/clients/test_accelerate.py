@@ -9,13 +9,13 @@ import pytest
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import set_seed
-from results import same
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with_warmup
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
+from support.client_results import same
 
 RANKS, BATCH, ROUNDS, EPOCHS, LENGTH, WINDOWS = 2, 2, 2, 3, 32, 28
 PER_EPOCH = 4  # 7 micro-batches per rank and epoch: the fourth step has one only

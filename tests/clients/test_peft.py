@@ -8,12 +8,12 @@ import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 from peft import LoraConfig, PeftModel, get_peft_model
-from results import Results, same, same_run
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
+from support.client_results import Results, same, same_run
 
 RANKS, BATCH, ROUNDS, STEPS, LENGTH, WINDOWS = 2, 2, 2, 6, 32, 32
 PER_EPOCH = WINDOWS // (RANKS * BATCH * ROUNDS)

@@ -1,8 +1,9 @@
 """A Hugging Face Trainer script under ZeRO-2 and under the cyclic engine with ZeRO stage 2, by DeepSpeed's launcher."""
 
 import pytest
-from results import Results, same, same_run
-from test_hf_trainer import ARGUMENTS, EVERY, SEQUENTIAL, STEPS, WORST, oracle
+
+from support.client_results import Results, same, same_run
+from support.client_trainer import ARGUMENTS, EVERY, SEQUENTIAL, STEPS, WORST, oracle
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
-from results import EXAMPLES, Results, same, same_run
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
+from support.client_results import EXAMPLES, Results, same, same_run
 
 RANKS, BATCH, ROUNDS, EXAMPLES_USED = 2, 2, 2, 40
 STEPS = 6

@@ -2,10 +2,11 @@
 
 import copy
 
-import models
 import torch
 from deepspeed import utils
-from engine_work import Job, evaluate, same, start, told, train, whole
+
+from support import models
+from support.engine_work import Job, evaluate, same, start, told, train, whole
 
 JOBS = [Job("rooted", "cdp-v2"), Job("llama-tied", "cdp-v1", bf16=True), Job("mlp", "dp", 2)]
 
@@ -120,7 +121,7 @@ def writes(rank: int, world: int, job: Job, after_export: bool) -> dict[str, tor
     reference = models.build(job.kind)  # what was published is what was written: the same losses as a plain module with it
     reference.load_state_dict(state)
     with torch.no_grad():
-        from engine_work import OFF_STEPS
+        from support.engine_work import OFF_STEPS
 
         want = models.loss(reference, job.kind, models.batch(job.kind, OFF_STEPS, 0, rank)).item()
         first = models.loss(reference, job.kind, models.batch(job.kind, 2, 0, rank)).item()

@@ -7,19 +7,19 @@ import signal
 from pathlib import Path
 from typing import Any
 
-import models
 import numpy
 import pytest
 import torch
-from engine_work import Job, pack, same, start, train, unpack, whole
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from test_checkpoint import equal, snapshot
 
 from deepspeed_cdp.checkpoint import common
 from deepspeed_cdp.checkpoint.files import entry, there
 from deepspeed_cdp.checkpoint.format import MANIFEST, manifest_text
 from deepspeed_cdp.errors import CheckpointError
+from support import models
+from support.checkpoint_work import equal, snapshot
+from support.engine_work import Job, pack, same, start, train, unpack, whole
 
 MLP = Job("mlp", "cdp-v2", 1, clip=0.3, timeout=8.0)
 

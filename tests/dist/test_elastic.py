@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import torch
-from engine_work import unpack
-from workers import free_port
+
+from support.engine_work import unpack
+from support.workers import free_port
 
 STEPS = 14
 
@@ -43,7 +44,7 @@ def torchrun(nodes: str, port: int, first: bool, log: Path, *arguments: str) -> 
         f"is_host={int(first)},last_call_timeout=3,join_timeout=120",
         "--local-addr",
         "localhost",
-        str(Path(__file__).parent / "elastic_rank.py"),
+        str(Path(__file__).parents[1] / "support" / "elastic_rank.py"),
         *arguments,
     ]
     return subprocess.Popen(

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from engine_work import Job, run_jobs, same, start, unpack
+
+from support.engine_work import Job, run_jobs, same, start, unpack
 
 
 @pytest.mark.parametrize("rounds", [2, 4])

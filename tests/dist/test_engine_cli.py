@@ -6,16 +6,17 @@ import subprocess
 import sys
 
 import pytest
-from engine_work import Job
 
 from deepspeed_cdp.cli import doctor
 from deepspeed_cdp.cli.main import main
+from support.engine_work import Job
 
 
 def recording(rank: int, world: int, path: str) -> dict:
     """Train a little inside engine.cyclic_trace."""
     import deepspeed
-    import models
+
+    from support import models
 
     module = models.build("mlp")
     config = {

@@ -1,9 +1,10 @@
 """Compiled blocks train as eager ones do: torch.compile compiles a module's hooks along with it, ours must stay out of that."""
 
-import models
 import pytest
 import torch
-from engine_work import Job, start, train, whole
+
+from support import models
+from support.engine_work import Job, start, train, whole
 
 
 def compiled(rank: int, world: int, how: str) -> dict:

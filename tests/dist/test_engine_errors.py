@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-import models
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_work import Job, oracle, pack, same, start, told, train, unpack, whole
 from torch import nn
+
+from support import models
+from support.engine_work import Job, oracle, pack, same, start, told, train, unpack, whole
 
 
 class Backwards(models.MLP):

@@ -8,10 +8,11 @@ import re
 import time
 from typing import Any
 
-import models
 import pytest
-from engine_work import Job, evaluate, start, train
-from workers import Failure
+
+from support import models
+from support.engine_work import Job, evaluate, start, train
+from support.workers import Failure
 
 SECONDS = 3.0  # cyclic.timeout_seconds
 SLACK = 6.0  # closing, on two shared cores

@@ -8,9 +8,9 @@ import pytest
 import torch
 from deepspeed import utils
 from deepspeed.ops.adam import DeepSpeedCPUAdam
-from engine_work import Job, oracle, pack, same, start, train, unpack, whole
 
 from deepspeed_cdp.optim.offload import OffloadedOwner
+from support.engine_work import Job, oracle, pack, same, start, train, unpack, whole
 
 ADAMW = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}  # without torch_adam: DeepSpeed chooses
 

@@ -1,7 +1,8 @@
 """The real engine in real processes against the oracle, and under ``dp`` against stock ZeRO-3."""
 
 import pytest
-from engine_work import Job, farthest, oracle, pack, run_jobs, same, start, train, unpack, whole
+
+from support.engine_work import Job, farthest, oracle, pack, run_jobs, same, start, train, unpack, whole
 
 # A pairwise-covering choice (rule x accumulation x model x optimizer x style); the full product runs on threads (tests/unit).
 COVER: dict[int, list[Job]] = {

@@ -6,13 +6,13 @@ from typing import Any
 from unittest import mock
 
 import deepspeed.runtime.fp16.loss_scaler as ds
-import models
 import pytest
 import torch
-from engine_work import ORACLES, SCHEDULES, Job, farthest, pack, same, start, train, unpack, whole
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
+from support import models
+from support.engine_work import ORACLES, SCHEDULES, Job, farthest, pack, same, start, train, unpack, whole
 
 
 def fp16(power: int = 18, window: int = 2, **more: Any) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 import os
 
-import models
 import pytest
 import torch
-from engine_work import Job, evaluate, farthest, oracle, pack, run_jobs, same, start, train, unpack, whole
-from test_collectives import several
+
+from support import models
+from support.collectives import several
+from support.engine_work import Job, evaluate, farthest, oracle, pack, run_jobs, same, start, train, unpack, whole
 
 
 def at(stage: int | None, kind: str = "mlp", rule="cdp-v2", rounds: int = 1, **more) -> Job:

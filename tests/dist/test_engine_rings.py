@@ -4,8 +4,9 @@ import os
 
 import pytest
 import torch
-from engine_work import Job, evaluate, oracle, pack, run_jobs, same, start, train, unpack, whole
-from test_checkpoint import resumes
+
+from support.checkpoint_work import resumes
+from support.engine_work import Job, evaluate, oracle, pack, run_jobs, same, start, train, unpack, whole
 
 
 def job(rule, ring: int, **options) -> Job:

@@ -4,8 +4,9 @@ import logging
 
 import pytest
 import torch
-from engine_work import Job, oracle, run_jobs, same, start, train, unpack
-from test_checkpoint import resumes
+
+from support.checkpoint_work import resumes
+from support.engine_work import Job, oracle, run_jobs, same, start, train, unpack
 
 
 def job(rule, warmup: int, **options) -> Job:

@@ -1,5 +1,5 @@
 """Faults, each with real processes: who survives ends in time and says where it was and for whom, the last checkpoint is intact,
-and a restart resumes bit by bit. What happened goes to $FAULT_RESULTS, from which tests/fault_table.py makes docs/faults.md.
+and a restart resumes bit by bit. The results go to $FAULT_RESULTS, from which tests/support/fault_table.py makes docs/faults.md.
 """
 
 import json
@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import fault_table
-import models
 import pytest
 import torch
-from engine_work import Job, pack, same, start, train, unpack, whole
-from faulty import (
+
+from deepspeed_cdp import transport
+from deepspeed_cdp.errors import CheckpointError
+from support import fault_table, models
+from support.engine_work import Job, pack, same, start, train, unpack, whole
+from support.faulty import (
     BEGIN,
     END,
     PATIENT,
@@ -36,10 +38,7 @@ from faulty import (
     ready,
     stop,
 )
-from workers import Failure, Pool
-
-from deepspeed_cdp import transport
-from deepspeed_cdp.errors import CheckpointError
+from support.workers import Failure, Pool
 
 
 # ---- ranks ------------------------------------------------------------------------------------------------------------------
@@ -430,5 +429,5 @@ def test_torchrun_restarts_a_killed_run_and_leaves_no_process(comm_op, tmp_path,
 
 def test_the_table_in_the_docs_lists_every_fault():
     assert set(fault_table.listed()) == set(fault_table.FAULTS), (
-        "FAULT_RESULTS=DIR pytest tests/dist/test_faults.py, then python tests/fault_table.py DIR"
+        "FAULT_RESULTS=DIR pytest tests/dist/test_faults.py, then python tests/support/fault_table.py DIR"
     )

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
-from engine_work import Job, farthest, pack, same, start, train, unpack, whole
 from safetensors.torch import load_file
 
 from deepspeed_cdp.checkpoint.deepspeed_formats import open_stored
 from deepspeed_cdp.cli import convert
 from deepspeed_cdp.errors import CheckpointError
+from support.engine_work import Job, farthest, pack, same, start, train, unpack, whole
 
 SMALL = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 600}}
 JOBS = {  # frozen parameters, and sub-groups; ties, groups and a schedule; buffers and momentum; bf16

@@ -1,10 +1,11 @@
 """GatheredParameters inside a training forward: a function reads a module's parameters in that module's place (fused losses)."""
 
-import models
 import pytest
 import torch
-from engine_work import Job, oracle, pack, same, start, train, unpack, whole
 from torch import nn
+
+from support import models
+from support.engine_work import Job, oracle, pack, same, start, train, unpack, whole
 
 
 class Product(torch.autograd.Function):

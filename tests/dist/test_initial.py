@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
 import torch
-from engine_work import Job, ds_config, pack, same, start, train, unpack, whole
 from safetensors.torch import save_file
-from test_access import told
 from torch import nn
+
+from support import models
+from support.engine_work import Job, ds_config, pack, same, start, told, train, unpack, whole
 
 JOBS = [
     Job("rooted", "cdp-v2", clip=0.3),

@@ -6,11 +6,11 @@ import tempfile
 import time
 from typing import Any
 
-import models
 import pytest
 import torch
-from engine_work import OFF_STEPS, Job, evaluate, pack, run_jobs, same, start, train, unpack, whole
-from test_access import told
+
+from support import models
+from support.engine_work import OFF_STEPS, Job, evaluate, pack, run_jobs, same, start, told, train, unpack, whole
 
 # ---- accumulation -----------------------------------------------------------------------------------------------------------
 

@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-import models
 import pytest
-from engine_work import Job, oracle, pack, same, start, train, unpack, whole
-from test_collectives import counting
+
+from support import models
+from support.collectives import counting
+from support.engine_work import Job, oracle, pack, same, start, train, unpack, whole
 
 # ---- cyclic_metrics ---------------------------------------------------------------------------------------------------------
 

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import models
 import torch
-from engine_work import Job, pack, same, start, train, unpack, whole
 from safetensors import safe_open
-from test_access import told
 from torch import nn
+
+from support import models
+from support.engine_work import Job, pack, same, start, told, train, unpack, whole
 
 
 class Adapted(nn.Module):
@@ -126,10 +126,9 @@ def test_kinds_of_parameters_train_as_the_oracle_does(pool, tmp_path):
 
 
 def _oracle(job: Job, stages: Any, name: str) -> Any:
-    from engine_work import ORACLES
-
     from deepspeed_cdp.analysis import reference
     from deepspeed_cdp.plan.schedule import threshold
+    from support.engine_work import ORACLES
 
     module = built(job.kind)
     names = {n for stage in stages for n in stage}

@@ -3,14 +3,14 @@
 import time
 from dataclasses import replace
 
-import pipe_work as work
 import pytest
 import torch
-from optimizers import two_groups
-from pipe_threads import farthest
-from pipe_work import Job
 
 from deepspeed_cdp.plan.schedule import threshold
+from support import pipe_work as work
+from support.optimizers import two_groups
+from support.pipe_threads import farthest
+from support.pipe_work import Job
 
 FREE = {"pipeline": {"use_reentrant": False}}  # reentrant checkpoints want floating-point inputs, in stock DeepSpeed too
 COVER: dict[int, list[Job]] = {
@@ -224,10 +224,9 @@ def test_another_number_of_micro_batches(pool):
 
 def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dict, list[float]]:
     """The runtime over torch.distributed's groups, as on GPUs, with gloo for NCCL."""
-    import pipe_threads as threads
-
     from deepspeed_cdp.pipeline.runtime import PipeRuntime
     from deepspeed_cdp.transport.nccl_group import GroupTransport
+    from support import pipe_threads as threads
 
     case = threads.Case(stages, stages - 1, placement, tied=True, clip=0.05)
     model, schedule = threads.build(stages, True), case.schedule
@@ -256,7 +255,7 @@ def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dic
 
 @pytest.mark.parametrize(("world", "stages", "placement"), [(3, 3, "pipeline"), (3, 2, "pyramid")])
 def test_the_transport_of_gpus_carries_the_same(pool, world, stages, placement):
-    import pipe_threads as threads
+    from support import pipe_threads as threads
 
     results = pool.run(world, over_groups, stages, placement)
     want, means = threads.oracle(threads.Case(stages, stages - 1, placement, tied=True, clip=0.05))

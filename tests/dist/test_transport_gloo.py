@@ -10,13 +10,13 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from transport_contract import DELAYED, SCENARIOS, names
-from transport_helpers import Make, empty, full, is_full
 
 from deepspeed_cdp.errors import APART, HandoffError
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.delayed import Delayed
 from deepspeed_cdp.transport.gloo import GlooTransport
+from support.transport_contract import DELAYED, SCENARIOS, names
+from support.transport_helpers import Make, empty, full, is_full
 
 
 def contract(rank: int, world: int, scenario: Callable[[Make], None], seconds: float = 0.0) -> None:

@@ -10,42 +10,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-from rank_tools import Tools, finish, models, parser, run_cases  # noqa: E402
 
 from deepspeed_cdp.analysis import reference  # noqa: E402
 from deepspeed_cdp.errors import HandoffError  # noqa: E402
 from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
-
-Verdict = tuple[bool, dict[str, Any]]
-STEPS = 6
-LR = 1e-2
-
-
-# ---- a run and what is compared -----------------------------------------------------------------------------------------
-def steps_of(
-    engine: Any,
-    kind: str,
-    data: torch.Tensor,
-    first: int = 0,
-    last: int | None = None,
-    after: Callable[[int], None] = lambda step: None,
-) -> list[torch.Tensor]:
-    """Train over ``data`` ([steps, rounds, ...]); the losses, on the device."""
-    losses = []
-    for step in range(first, len(data) if last is None else last):
-        for x in data[step]:
-            loss = models.loss(engine, kind, x)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach().clone())
-        after(step)
-    return losses
+from support.gpu_runs import LR, STEPS, Verdict, apart, same, steps_of  # noqa: E402
+from support.rank_tools import Tools, finish, models, parser, run_cases  # noqa: E402
 
 
 def run(
@@ -69,21 +46,6 @@ def run(
     stages = engine.cyclic_plan.stages
     tools.destroy(engine)
     return {"state": state, "losses": torch.stack(losses).float(), "stages": stages}
-
-
-def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Bitwise."""
-    return torch.equal(a["losses"], b["losses"]) and all(torch.equal(v, b["state"][k]) for k, v in a["state"].items())
-
-
-def apart(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
-    """The largest differences, relative to the largest weight and to each loss."""
-    weights = [(v.float(), b["state"][k].float()) for k, v in a["state"].items()]
-    scale = max(float(v.abs().max()) for v, _ in weights)
-    return {
-        "weights": max(float((v - w).abs().max()) for v, w in weights) / scale,
-        "losses": float(((a["losses"] - b["losses"]) / b["losses"]).abs().max()),
-    }
 
 
 def against_oracle(

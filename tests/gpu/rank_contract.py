@@ -1,4 +1,4 @@
-"""One rank of the transport contract on GPUs: the scenarios of tests/transport_contract.py over ``nccl`` and ``peer``, and more.
+"""One rank of the transport contract on GPUs: tests/support/transport_contract.py over ``nccl`` and ``peer``, and more.
 
 Started by tests/gpu/test_gpu.py, or by hand: torchrun --nproc-per-node N tests/gpu/rank_contract.py [nccl|peer ...]
 
@@ -26,13 +26,13 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 faulthandler.dump_traceback_later(120, exit=True)
 
 import torch.distributed as dist  # noqa: E402
-import transport_contract as contract  # noqa: E402
-import transport_endings as endings  # noqa: E402
-from places import take_gpu  # noqa: E402
-from transport_helpers import W, agree, empty, full, is_full, untouched  # noqa: E402
 
 from deepspeed_cdp.errors import HandoffError  # noqa: E402
 from deepspeed_cdp.transport.nccl import NcclTransport  # noqa: E402
+from support import transport_contract as contract  # noqa: E402
+from support import transport_endings as endings  # noqa: E402
+from support.gpu_places import take_gpu  # noqa: E402
+from support.transport_helpers import W, agree, empty, full, is_full, untouched  # noqa: E402
 
 SECONDS = 40  # for one scenario
 SLOTS, SLOT_BYTES = 8, 300000

@@ -19,7 +19,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rank_tools import Tools, models, parser  # the script's folder is on the path
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+from support.rank_tools import Tools, models, parser  # noqa: E402
 
 HERE = Path(__file__).resolve()
 MARGIN = 15.0  # seconds, after cyclic.timeout_seconds, until every survivor has ended
@@ -238,7 +240,7 @@ class Case:
 
 
 def _free_port() -> int:
-    from workers import free_port
+    from support.workers import free_port
 
     return free_port()
 

@@ -8,16 +8,18 @@ and Adam's moments, what lies outside it (buffers that peers write into), and th
 
 import resource
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from rank_tools import Tools, finish, parser
 from safetensors.torch import save_file
 
-from benchmarks import models
-from benchmarks.sizes import SIZES
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+from benchmarks import models  # noqa: E402
+from benchmarks.sizes import SIZES  # noqa: E402
+from support.rank_tools import Tools, finish, parser  # noqa: E402
 
 
 def made(tools: Tools, how: str, config: Any, settings: dict[str, Any]) -> torch.nn.Module:

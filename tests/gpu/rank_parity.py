@@ -31,12 +31,12 @@ faulthandler.dump_traceback_later(ARGS.seconds, exit=True)
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import deepspeed  # noqa: E402
-import models  # noqa: E402
-from places import take_gpu  # noqa: E402
 
 import deepspeed_cdp  # noqa: E402, F401
 from deepspeed_cdp.analysis import reference  # noqa: E402
 from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
+from support import models  # noqa: E402
+from support.gpu_places import take_gpu  # noqa: E402
 
 STEPS = 6
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "dist")]
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
 parser = argparse.ArgumentParser()
 parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 3, 4])
 parser.add_argument("--cpu", action="store_true", help="gloo; proves this script without GPUs")
@@ -62,13 +62,13 @@ def main(args: argparse.Namespace) -> int:
     if args.cpu:
         os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
-    import pipe_work as work
     import torch
     from deepspeed.utils import logger
-    from pipe_work import Job
-    from places import take_gpu
 
     from benchmarks.pipeline import measure
+    from support import pipe_work as work
+    from support.gpu_places import take_gpu
+    from support.pipe_work import Job
 
     logger.setLevel("ERROR")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

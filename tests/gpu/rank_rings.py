@@ -11,17 +11,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-from rank_cases import LR, STEPS, Verdict, apart, same, steps_of  # noqa: E402
-from rank_tools import Tools, finish, models, parser, run_cases  # noqa: E402
 
 from deepspeed_cdp.analysis import reference  # noqa: E402
 from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
+from support.gpu_runs import LR, STEPS, Verdict, apart, same, steps_of  # noqa: E402
+from support.rank_tools import Tools, finish, models, parser, run_cases  # noqa: E402
 
 
 def everyone(value: Any, tools: Tools) -> list[Any]:

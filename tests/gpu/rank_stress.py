@@ -7,34 +7,19 @@ import os
 import random
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from rank_tools import Tools, finish, models, parser  # noqa: E402
+from support.rank_tools import Tools, disturb, finish, models, parser  # noqa: E402
 
 SETTLED = 50  # steps after which nothing may grow
 # bytes, open files and threads by which a figure may differ all the same: allocators round, pools fill
 ROOM = {"allocated": 1 << 16, "reserved": 4 << 20, "gpu": 16 << 20, "rss": 24 << 20, "fds": 2, "threads": 2}
-
-
-def disturb(tools: Tools, chance: random.Random, loss: torch.Tensor) -> None:
-    """Perhaps a kernel that takes milliseconds, a synchronize, a read, an empty cache; a sleep of the host."""
-    if chance.random() < 0.3:
-        if tools.cuda:
-            torch.cuda._sleep(int(chance.random() * 5e6))
-        else:
-            time.sleep(chance.random() * 3e-3)
-    if chance.random() < 0.1:
-        tools.synchronize()
-    if chance.random() < 0.1:
-        loss.item()
-    if chance.random() < 0.05 and tools.cuda:
-        torch.cuda.empty_cache()
-    if chance.random() < 0.05:
-        time.sleep(chance.random() * 0.02)
 
 
 def run(tools: Tools, name: str, steps: int, how: str, options: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from models import build  # noqa: E402
 
 from deepspeed_cdp.analysis.learning_simulator import Simulator, stages_of  # noqa: E402
+from support.models import build  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU is here")
 STEPS = 12

@@ -31,11 +31,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "gpu"))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-from rank_stress import disturb  # noqa: E402
-from rank_tools import Tools, finish, models, parser  # noqa: E402
+from support.rank_tools import Tools, disturb, finish, models, parser  # noqa: E402
 
 BATCHES = 997  # different ones, used over and over
 # What may come and go without being growth: allocators' pools, a thread that ends a little later.

@@ -5,7 +5,6 @@ import re
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan import plans
 
 from deepspeed_cdp.plan.cross_ring import PAIR, Link, LinkKind, chain, finishing
 from deepspeed_cdp.plan.plan import Plan
@@ -13,6 +12,7 @@ from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.verify.cross_ring import validate
 from deepspeed_cdp.verify.well_formed import PlanError
+from support.plans import plans
 
 
 def plan(ranks: int, k: int, rings: int, rounds: int = 1) -> Plan:

@@ -18,14 +18,14 @@ from deepspeed_cdp.cli.main import COMMANDS, main
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
 CASES = {
     "costs": "costs --ranks 3 --parameters 3GiB --activations 6GiB --boundary 1MiB",
-    "plan_mlp": "plan --model python:cli_models:mlp --ranks 4 --tflops 1 --bandwidth 10",
-    "plan_tied": "plan --model python:cli_models:tied --ranks 2 --rule dp",
-    "plan_rings": "plan --model python:cli_models:mlp --ranks 8 --ring-size 4 --tflops 1",
+    "plan_mlp": "plan --model python:support.cli_models:mlp --ranks 4 --tflops 1 --bandwidth 10",
+    "plan_tied": "plan --model python:support.cli_models:tied --ranks 2 --rule dp",
+    "plan_rings": "plan --model python:support.cli_models:mlp --ranks 8 --ring-size 4 --tflops 1",
     "simulate_equal": "simulate --ranks 3 --parameters 1e9 --step-ms 100 --units 2 --steps 10 --jitter-ms 10",
     "simulate_rings": "simulate --ranks 12 --ring-size 4 --parameters 1e9 --step-ms 100 --steps 10",
     "timeline_v2": "timeline --ranks 3",
     "timeline_dp": "timeline --ranks 2 --rule dp --steps 1",
-    "memory_mlp": "memory --model python:cli_models:mlp --workers 2,4",
+    "memory_mlp": "memory --model python:support.cli_models:mlp --workers 2,4",
 }
 NUMBER = (int, float)
 SCHEMA = {
@@ -201,28 +201,37 @@ WRONG = [
     ("costs --parameters many", "'many' is no size"),
     ("costs --nope", "--nope"),
     ("plan --ranks 2", "--model"),
-    ("plan --model python:cli_models:mlp", "--ranks"),
+    ("plan --model python:support.cli_models:mlp", "--ranks"),
     ("plan --model x --ranks 2", "--model is 'x'; allowed are hf:PATH"),
     ("plan --model hf:/nowhere --ranks 2", "which does not exist"),
     ("plan --model python:no_such_module:f --ranks 2", "cannot be imported"),
-    ("plan --model python:cli_models:nope --ranks 2", "has no function 'nope'"),
-    ("plan --model python:cli_models:not_a_module --ranks 2", "returned int"),
-    ("plan --model python:cli_models:fails --ranks 2", "fails with RuntimeError: no such layer"),
-    ("plan --model python:cli_models:without_batch --ranks 2", "return (module, batch)"),
-    ("plan --model python:cli_models:branching --ranks 2", "give a measured time with --step-ms"),
-    ("plan --model python:cli_models:mlp --ranks 99", "units for 99 ranks"),
-    ("plan --model python:cli_models:mlp --ranks 2 --rule 7", "cyclic.rule is 7"),
-    ("plan --model python:cli_models:mlp --ranks 2 --rule fast", "cyclic.rule is 'fast'"),
-    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/none.json", "cannot be read"),
-    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/text.json", "which is no JSON"),
-    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/list.json", "holds no block of settings"),
-    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/key.json", "cyclic.rul"),
-    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/refused.json", "offload_param"),
-    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/stage.json", "zero_optimization.stage is 1 in the ds_config"),
-    ("plan --model python:cli_models:mlp --ranks 2 --config {bad}/block.json", "zero_optimization.stage is 0 in the ds_config"),
-    ("plan --model python:cli_models:mlp --ranks 2 --step-ms -1", "'-1' is not a number"),
+    ("plan --model python:support.cli_models:nope --ranks 2", "has no function 'nope'"),
+    ("plan --model python:support.cli_models:not_a_module --ranks 2", "returned int"),
+    ("plan --model python:support.cli_models:fails --ranks 2", "fails with RuntimeError: no such layer"),
+    ("plan --model python:support.cli_models:without_batch --ranks 2", "return (module, batch)"),
+    ("plan --model python:support.cli_models:branching --ranks 2", "give a measured time with --step-ms"),
+    ("plan --model python:support.cli_models:mlp --ranks 99", "units for 99 ranks"),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --rule 7", "cyclic.rule is 7"),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --rule fast", "cyclic.rule is 'fast'"),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/none.json", "cannot be read"),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/text.json", "which is no JSON"),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/list.json", "holds no block of settings"),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/key.json", "cyclic.rul"),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/refused.json", "offload_param"),
+    (
+        "plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/stage.json",
+        "zero_optimization.stage is 1 in the ds_config",
+    ),
+    (
+        "plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/block.json",
+        "zero_optimization.stage is 0 in the ds_config",
+    ),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --step-ms -1", "'-1' is not a number"),
     ("plan --model hf:{bad}/text.json --ranks 2", "is no Hugging Face config"),
-    ("plan --model python:cli_models:mlp --ranks 6 --ring-size 4", "cyclic.ring_size is 4, which does not divide the 6 ranks"),
+    (
+        "plan --model python:support.cli_models:mlp --ranks 6 --ring-size 4",
+        "cyclic.ring_size is 4, which does not divide the 6 ranks",
+    ),
     ("simulate --ranks 4", "--parameters and --step-ms must say"),
     ("simulate --ranks 6 --ring-size 4 --parameters 1 --step-ms 1", "does not divide"),
     ("simulate --ranks 4 --parameters 1e9 --step-ms 1 --jitter-ms 1,x", "'x' is not a number"),
@@ -234,10 +243,10 @@ WRONG = [
     ("timeline --ranks 9999", "too large to look at"),
     ("timeline --from {bad}/none.json", "cannot be read"),
     ("timeline --from {bad}/list.json", "is no recording"),
-    ("memory --model python:cli_models:mlp --workers 0", "'0' is not a whole number"),
-    ("memory --model python:cli_models:branching", "give a batch that works"),
-    ("memory --model python:cli_models:mlp --clock seconds", "clock is 'seconds'"),
-    ("memory --model python:cli_models:mlp --device nowhere", "which cannot be used"),
+    ("memory --model python:support.cli_models:mlp --workers 0", "'0' is not a whole number"),
+    ("memory --model python:support.cli_models:branching", "give a batch that works"),
+    ("memory --model python:support.cli_models:mlp --clock seconds", "clock is 'seconds'"),
+    ("memory --model python:support.cli_models:mlp --device nowhere", "which cannot be used"),
     ("doctor --seconds 0", "'0' is not a number above 0"),
 ]
 
@@ -274,7 +283,7 @@ def test_a_plan_is_the_engines_with_the_configs_own_settings(tmp_path, capsys):
     (tmp_path / "warm.json").write_text('{"zero_optimization": {"stage": 3}, "cyclic": {"enabled": true, "warmup_steps": 9}}')
     memory = []
     for config in ("", f"--config {tmp_path}/warm.json"):
-        assert main(shlex.split(f"plan --model python:cli_models:mlp --ranks 4 {config} --json")) == 0
+        assert main(shlex.split(f"plan --model python:support.cli_models:mlp --ranks 4 {config} --json")) == 0
         memory.append(sum(sum(m.values()) for m in json.loads(capsys.readouterr().out)["memory"]))
     assert memory[1] > memory[0]
 
@@ -285,7 +294,10 @@ def test_a_plan_says_what_it_takes_for_auto(tmp_path, capsys):
     )
     told = []
     for more in ("", "--micro-batch 2"):
-        assert main(shlex.split(f"plan --model python:cli_models:mlp --ranks 4 --config {tmp_path}/auto.json {more} --json")) == 0
+        assert (
+            main(shlex.split(f"plan --model python:support.cli_models:mlp --ranks 4 --config {tmp_path}/auto.json {more} --json"))
+            == 0
+        )
         told += [w for w in json.loads(capsys.readouterr().out)["warnings"] if "auto" in w]
     assert len(told) == 2 and told[0].startswith("train_micro_batch_size_per_gpu and gradient_accumulation_steps are")
     assert told[1].startswith("gradient_accumulation_steps is")
@@ -340,20 +352,22 @@ def test_a_closed_pipe_is_no_error():
 
 
 def test_warnings_say_what_to_do():
-    found = json.loads(output("plan --model python:cli_models:lopsided --ranks 2 --device-memory 1KB --bandwidth 0.001 --json"))
+    found = json.loads(
+        output("plan --model python:support.cli_models:lopsided --ranks 2 --device-memory 1KB --bandwidth 0.001 --json")
+    )
     text = "\n".join(found["warnings"])
     for part in ("times the mean stage's bytes", "set cyclic.partition_method to 'parameters'", "use more ranks", "the link"):
         assert part in text
-    secret = json.loads(output("plan --model python:cli_models:tied_in_secret --ranks 2 --json"))
+    secret = json.loads(output("plan --model python:support.cli_models:tied_in_secret --ranks 2 --json"))
     assert (
         any("'embedding.weight' is read outside unit 'embedding'" in w for w in secret["warnings"])
         and secret["persistent"] is None
     )
-    tied = json.loads(output("plan --model python:cli_models:tied --ranks 2 --json"))
+    tied = json.loads(output("plan --model python:support.cli_models:tied --ranks 2 --json"))
     assert any("persistent parameters (embedding.weight)" in w and "untie" in w for w in tied["warnings"])
-    alone = json.loads(output("plan --model python:cli_models:mlp --ranks 8 --json"))
+    alone = json.loads(output("plan --model python:support.cli_models:mlp --ranks 8 --json"))
     assert any("single unit" in w for w in alone["warnings"])
-    quiet = json.loads(output("plan --model python:cli_models:mlp --ranks 4 --json"))
+    quiet = json.loads(output("plan --model python:support.cli_models:mlp --ranks 4 --json"))
     assert not any("times the mean" in w or "persistent" in w for w in quiet["warnings"])
 
 
@@ -364,7 +378,9 @@ def test_pictures_are_written(tmp_path):
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG" and "<svg" in (tmp_path / "x.svg").read_text()
     events = json.loads((tmp_path / "x.json").read_text())["traceEvents"]
     assert sum(e["ph"] == "X" for e in events) == 2 * 3 * 6
-    made = json.loads(output(f"memory --model python:cli_models:mlp --workers 2 --out {tmp_path / 'm.png'} --json"))["files"]
+    made = json.loads(output(f"memory --model python:support.cli_models:mlp --workers 2 --out {tmp_path / 'm.png'} --json"))[
+        "files"
+    ]
     assert [Path(f).suffix for f in made] == [".png", ".svg", ".csv"] and all(Path(f).stat().st_size for f in made)
     assert (tmp_path / "m.csv").read_text().startswith("fraction,live_bytes\n0.000000,")
 

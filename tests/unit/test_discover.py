@@ -11,17 +11,7 @@ from torch import nn
 
 from deepspeed_cdp.model import discover
 from deepspeed_cdp.model.discover import Example, FoundUnits, example_of, find_units, trace
-
-SMALL = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 32}
-
-
-def llama(tie=False, layers=3):
-    config = hf.LlamaConfig(vocab_size=64, num_hidden_layers=layers, num_key_value_heads=2, tie_word_embeddings=tie, **SMALL)
-    return hf.LlamaForCausalLM(config)
-
-
-def vit():
-    return hf.ViTForImageClassification(hf.ViTConfig(num_hidden_layers=2, image_size=16, patch_size=8, **SMALL))
+from support.discover_models import IMAGE, SMALL, X8, llama, mlp, vit
 
 
 def bert():
@@ -36,10 +26,6 @@ def t5():
 
 def albert():
     return hf.AlbertForMaskedLM(hf.AlbertConfig(vocab_size=64, embedding_size=8, num_hidden_layers=2, **SMALL))
-
-
-def mlp():
-    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
 
 
 def nested():
@@ -118,7 +104,6 @@ def twice():
     return Net(lambda m, x: m.last(m.block(m.block(m.first(x)))), first=linear(), block=linear(), last=linear())
 
 
-X8, IMAGE = Example((torch.zeros(3, 8),)), Example((torch.zeros(2, 3, 8, 8),))
 SEQ = Example((torch.zeros(3, 2, 16), torch.zeros(3, 2, 16)))
 
 
@@ -281,7 +266,7 @@ def test_llama(traced):
     model = llama(True)
     units = find_units(model, 2, example_of(model) if traced else None)
     assert names(units) == [*layers, "model.norm"] and units.persistent == ("model.embed_tokens.weight",)
-    assert units.held_cost == 64 * 16
+    assert units.persistent_cost == 64 * 16
 
 
 def test_flops_include_attention_and_the_tied_head():
@@ -332,7 +317,7 @@ def test_conv_net_in_execution_order():
 
 def test_root_parameters_are_held_and_an_untaken_branch_keeps_its_place():
     units, traced = find_units(rooted(), 2), find_units(rooted(), 2, X8)
-    assert units.persistent == traced.persistent == ("scale", "empty", "shifts.0", "shifts.1") and units.held_cost == 24
+    assert units.persistent == traced.persistent == ("scale", "empty", "shifts.0", "shifts.1") and units.persistent_cost == 24
     assert names(units) == ["a", "spare", "b"] and names(traced) == ["b", "a", "spare"] and traced.units[2].flops == 0
     assert names(find_units(rooted(), 2, Example((torch.zeros(3, 8),), {"spare": True}))) == ["b", "spare", "a"]
 

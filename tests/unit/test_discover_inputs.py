@@ -1,10 +1,10 @@
 """model/discover.py: what it may call a model with, and models that zero.Init has partitioned."""
 
 import torch
-from test_discover import X8, llama, mlp, vit
 from torch import nn
 
 from deepspeed_cdp.model.discover import example_of, find_units, trace
+from support.discover_models import X8, llama, mlp, vit
 
 
 def test_example_of():

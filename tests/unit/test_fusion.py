@@ -7,92 +7,15 @@ from functools import partial
 from typing import Any
 
 import pytest
-import test_breaks
-import test_gradients
-import test_hooks
 import torch
-from local_ring import run_ranks
-from optimizers import sgd
-from test_breaks import Chain, batch, line, loss
 from torch import nn
 
-from deepspeed_cdp.analysis import reference
-from deepspeed_cdp.model.make_plan import Settings
-from deepspeed_cdp.plan.schedule import threshold
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
-from deepspeed_cdp.runtime.runtime import Runtime
-
-SIZE = 3
-
-
-class Twice(nn.Module):
-    """A layer that is used twice, a second one, of the same weight, and one in some micro-batches only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.again, self.sometimes = line(), nn.Linear(8, 8, bias=False), line()
-        self.again.weight = self.first.weight
-
-    def forward(self, x):
-        h = torch.tanh(self.again(torch.tanh(self.first(torch.tanh(self.first(x))))))
-        return self.sometimes(h) if bool(x.sum() > 0) else h
-
-
-class Shapes(nn.Module):
-    """Inputs of one and of three dimensions, a gradient that is expanded, an input that needs none."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flat, self.deep, self.detached = nn.Linear(32, 8), line(), line()
-
-    def forward(self, x):
-        h = torch.tanh(self.deep(x[None, :, None])).squeeze(2)[0] + self.detached(x.detach())
-        return torch.tanh(h) + self.flat(x.reshape(-1)) + x.sum() / 100
-
-
-MODELS = {
-    **{f"hooks: {k}": make for k, make in test_hooks.MODELS.items()},
-    **{f"breaks: {k}": make for k, make in test_breaks.MODELS.items() if k not in ("weight_norm", "in place")},
-    **{f"gradients: {k}": make for k, make in test_gradients.MODELS.items()},
-    "changed in place": lambda: Chain(
-        *(nn.Sequential(nn.Unflatten(0, (2, 2)), line(), nn.ReLU(inplace=True), line(), nn.Flatten(0, 1)) for _ in range(6))
-    ),
-    "twice": lambda: Chain(*(Twice() for _ in range(6))),
-    "shapes": lambda: Chain(*(Shapes() for _ in range(4))),
-}
-ORACLE = {f"hooks: {k}": f"hooks: {v}" for k, v in test_hooks.WITHOUT.items()} | {"gradients: sparse": "gradients: dense"}
-
-
-def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    torch.manual_seed(7)
-    return MODELS[kind]().to(dtype)
-
-
-def settings(rule: str = "cdp-v2", fusion: bool | str = True, **options: Any) -> Settings:
-    return Settings(rule, partition_method="uniform", gradient_accumulation_fusion=fusion, **options)
-
-
-def difference(kind: str, chosen: Settings, size: int = SIZE) -> float:
-    """Between a ring of threads and the oracle, which adds gradients: the largest, of losses and weights."""
-    modules = [build(kind) for _ in range(size)]
-    results = run_ranks(size, lambda rank, transport: test_breaks.train(modules[rank], rank, transport, chosen, sgd))
-    assert all(runtime.fused for runtime, *_ in results)
-    want = reference.train(
-        build(ORACLE.get(kind, kind)),
-        results[0][0].plan.stages,
-        threshold(chosen.rule, size),
-        batch,
-        loss,
-        sgd,
-        3,
-        rounds=chosen.rounds,
-    )
-    losses = {k: v for result in results for k, v in result[1].items()}
-    assert losses.keys() == want.losses.keys()
-    return max(
-        *(abs(losses[k] - v) for k, v in want.losses.items()),
-        *(float((results[0][2][n] - v).abs().max()) for n, v in want.masters.items()),
-    )
+from support import chains
+from support.chains import Chain, batch, line, loss
+from support.fusion import MODELS, SIZE, assert_equal, build, difference, inside, one_step, settings
+from support.local_ring import run_ranks
+from support.optimizers import sgd
 
 
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
@@ -118,50 +41,6 @@ def test_the_oracle_would_notice(broken: str, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(GradAccumulation, "add_product", wrong)
     assert not difference("twice", settings()) < 1e-3  # or nan
-
-
-def one_step(
-    module: nn.Module,
-    rank: int,
-    transport: Any,
-    around: Callable[[], Any] = contextlib.nullcontext,
-    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
-    **options: Any,
-) -> dict[str, torch.Tensor]:
-    """The masters after a step."""
-    runtime = Runtime(module, sgd(list(module.named_parameters())), settings(**options), transport, torch.device("cpu"))
-    with runtime.forward(), around():
-        value = loss(module, batch(0, 0, rank))
-    backward(value)
-    runtime.end_backward()
-    runtime.step()
-    state = {k: v.clone() for k, v in runtime.whole_state().items()}
-    runtime.close(True)
-    return state
-
-
-def inside(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[bool], list[dict[str, torch.Tensor]]]:
-    """One step of the plain model: what each layer's backward answered when it was asked to add, and all ranks' masters."""
-    asked: list[bool] = []
-    add = GradAccumulation.add_product
-
-    def seen(*given: Any) -> bool:
-        asked.append(add(*given))
-        return asked[-1]
-
-    monkeypatch.setattr(GradAccumulation, "add_product", seen)
-    modules = [build("hooks: plain") for _ in range(SIZE)]
-    change = options.pop("change", None)
-    if change:
-        for module in modules:
-            change(module)
-    return asked, run_ranks(SIZE, lambda rank, transport: one_step(modules[rank], rank, transport, **options))
-
-
-def assert_equal(got: list[dict[str, torch.Tensor]], want: list[dict[str, torch.Tensor]]) -> None:
-    for a, b in zip(got, want, strict=True):
-        for name in b:
-            torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
 
 
 def test_gradients_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +148,7 @@ def test_in_bf16_a_sum_is_rounded_once() -> None:
         modules = [build("hooks: plain", torch.bfloat16) for _ in range(SIZE)]
 
         def work(rank: int, transport: Any) -> dict[str, torch.Tensor]:
-            runtime, _, _ = test_breaks.train(modules[rank], rank, transport, settings("dp", fusion), sgd, steps=1)
+            runtime, _, _ = chains.train(modules[rank], rank, transport, settings("dp", fusion), sgd, steps=1)
             return {n: m.detach().clone() for n, m in runtime.owner.masters.items()}
 
         masters = {k: v for result in run_ranks(SIZE, work) for k, v in result.items()}
@@ -286,7 +165,7 @@ def test_in_bf16_a_sum_is_rounded_once() -> None:
 
 
 def test_what_cannot_be_fused_is_refused_or_left_alone() -> None:
-    module = test_breaks.build("weight_norm")
+    module = chains.build("weight_norm")
     with pytest.raises(ValueError, match='gradient_accumulation_fusion is true, but the model has no torch.nn.Linear .* "auto"'):
         run_ranks(1, lambda rank, transport: one_step(module, rank, transport))
     for fusion in ("auto", False):

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from local_ring import run_ranks
-from test_breaks import Chain, batch, line, loss
-from test_fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, sgd
 from torch import nn
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 from deepspeed_cdp.runtime.runtime import Runtime
+from support.chains import Chain, batch, line, loss
+from support.fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, sgd
+from support.local_ring import run_ranks
 
 
 def test_weights_that_change_places_go_the_common_way(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,16 +3,16 @@
 import types
 
 import deepspeed.runtime.fp16.loss_scaler as ds
-import models
 import pytest
 import torch
-from local_ring import train
-from optimizers import adamw
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.optim.loss_scale import LossScale
 from deepspeed_cdp.plan.schedule import Schedule, threshold
+from support import models
+from support.local_ring import train
+from support.optimizers import adamw
 
 
 @pytest.fixture(autouse=True)

@@ -5,12 +5,12 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_plan import PERSISTENT_UNIT, make, plans
 
 from deepspeed_cdp.plan.actions import Kind
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.program import _initiated, build, edges, initial_posts, with_rendezvous
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
+from support.plans import PERSISTENT_UNIT, make, plans
 
 STEPS = 4
 

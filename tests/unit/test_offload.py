@@ -1,16 +1,16 @@
 """Masters and optimizer state in host memory: the same weights as without, bit for bit, and nothing of it in hand-off buffers."""
 
-import models
 import pytest
 import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.ops.op_builder import CPUAdamBuilder
-from local_ring import train
-from optimizers import muon, sgd, two_groups
-from test_runtime import oracle, schedule
 
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.optim.offload import OffloadedOwner
+from support import models
+from support.local_ring import train
+from support.optimizers import muon, sgd, two_groups
+from support.runtime_runs import oracle, schedule
 
 CASES = {
     "v2": dict(rule="cdp-v2"),

@@ -4,7 +4,6 @@ from collections import defaultdict
 from types import SimpleNamespace
 
 import pytest
-import test_runtime
 import torch
 
 from deepspeed_cdp.plan.actions import Kind
@@ -14,6 +13,7 @@ from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.runtime import executor as executor
 from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
+from support import runtime_runs
 
 STEP = 7
 
@@ -85,7 +85,7 @@ def test_pushes_are_forgotten(kind, rule, size, rounds, clip, monkeypatch):
         kept[walk.rank].append(sum(map(len, walk._reading.values())))
 
     monkeypatch.setattr(executor.Executor, "end_step", end)
-    test_runtime.check(kind, rule, size, steps=12, rounds=rounds, least=0, clip=clip)
+    runtime_runs.check(kind, rule, size, steps=12, rounds=rounds, least=0, clip=clip)
     assert len(kept) == size and any(map(any, kept.values()))
     for rank, counts in kept.items():
         assert max(counts[6:]) <= max(counts[:6]), (rank, counts)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from optimizers import two_groups
-from pipe_threads import loss
 from torch import nn
 
 from deepspeed_cdp.pipeline.parts import Part
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
+from support.optimizers import two_groups
+from support.pipe_threads import loss
 
 WIDTH = 32
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from pipe_threads import Case, farthest, oracle, told, train
 
 from deepspeed_cdp.errors import HandoffError
+from support.pipe_threads import Case, farthest, oracle, told, train
 
 PLACEMENTS = ("pipeline", "pyramid", "single")
 COVER = [{}, {"tied": True, "clip": 0.05}, {"rounds": 2, "clip": 0.05, "flush_after": (1,)}]
@@ -99,11 +99,10 @@ def test_a_rank_that_fails_is_named():
 
 
 def test_shapes_that_change_are_refused_in_a_sentence():
-    from local_ring import run_ranks
-    from optimizers import two_groups
-    from pipe_threads import batch, build, loss
-
     from deepspeed_cdp.pipeline.runtime import PipeRuntime
+    from support.local_ring import run_ranks
+    from support.optimizers import two_groups
+    from support.pipe_threads import batch, build, loss
 
     def work(rank, transport, dynamic):
         case, model = Case(2, 1), build(2)

@@ -16,49 +16,7 @@ from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.verify.check import validate
 from deepspeed_cdp.verify.dry_run import DryRun
 from deepspeed_cdp.verify.well_formed import PlanError
-
-PERSISTENT_UNIT = Unit("", 0, ("tied",), (), 320, 192)
-
-
-def make(
-    ranks: int,
-    k: int,
-    rounds: int = 1,
-    per_stage: int = 1,
-    p_bytes: int = 1024,
-    g_bytes: int = 2048,
-    persistent: Unit | None = None,
-    keep: bool = False,
-    kind: type[Plan] = Plan,
-) -> Plan:
-    """A plan with equal units."""
-    units = tuple(Unit(f"u{i}", i // per_stage, (f"w{i}",), (), p_bytes, g_bytes) for i in range(ranks * per_stage))
-    return kind(Schedule(ranks, k, rounds), units, persistent, keep)
-
-
-@st.composite
-def plans(draw: st.DrawFn, ranks: st.SearchStrategy[int], k: int | None = None, rounds: int | None = None) -> Plan:
-    """Uneven stages of 1 to 5 units of uneven sizes, some frozen, with persistent parameters or without, keep_after_forward
-    or not."""
-    n = draw(ranks)
-    units: list[Unit] = []
-    for stage in range(n):
-        for _ in range(draw(st.integers(1, 5))):
-            i, frozen = len(units), draw(st.integers(0, 4)) == 0
-            units.append(
-                Unit(
-                    f"u{i}",
-                    stage,
-                    () if frozen else (f"w{i}",),
-                    (f"w{i}",) if frozen else (),
-                    draw(st.integers(1, 5000)),
-                    0 if frozen else draw(st.integers(1, 9000)),
-                )
-            )
-    persistent = draw(st.sampled_from([None, PERSISTENT_UNIT, Unit("", 0, (), ("frozen",), 64, 0)]))
-    k = draw(st.integers(0, 2 * n - 1)) if k is None else k
-    return Plan(Schedule(n, k, rounds or draw(st.integers(1, 3))), tuple(units), persistent, draw(st.booleans()))
-
+from support.plans import PERSISTENT_UNIT, make, plans
 
 # (up to three ranks keep_after_forward changes nothing: all stages but the first are the last two)
 SMALL = [(n, k, rounds, keep) for n in range(1, 7) for k in range(2 * n) for rounds in (1, 2, 3) for keep in {False, n > 3}]

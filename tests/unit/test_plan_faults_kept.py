@@ -4,9 +4,9 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from test_plan_faults import NAMED, plan, program, put, rejected
 
 from deepspeed_cdp.plan.actions import Action, Kind
+from support.plan_faults import NAMED, plan, program, put, rejected
 
 KEPT = [(name, rank) for name in ("v1", "dp", "four", "keep") for rank in range(plan(name).schedule.ranks)]
 

@@ -4,14 +4,14 @@ from collections.abc import Callable
 
 import pytest
 import torch.distributed as dist
-import transport_contract as contract
-from gloo_pairs import GlooPairs
-from local_ring import run_ranks
-from test_runtime import check
-from transport_helpers import Make, W, empty, full, is_full
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.runtime.runtime import Runtime
+from support import transport_contract as contract
+from support.gloo_pairs import GlooPairs
+from support.local_ring import run_ranks
+from support.runtime_runs import check
+from support.transport_helpers import Make, W, empty, full, is_full
 
 # Not here: those about closing, silence and dead peers, which the transport itself is tested for on GPUs (tests/gpu).
 SCENARIOS = [

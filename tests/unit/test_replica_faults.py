@@ -4,7 +4,13 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from test_plan_faults import (
+
+from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.constants import END, PERSISTENT, START
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import initial_posts
+from deepspeed_cdp.verify.check import validate
+from support.plan_faults import (
     FAULTS,
     NAMED,
     Program,
@@ -19,12 +25,6 @@ from test_plan_faults import (
     rejected,
     wrong_posts,
 )
-
-from deepspeed_cdp.plan.actions import Kind
-from deepspeed_cdp.plan.constants import END, PERSISTENT, START
-from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import initial_posts
-from deepspeed_cdp.verify.check import validate
 
 NAMES = ["r-v2", "r-v1", "r-dp", "r-four", "r-one"]
 

@@ -2,17 +2,10 @@
 
 from collections import Counter
 
-import models
 import pytest
-import test_rings
-import test_warmup
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from local_ring import run_ranks, train
-from optimizers import muon, sgd, two_groups
-from test_plan import PERSISTENT_UNIT, make, plans
-from test_runtime import RULES, check, named_rule, oracle, schedule
 from torch import nn
 
 from deepspeed_cdp.model.make_plan import Settings
@@ -25,6 +18,11 @@ from deepspeed_cdp.plan.schedule import Schedule, threshold
 from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.verify.check import dry_run, validate
+from support import models, ring_runs, warmup_runs
+from support.local_ring import run_ranks, train
+from support.optimizers import muon, sgd, two_groups
+from support.plans import PERSISTENT_UNIT, make, plans
+from support.runtime_runs import RULES, check, named_rule, oracle, schedule
 
 
 def replicated(plan: Plan) -> ReplicatedPlan:
@@ -248,7 +246,7 @@ def test_random_delays_change_nothing(rule):
 @pytest.mark.parametrize(("size", "rule"), [(1, "cdp-v1"), (2, "cdp-v2"), (3, "cdp-v1"), (3, 3), (3, 1)])
 def test_after_a_warm_up_under_dp(size, rule):
     """Under v1 and other K >= N owners publish apart in the warm-up too, since one set of buffers serves both plans."""
-    got, _ = test_warmup.check("rooted", rule, size, 3, two_groups, rounds=1 + size % 2, clip=0.3, replicated=True)
+    got, _ = warmup_runs.check("rooted", rule, size, 3, two_groups, rounds=1 + size % 2, clip=0.3, replicated=True)
     for plan in got["runtimes"][0].executor.phases.plans:
         assert plan.replicated and plan.staged == got["runtimes"][0].plan.staged
         validate(plan)
@@ -257,7 +255,7 @@ def test_after_a_warm_up_under_dp(size, rule):
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])
 @pytest.mark.parametrize(("size", "rings"), [(1, 2), (2, 2), (2, 3)])
 def test_several_rings(size, rings, rule):
-    test_rings.check("rooted", rule, size, rings, two_groups, steps=5, clip=0.3, rounds=2, flush_after={2}, replicated=True)
+    ring_runs.check("rooted", rule, size, rings, two_groups, steps=5, clip=0.3, rounds=2, flush_after={2}, replicated=True)
 
 
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp"])

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from models import build
 from torch import nn
 from torch.nn import functional as F
 
@@ -10,6 +9,7 @@ from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.analysis.learning_simulator import Simulator, stages_of, threshold_of
 from deepspeed_cdp.model.discover import Example
 from deepspeed_cdp.plan import schedule
+from support.models import build
 
 STEPS = 7
 

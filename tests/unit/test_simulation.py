@@ -4,8 +4,6 @@ import random
 
 import pytest
 import torch
-from local_ring import run_ranks
-from simulated import bare, full, plan_of
 
 from benchmarks.pauses import SlowLinear
 from deepspeed_cdp.analysis.timing.baselines import rivals
@@ -17,6 +15,8 @@ from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.program import build
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.runtime.trace import Recorder
+from support.equal_plans import bare, full, plan_of
+from support.local_ring import run_ranks
 
 STEP = 9e-3  # of bare(plan_of(n, 3)) per stage: three units, 1 ms forward and 2 ms backward each
 

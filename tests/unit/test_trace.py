@@ -3,11 +3,8 @@
 import json
 import time
 
-import models
 import pytest
 import torch
-from local_ring import run_ranks, train
-from optimizers import sgd
 
 from deepspeed_cdp.cli.main import main
 from deepspeed_cdp.cli.plan import messages
@@ -17,6 +14,9 @@ from deepspeed_cdp.plan.actions import Kind
 from deepspeed_cdp.runtime import trace
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.transport.ring_view import RingView
+from support import models
+from support.local_ring import run_ranks, train
+from support.optimizers import sgd
 
 STEPS = 4
 

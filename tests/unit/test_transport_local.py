@@ -5,13 +5,13 @@ import time
 from collections.abc import Callable
 
 import pytest
-from transport_contract import DELAYED, SCENARIOS, names
-from transport_helpers import Make, empty, full
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.delayed import Delayed
 from deepspeed_cdp.transport.local import Hub, LocalTransport
+from support.transport_contract import DELAYED, SCENARIOS, names
+from support.transport_helpers import Make, empty, full
 
 
 def run_ranks(scenario: Callable[[Make], None], world: int, seconds: float = 0.0) -> None:

@@ -2,12 +2,8 @@
 
 import dataclasses
 
-import models
 import pytest
 import torch
-from local_ring import run_ranks, train
-from optimizers import sgd, two_groups
-from test_runtime import named_rule, oracle, schedule
 
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.plan.plan import Plan
@@ -16,34 +12,11 @@ from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.plan.warmup import Phases
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.verify.check import validate
-
-
-def check(kind: str, rule, size: int, warmup: int, make=sgd, steps: int = 7, **options):
-    """Every loss of every step and every final weight is the oracle's, bitwise."""
-    own = {k: options.pop(k) for k in ("change", "delay", "keep") if k in options}
-    flush_after, on_step, dtype = options.pop("flush_after", ()), options.pop("on_step", None), options.pop("dtype", None)
-    settings = Settings(rule, warmup_steps=warmup, keep_after_forward=own.pop("keep", False), **options)
-    got = train(kind, size, settings, make, steps, flush_after, on_step, dtype, **own)
-    want = oracle(
-        kind,
-        got["runtimes"][0].plan.stages,
-        rule,
-        size,
-        make,
-        steps,
-        dtype,
-        flush_after=flush_after,
-        on_step=on_step,
-        warmup_steps=warmup,
-        rounds=settings.rounds,
-        clip=settings.clip,
-        grad_dtype=settings.sum_dtype,
-    )
-    assert got["losses"] == want.losses
-    for state in got["states"]:
-        for name, master in want.masters.items():
-            torch.testing.assert_close(state[name], master.to(state[name].dtype), rtol=0, atol=0, msg=name)
-    return got, want
+from support import models
+from support.local_ring import run_ranks
+from support.optimizers import sgd, two_groups
+from support.runtime_runs import named_rule, oracle, schedule
+from support.warmup_runs import check
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -3,12 +3,12 @@
 import time
 
 import pytest
-from simulated import bare, full, plan_of
 
 from deepspeed_cdp.analysis.timing import waves
 from deepspeed_cdp.analysis.timing.events import simulate
 from deepspeed_cdp.analysis.timing.times import Hardware
 from deepspeed_cdp.plan.schedule import Schedule
+from support.equal_plans import bare, full, plan_of
 
 
 @pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp", 3])

@@ -5,14 +5,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from local_ring import run_ranks
-from optimizers import two_groups
 from torch import nn
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.pipeline.parts import Part
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
+from support.local_ring import run_ranks
+from support.optimizers import two_groups
 
 
 class Scale(nn.Module):

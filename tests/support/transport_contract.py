@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from transport_endings import (
+
+from deepspeed_cdp.errors import HandoffError
+from support.transport_endings import (
     close_drops_what_nobody_takes,
     close_lingers,
     close_without_linger,
@@ -22,9 +24,7 @@ from transport_endings import (
     silent_peer,
     size_mismatch,
 )
-from transport_helpers import Make, W, agree, empty, full, is_done, is_full, untouched
-
-from deepspeed_cdp.errors import HandoffError
+from support.transport_helpers import Make, W, agree, empty, full, is_done, is_full, untouched
 
 
 def order_on_an_edge(make: Make) -> None:

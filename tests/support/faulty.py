@@ -9,12 +9,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import engine_work
-import models
 import torch
-from engine_work import Job, pack, start, train, whole
 
 from deepspeed_cdp.checkpoint import save_load
+from support import engine_work, models
+from support.engine_work import Job, pack, start, train, whole
 
 SECONDS = 4.0  # how long ranks wait once the fault comes
 PATIENT = 60.0  # cyclic.timeout_seconds before it: a busy machine takes long to start engines

@@ -8,12 +8,13 @@ import os
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import deepspeed  # noqa: E402
 import torch  # noqa: E402
-from engine_work import Job, pack, start, train, whole  # noqa: E402
+
+from support.engine_work import Job, pack, start, train, whole  # noqa: E402
 
 
 def main() -> None:

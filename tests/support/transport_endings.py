@@ -3,9 +3,9 @@
 import time
 
 import pytest
-from transport_helpers import Make, W, empty, full, is_full, untouched
 
 from deepspeed_cdp.errors import HandoffError
+from support.transport_helpers import Make, W, empty, full, is_full, untouched
 
 
 def close_lingers(make: Make) -> None:

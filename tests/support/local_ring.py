@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
-import models
 import torch
 
 from deepspeed_cdp.model import discover
@@ -16,6 +15,7 @@ from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.delayed import Delayed
 from deepspeed_cdp.transport.local import Hub, LocalTransport
 from deepspeed_cdp.transport.ring_view import RingView
+from support import models
 
 
 def run_ranks(

@@ -1,5 +1,5 @@
 """Runs example scripts, unchanged, one after the other in the processes that a launcher has started:
-transport/cuda_bindings.py JOBS.json
+client_driver.py JOBS.json
 
 Starting Python with torch, transformers and DeepSpeed takes longer than the jobs.
 """

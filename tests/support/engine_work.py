@@ -5,13 +5,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import models
 import torch
-from optimizers import adamw, muon, sgd, two_groups
 from torch import nn
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
+from support import models
+from support.optimizers import adamw, muon, sgd, two_groups
 
 OFF_STEPS = 900  # evaluation batches are numbered from here: never seen in training
 

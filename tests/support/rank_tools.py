@@ -8,6 +8,7 @@ import faulthandler
 import gc
 import json
 import os
+import random
 import sys
 import threading
 import time
@@ -20,8 +21,8 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 
-import models  # noqa: E402
-from places import shares_gpu, take_gpu  # noqa: E402
+from support import models  # noqa: E402
+from support.gpu_places import shares_gpu, take_gpu  # noqa: E402
 
 HUNG = 3  # exit code of a rank that ran into a time limit
 
@@ -166,6 +167,23 @@ class Tools:
             where = f"step {executor.global_step}, action {executor._cursor}" if executor else "setting up"
             told = transport.diagnose() if hasattr(transport, "diagnose") else "(this transport cannot tell)"
             print(f"rank {self.rank}, host at {where}: {told}", file=sys.stderr, flush=True)
+
+
+def disturb(tools: Tools, chance: random.Random, loss: torch.Tensor) -> None:
+    """Perhaps a kernel that takes milliseconds, a synchronize, a read, an empty cache; a sleep of the host."""
+    if chance.random() < 0.3:
+        if tools.cuda:
+            torch.cuda._sleep(int(chance.random() * 5e6))
+        else:
+            time.sleep(chance.random() * 3e-3)
+    if chance.random() < 0.1:
+        tools.synchronize()
+    if chance.random() < 0.1:
+        loss.item()
+    if chance.random() < 0.05 and tools.cuda:
+        torch.cuda.empty_cache()
+    if chance.random() < 0.05:
+        time.sleep(chance.random() * 0.02)
 
 
 def parser(text: str, budget: float) -> argparse.ArgumentParser:

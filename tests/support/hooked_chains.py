@@ -1,0 +1,110 @@
+"""Chains of blocks with activation checkpoints, saved-tensor hooks, in-place changes and boxed outputs."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+from support.chains import Box, Boxed, Chain, InPlaceBias, line
+
+
+class Deep(nn.Module):
+    """A unit with an activation of its own; ``inner``: it checkpoints its own second half."""
+
+    def __init__(self, inner: bool = False):
+        super().__init__()
+        self.first, self.second, self.inner = line(), line(), inner
+        self.hidden: list[StorageWeakRef] = []  # of the forwards so far
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        self.hidden.append(StorageWeakRef(h.untyped_storage()))
+        return checkpoint(self._rest, h, use_reentrant=False) if self.inner else self._rest(h)
+
+    def _rest(self, h):
+        return torch.tanh(self.second(h)) * self.second.weight.t().sum()
+
+
+class Checkpointed(Chain):
+    """Each unit in a checkpoint of its own."""
+
+    def __init__(self, *blocks: nn.Module, reentrant: bool):
+        super().__init__(*blocks)
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()  # without it a reentrant checkpoint gives its first unit no gradients
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class ChangedOutputs(Chain):
+    """The outputs of units are changed in place."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            x *= 1.5
+        return x
+
+
+class Unboxing(nn.Module):
+    """Takes an input that is no pytree, and gives a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = line()
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x.value if isinstance(x, Box) else x))
+
+
+def same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def as_they_are() -> Any:
+    """Saved-tensor hooks that keep tensors as they are (as save_on_cpu does on a CPU)."""
+    return saved_tensors_hooks(same, same)
+
+
+def halved() -> Any:
+    """Hooks whose two halves must both be called, once each."""
+    return saved_tensors_hooks(lambda x: (x.detach() * 2,), lambda packed: packed[0] / 2)
+
+
+class Watched(Chain):
+    """The user has saved-tensor hooks of their own inside the model."""
+
+    def __init__(self, *blocks: nn.Module, watch: Callable[[], Any]):
+        super().__init__(*blocks)
+        self.watch = watch
+
+    def forward(self, x):
+        with self.watch():
+            return super().forward(x)
+
+
+def deep(count: int = 8) -> list[nn.Module]:
+    return [Deep() for _ in range(count)]
+
+
+MODELS = {
+    "plain": lambda: Chain(*deep()),
+    "checkpoint": lambda: Checkpointed(*deep(), reentrant=False),
+    "reentrant checkpoint": lambda: Checkpointed(*deep(), reentrant=True),
+    "checkpoint inside": lambda: Chain(*(Deep(inner=True) for _ in range(8))),
+    "boxed": lambda: Chain(*(Boxed() if i % 2 == 0 else Unboxing() for i in range(8))),
+    "all boxed": lambda: Chain(*(Boxed() for _ in range(8)), unwrap=True),
+    "in place": lambda: Chain(*(line() if i % 2 == 0 else InPlaceBias() for i in range(8))),
+    "changed outputs": lambda: ChangedOutputs(*deep()),
+    "hooks that keep": lambda: Watched(*deep(), watch=as_they_are),
+    "hooks that change": lambda: Watched(*deep(), watch=halved),
+}
+# for the oracle, whose functional_call is over when a checkpoint computes anew
+WITHOUT = {"checkpoint": "plain", "reentrant checkpoint": "plain", "checkpoint inside": "plain"}
