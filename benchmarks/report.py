@@ -1,17 +1,7 @@
-"""Tables from the raw rows of a benchmark: ``python -m benchmarks.report OUT``, and ``--docs`` for docs/performance.md.
-
-Documents name the recorded runs they show::
-
-    <!-- generated: 2026-11-27_4xH100_first -->
-    ...
-    <!-- end of generated: 2026-11-27_4xH100_first -->
-
-``--docs`` writes the run's tables and plots between the two lines; nothing else is touched. More words after the name choose
-settings: ``generated: NAME llama-1.3b`` shows those whose heading contains every word.
-"""
+"""Tables from the raw rows of a benchmark: ``python -m benchmarks.report DIR...`` (docs/make_numbers.py: the documents'
+tables)."""
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Sequence
@@ -19,11 +9,7 @@ from pathlib import Path
 
 from benchmarks import rows
 
-REPOSITORY = Path(__file__).parent.parent
-DOCUMENT = REPOSITORY / "docs" / "performance.md"
-IMAGES = REPOSITORY / "docs" / "images"
 RIVALS = ("fsdp2", "zero3-leaf")  # engines that others are compared with, where they ran
-_BLOCK = re.compile(r"(<!-- generated: (\S+)((?: \S+)*) -->\n).*?(<!-- end of generated: \2\3 -->)", re.DOTALL)
 
 
 def tables(some: Sequence[dict[str, str]], level: str = "###") -> str:
@@ -78,73 +64,17 @@ def _by_rank(some: list[dict[str, str]], field: str) -> str:
     return ", ".join(f"{statistics.median(column):.1f}" for column in zip(*known))
 
 
-def generated(name: str, words: Sequence[str] = ()) -> str:
-    """A block of a document: tables, then plots, of a recorded run.
-
-    Raises:
-        ValueError: there is no such run, or none of its settings has all the words.
-    """
-    path = rows.RESULTS / name / "results.csv"
-    if not path.exists():
-        raise ValueError(f"generated: {name}, but benchmarks/results/{name}/results.csv does not exist; name a recorded run")
-    shown = [
-        r
-        for setting, engines in rows.settings(rows.read(path)).items()
-        for group in engines.values()
-        for r in group
-        if all(word in rows.describe(setting) for word in words)
-    ]
-    if not shown:
-        raise ValueError(f"generated: {name} {' '.join(words)}, but no setting's heading has these words; leave some out")
-    images = [f"![{what}, {name}](images/{name}_{what}.png)\n" for what in images_of(name, words)]
-    return "\n".join([tables(shown), *images])
-
-
-def images_of(name: str, words: Sequence[str] = ()) -> list[str]:
-    """Names of the plots that a document shows of a run: those in docs/images; a selection of settings has none."""
-    return [] if words else [what for what in ("time", "memory", "delay") if (IMAGES / f"{name}_{what}.png").exists()]
-
-
-def refreshed(text: str) -> str:
-    """A document with its generated blocks made anew.
-
-    Raises:
-        ValueError: a block names no recorded run, or does not end.
-    """
-    begun, whole = text.count("<!-- generated: "), len(_BLOCK.findall(text))
-    if begun != whole:
-        raise ValueError(f"{begun} generated blocks begin and {whole} end with the same words; each needs both lines")
-    return _BLOCK.sub(lambda m: f"{m[1]}\n{generated(m[2], m[3].split())}\n{m[4]}", text)
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__.split("\n")[0])
-    parser.add_argument("runs", nargs="*", type=Path, help="folders with a results.csv: prints their tables, writes table.md")
-    parser.add_argument("--docs", action="store_true", help="make the generated blocks and plots of docs/performance.md anew")
-    args = parser.parse_args(argv)
-    if not args.runs and not args.docs:
-        parser.error("name a folder, or --docs")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.report", description=__doc__)
+    parser.add_argument("runs", nargs="+", type=Path, help="folders with a results.csv: prints their tables, writes table.md")
     try:
-        for folder in args.runs:
+        for folder in parser.parse_args(argv).runs:
             (folder / "table.md").write_text(tables(rows.read(folder / "results.csv")))
             print((folder / "table.md").read_text())
-        if args.docs:
-            _document()
     except (ValueError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
-
-
-def _document() -> None:
-    from benchmarks import plots
-
-    text = DOCUMENT.read_text()
-    for _, name, words, _ in _BLOCK.findall(text):
-        if not words and (rows.RESULTS / name / "results.csv").exists():
-            for path in plots.draw(rows.RESULTS / name, IMAGES, f"{name}_", kinds=("png",)):
-                print(path.relative_to(REPOSITORY))
-    DOCUMENT.write_text(refreshed(text))
 
 
 if __name__ == "__main__":

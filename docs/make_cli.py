@@ -52,7 +52,7 @@ def render(page: str, draw: bool = False, measured: bool = True) -> str:
 
 
 def figures() -> None:
-    """Figure 4: pictures under docs/images, curves and totals under docs/results/memory."""
+    """Figure 4: the pictures that the page shows under docs/images, curves and totals under docs/results/memory."""
     from deepspeed_cdp.cli.main import main
 
     results, totals = ROOT / "docs" / "results" / "memory", []
@@ -74,8 +74,8 @@ def figures() -> None:
                         f"{title}, one image of 224 x 224 per worker, fp32",
                     ]
                 )
-            for suffix in (".png", ".svg"):
-                shutil.copy(f"{folder}/{name}{suffix}", ROOT / "docs" / "images" / f"memory-{name}{suffix}")
+            if f"images/memory-{name}.png" in PAGE.read_text():
+                shutil.copy(f"{folder}/{name}.png", ROOT / "docs" / "images" / f"memory-{name}.png")
             shutil.copy(f"{folder}/{name}.csv", results / f"{name}.csv")
         found = json.loads(text.getvalue())
         totals += [

@@ -103,33 +103,6 @@ def test_every_recorded_run_is_readable():
     assert recorded
     for path in recorded:
         assert path.with_name("table.md").read_text() == report.tables(rows.read(path)), "python -m benchmarks.report DIR"
-        on_gpus = any(r["peak_gib"] for r in rows.read(path))
-        for what in ("time", "memory") if on_gpus else ("time",):
-            assert path.with_name(f"{what}.png").exists() and path.with_name(f"{what}.svg").exists(), "python -m benchmarks.plots"
-
-
-def test_documents_are_as_generated():
-    text = report.DOCUMENT.read_text()
-    assert "<!-- generated: " in text
-    assert report.refreshed(text) == text, "run python -m benchmarks.report --docs"
-    for image in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
-        assert (report.DOCUMENT.parent / image).exists(), image
-
-
-def test_blocks_of_a_document_are_made_anew(some, monkeypatch):
-    monkeypatch.setattr(rows, "RESULTS", some.parent)
-    name = some.name
-    text = f"before\n<!-- generated: {name} late -->\nold\n<!-- end of generated: {name} late -->\nafter\n"
-    made = report.refreshed(text)
-    assert made.startswith("before\n<!-- generated: ") and made.endswith(" -->\nafter\n") and "\nold\n" not in made
-    assert made.count("### ") == 1 and "late by" in made
-    assert report.refreshed(made) == made
-    with pytest.raises(ValueError, match="1 generated blocks begin and 0 end"):
-        report.refreshed(text.replace("end of generated", "end"))
-    with pytest.raises(ValueError, match="no setting's heading has these words"):
-        report.refreshed(text.replace(" late", " later"))
-    with pytest.raises(ValueError, match="nowhere/results.csv does not exist"):
-        report.refreshed(text.replace(name, "nowhere"))
 
 
 def test_plots(some, tmp_path):

@@ -140,6 +140,32 @@ def test_fp16_passes_where_updates_wait_for_the_norm(rule, settings):
     assert deepspeed.DeepSpeedConfig(ds_config(settings, rule=rule)).cyclic_config.enabled
 
 
+@pytest.mark.parametrize("settings", FLOAT16)
+@pytest.mark.parametrize(
+    ("rule", "ring", "late"),
+    [(3, 2, False), (3, 4, True), (7, 4, False), (7, 8, True), (15, 8, False), ("cdp-v1", 4, False), ("dp", 2, False)],
+)
+def test_the_size_of_an_auto_ring_decides(rule, ring, late, settings):
+    """K = 2N-1 waits for the norm, where N is the ring's size: four hosts of two ranks are rings of 2, not one of 8."""
+    raw, config = ds_config(settings, rule=rule), deepspeed.DeepSpeedConfig(ds_config(settings, rule="dp"))
+    config.cyclic_config.rule, config.world_size, config._param_dict = rule, 8, raw
+    support.check_supported(config)  # some ring size that divides 8 allows the rule
+    if late:
+        with pytest.raises(ValueError, match=f" under cyclic.rule {rule}: a stage is updated before"):
+            support.check_ring_size(config, ring)
+    else:
+        support.check_ring_size(config, ring)
+
+
+@pytest.mark.parametrize("settings", FLOAT16)
+@pytest.mark.parametrize(("rule", "ring_size"), [(1, "auto"), (5, "auto"), (15, 4)])
+def test_no_possible_ring_size_allows_the_rule(rule, ring_size, settings):
+    config = deepspeed.DeepSpeedConfig(ds_config(settings, rule="dp"))
+    config.cyclic_config.rule, config.cyclic_config.ring_size, config.world_size = rule, ring_size, 8
+    with pytest.raises(ValueError, match=f" under cyclic.rule {rule}: a stage is updated before"):
+        support.check_supported(config)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "bf16"])
 def test_autocast_to_bf16_passes_under_every_rule(dtype):
     settings = {"torch_autocast.enabled": True, "torch_autocast.dtype": dtype}
@@ -191,7 +217,7 @@ def test_rows_are_complete():
     assert len(settings) == len(set(settings))
 
 
-def test_readme_prints_exactly_this_table():
-    parts = (REPOSITORY / "README.md").read_text().split("<!-- settings -->")
-    assert len(parts) == 3, "README.md needs the table between two <!-- settings --> markers"
-    assert parts[1].strip() == support.as_markdown().strip(), "paste the output of `python -m deepspeed_cdp.integration.support`"
+def test_the_settings_page_prints_exactly_this_table():
+    parts = (REPOSITORY / "docs" / "settings.md").read_text().split("<!-- settings -->")
+    assert len(parts) == 3, "docs/settings.md needs the table between two <!-- settings --> markers"
+    assert parts[1].strip() == support.as_markdown().strip(), "run python docs/make_settings.py"

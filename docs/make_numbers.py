@@ -1,0 +1,300 @@
+"""Writes the measured tables of the documents from recorded rows: ``python docs/make_numbers.py`` (from anywhere).
+
+A line ``<!-- rows: KIND; RUN, part, part; RUN ... -->`` begins a table, ``<!-- end of rows -->`` ends it. KIND is a function in
+`KINDS`. RUN is a folder of benchmarks/results. The parts select the settings whose heading (`benchmarks.rows.describe`) has all
+of them, for example ``llama-1.3b, micro-batch 4``. A part ``only ENGINE ENGINE`` selects engines. ``--plots`` also draws the
+plots under docs/images anew.
+tests/unit/test_docs_numbers.py checks that the committed tables are the ones that this script makes.
+"""
+
+import argparse
+import csv
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import rows  # noqa: E402
+
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "learning.md")
+IMAGES = ROOT / "docs" / "images"
+BLOCK = re.compile(r"<!-- rows: ([^>]*?) -->\n.*?<!-- end of rows -->", re.DOTALL)
+
+ENGINES = {
+    "cdp-v2": "`cdp-v2`",
+    "fsdp2": "FSDP2",
+    "zero3-leaf": "ZeRO-3, leaf modules",
+    "zero3": "ZeRO-3",
+    "ddp": "DDP",
+    "compute": "passes alone",
+}
+MODELS = {"llama-1.3b": "Llama 1.35B", "llama-3b": "Llama 3B", "llama-8b": "Llama 8B"}
+RULES = {"dp": "`dp`", "cdp-v2-warmup": "`cdp-v2` after 100 steps of `dp`", "cdp-v2": "`cdp-v2`", "cdp-v1": "`cdp-v1`"}
+BASE_RATE = 1e-3  # of the GPT in benchmarks/learning_tasks.py; rows record a multiple of it
+
+
+class Setting(NamedTuple):
+    """One setting of one recorded run, with its rows by engine."""
+
+    run: str
+    parts: tuple[str, ...]
+    engines: dict[str, list[dict[str, str]]]
+    shown: tuple[str, ...] = ()  # the engines that a marker asks for; none: all
+
+    @property
+    def first(self) -> dict[str, str]:
+        return next(iter(self.engines.values()))[0]
+
+    @property
+    def plain(self) -> bool:
+        """No rank is delayed and no link is slowed down."""
+        return not float(self.first["jitter_ms"]) and not self.first["bandwidth_gb_s"]
+
+    @property
+    def place(self) -> str:
+        return f"{self.first['ranks']} x {self.first['device'].removeprefix('NVIDIA ').removesuffix(' 80GB HBM3')}"
+
+    @property
+    def label(self) -> str:
+        """The setting without its model and its hardware."""
+        hardware = f"{self.first['ranks']} x {self.first['device']}"
+        return ", ".join(p for p in self.parts if p not in (self.first["model"], hardware))
+
+    def times(self, engine: str) -> list[float]:
+        return [float(r["step_ms"]) for r in self.engines.get(engine, [])]
+
+    def ms(self, engine: str) -> float | None:
+        """Median over windows; None if the engine did not run."""
+        return statistics.median(self.times(engine)) if engine in self.engines else None
+
+    def gib(self, engine: str) -> float | None:
+        known = [float(r["peak_gib"]) for r in self.engines.get(engine, []) if r["peak_gib"]]
+        return statistics.median(known) if known else None
+
+
+def settings(sources: Sequence[str]) -> list[Setting]:
+    """The settings that the sources of a marker select.
+
+    Raises:
+        ValueError: a run or a part does not exist.
+    """
+    found: list[Setting] = []
+    for source in sources:
+        run, *parts = (part.strip() for part in source.split(","))
+        path = rows.RESULTS / run / "results.csv"
+        if not path.exists():
+            raise ValueError(f"rows: {source}, but benchmarks/results/{run}/results.csv does not exist; name a recorded run")
+        every = [Setting(run, tuple(rows.describe(s).split(", ")), e) for s, e in rows.settings(rows.read(path)).items()]
+        only = {name for part in parts if part.startswith("only ") for name in part.split()[1:]}
+        asked = {part for part in parts if not part.startswith("only ")}
+        some = [s for s in every if asked <= set(s.parts)]
+        if not some or not all(only <= set(s.engines) for s in some if s.plain):
+            raise ValueError(
+                f"rows: {source}, but no setting's heading has these parts, or an engine did not run; leave some out"
+            )
+        found += [s._replace(shown=tuple(only)) for s in some]
+    return found
+
+
+def table(head: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """A Markdown table without the columns that have no entry."""
+    kept = [i for i in range(len(head)) if any(line[i] for line in body)]
+    lines = [[h[i] for i in kept] for h in (head, *body)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], ["---"] * len(kept), *lines[1:]))
+
+
+def _show(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _ratio(over: float | None, under: float | None, form: str) -> str:
+    return "" if over is None or under is None else format(over / under, form)
+
+
+def _recorded(run: str, page: Path) -> str:
+    return f"[{run[:10]}]({os.path.relpath(rows.RESULTS / run / 'table.md', page.parent)})"
+
+
+def speed(sources: Sequence[str], page: Path) -> str:
+    """Steps of ``cdp-v2`` beside the passes alone and the other engines, one line per setting."""
+    head = ["GPUs", "setting", "passes alone, ms", "`cdp-v2`, ms (windows)", "of passes alone"]
+    rivals = ("fsdp2", "zero3-leaf", "zero3", "ddp")
+    body = []
+    for s in settings(sources):
+        times = s.times("cdp-v2")
+        body.append(
+            [
+                s.place,
+                s.label,
+                _show(s.ms("compute"), ".1f"),
+                f"**{s.ms('cdp-v2'):.1f}** ({min(times):.1f} to {max(times):.1f})",
+                _ratio(s.ms("compute"), s.ms("cdp-v2"), ".1%").replace("%", " %"),
+                *(_ratio(s.ms(rival), s.ms("cdp-v2"), ".2f") for rival in rivals),
+                _recorded(s.run, page),
+            ]
+        )
+    return table([*head, *(f"x {ENGINES[rival]}" for rival in rivals), "rows"], body)
+
+
+def memory(sources: Sequence[str], page: Path) -> str:
+    """Peak memory per GPU, one line per setting; settings with delays or slow links need what the others need."""
+    names = ("cdp-v2", "fsdp2", "zero3-leaf", "zero3", "ddp")
+    body = [
+        [
+            f"{MODELS[s.first['model']]}, {s.label}",
+            s.place,
+            *(_show(s.gib(name), ".1f") for name in names),
+            _recorded(s.run, page),
+        ]
+        for s in settings(sources)
+        if s.plain and s.gib("cdp-v2")
+    ]
+    return table(["setting", "GPUs", *(f"{ENGINES[name]}, GiB" for name in names), "rows"], body)
+
+
+def engines(sources: Sequence[str], page: Path) -> str:
+    """The engines of the settings without delays, fastest first."""
+    body = [
+        [
+            f"`{name}`",
+            s.place,
+            f"{s.ms(name):.1f}",
+            _ratio(s.ms("compute"), s.ms(name), ".1%").replace("%", " %"),
+            _show(s.gib(name), ".1f"),
+            _recorded(s.run, page),
+        ]
+        for s in settings(sources)
+        if s.plain
+        for name in sorted(s.shown or s.engines, key=s.ms)
+    ]
+    return table(["engine", "GPUs", "ms per step", "of passes alone", "GiB", "rows"], body)
+
+
+def hosts(sources: Sequence[str], page: Path) -> str:
+    """Two hosts and a slow link: medians over repeats, one line per link, number of micro-batches and engine."""
+    body = []
+    for run in sources:
+        for path in sorted((rows.RESULTS / run).glob("rows*.csv")):
+            summary = path.with_name(path.name.replace("rows", "summary", 1)).with_suffix(".txt")
+            rounds = re.search(r"--rounds=(\d+)", summary.read_text())[1]
+            with path.open(newline="") as file:
+                some = list(csv.DictReader(file))
+            for engine in dict.fromkeys(r["engine"] for r in some):
+                mine = [r for r in some if r["engine"] == engine]
+                step, sent, received = (
+                    statistics.median(float(r[f]) for r in mine) for f in ("step_s", "sent_mb", "received_mb")
+                )
+                link = f"{float(mine[0]['mbit']):g} Mbit/s"
+                name = {"rings": "`cdp-v2`, a ring per host", "ring": "`cdp-v2`, one ring", "zero3": "ZeRO-3"}[engine]
+                body.append([link, rounds, name, f"{step:.2f}", f"{sent:.1f}", f"{received:.1f}", str(len(mine))])
+    head = ["link", "micro-batches per step", "engine", "s per step", "MB sent by host 0", "MB received by host 0", "repeats"]
+    return table(head, body)
+
+
+def _gpt(run: str) -> dict[tuple[str, str], dict[str, list[dict[str, str]]]]:
+    from benchmarks import learning_report
+
+    some = learning_report.finished(learning_report.read(rows.RESULTS / run / "rows.csv"))
+    return {key: by_rule for key, by_rule in learning_report.settings(some).items() if key[0].startswith("gpt")}
+
+
+def _test_loss(some: Sequence[dict[str, str]]) -> float:
+    from benchmarks import learning_report
+
+    return statistics.mean(learning_report.last(some, "test_loss").values())
+
+
+def learning(sources: Sequence[str], page: Path) -> str:
+    """The GPT's final test losses by rule, one line per learning rate and momentum."""
+    body = []
+    for (dataset, rate), by_rule in _gpt(*sources).items():
+        momentum = dataset.partition("gpt-beta1-")[2] or "0.9"
+        seeds = {r["seed"] for some in by_rule.values() for r in some}
+        losses = [f"{_test_loss(by_rule[rule]):.3f}" if rule in by_rule else "" for rule in RULES]
+        body.append([momentum, f"{float(rate) * BASE_RATE:g}", str(len(seeds)), *losses])
+    body.sort(key=lambda line: (-float(line[0]), -float(line[1])))
+    return table(["β₁ of AdamW", "learning rate", "seeds", *RULES.values()], body)
+
+
+def headline(sources: Sequence[str], page: Path) -> str:
+    """README's table: time and memory of settings without delays; the last source is the run with the GPT's test losses."""
+    *speeds, learned = sources
+    names = ("cdp-v2", "fsdp2", "zero3-leaf", "zero3")
+    body = []
+    for s in settings(speeds):
+        if not s.plain:
+            continue
+        label = f"{MODELS[s.first['model']]}, {s.label}: "
+        for what, figure in (("ms per step", s.ms), ("peak GiB per GPU", s.gib)):
+            known = {name: v for name in names if (v := figure(name)) is not None}
+            form = ".0f" if figure == s.ms else ".1f"
+            cells = [format(known[n], form) if n in known else "" for n in names]
+            best = min(known, key=known.get)
+            body.append([label + what, *(f"**{c}**" if n == best else c for n, c in zip(names, cells))])
+            label = ""
+    gpt = _gpt(learned)["gpt", "1"]
+    plain, cyclic, warm = (_test_loss(gpt[rule]) for rule in ("dp", "cdp-v2", "cdp-v2-warmup"))
+    trained = gpt["dp"][0]
+    label = f"small GPT from scratch, AdamW, {trained['steps']} steps: test loss"
+    body.append([label, f"{cyclic:.2f} ({warm:.2f} with `warmup_steps`)", *[f"**{plain:.2f}**"] * 3])
+    where = f"{s.place} (NVLink), bf16, AdamW, sequence length {s.first['sequence']}, torch {s.first['torch']}, DeepSpeed "
+    where += f"{s.first['deepspeed']}, commit {s.first['commit']}, {_recorded(s.run, page)}."
+    what = f"{int(trained['parameters']):,} parameters, {trained['ranks']} ranks, {len({r['seed'] for r in gpt['dp']})} seeds, "
+    what += f'{_recorded(learned, page)}. FSDP2 and ZeRO-3 are plain data parallelism, recorded as `"rule": "dp"`.'
+    head = ["lower is better", *(ENGINES[name] for name in names)]
+    return f"{table(head, body)}\n\nSpeed and memory: {where}\nTest loss: {what}"
+
+
+KINDS: dict[str, Callable[[Sequence[str], Path], str]] = {
+    f.__name__: f for f in (speed, memory, engines, hosts, learning, headline)
+}
+
+
+def render(text: str, page: Path) -> str:
+    """The text of ``page`` with each block made anew.
+
+    Raises:
+        ValueError: a marker names an unknown kind, run or setting, or its block does not end.
+    """
+    begun, whole = text.count("<!-- rows: "), len(BLOCK.findall(text))
+    if begun != whole or whole != text.count("<!-- end of rows -->"):
+        raise ValueError(f"{page.name}: {begun} blocks of rows begin and {whole} end; each needs both lines")
+
+    def made(match: re.Match[str]) -> str:
+        kind, *sources = (part.strip() for part in match[1].split(";"))
+        if kind not in KINDS:
+            raise ValueError(f"{page.name}: rows: {kind}; allowed kinds are {', '.join(KINDS)}")
+        return f"<!-- rows: {match[1]} -->\n{KINDS[kind](sources, page)}\n<!-- end of rows -->"
+
+    return BLOCK.sub(made, text)
+
+
+def draw() -> list[Path]:
+    """The plots of recorded runs that lie under docs/images, drawn anew. benchmarks.learning --docs draws its own."""
+    from benchmarks import plots
+
+    drawn = []
+    for folder in sorted(p.parent for p in rows.RESULTS.glob("*/results.csv")):
+        if shown := {p.name for p in IMAGES.glob(f"{folder.name}_*.png")}:
+            for path in plots.draw(folder, IMAGES, f"{folder.name}_", kinds=("png",)):
+                drawn.append(path) if path.name in shown else path.unlink()
+    return drawn
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--plots", action="store_true", help="also draw the plots under docs/images anew")
+    for page in PAGES:
+        page.write_text(render(page.read_text(), page))
+    if parser.parse_args().plots:
+        draw()
+
+
+if __name__ == "__main__":
+    main()
