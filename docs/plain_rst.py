@@ -1,5 +1,5 @@
-"""For mkdocstrings: what docstrings have in reStructuredText (literal blocks, tables of two columns) as Markdown, and attributes
-that share a line as one each."""
+"""A griffe extension for mkdocstrings. It turns the reStructuredText of docstrings (literal blocks, tables of two columns) into
+Markdown, and gives attributes and arguments that share a line a line each."""
 
 import re
 from typing import Any
@@ -7,6 +7,7 @@ from typing import Any
 import griffe
 
 _TABLE = re.compile(r"^(=+)  =+\n(.*?)^=+  =+$", re.MULTILINE | re.DOTALL)
+_INDEXED = re.compile(r"(?<!`)(\[\w+\]\[\w+\])(?!`)")  # [step][rank], which Markdown takes for a link
 _SHARED = re.compile(r"^( +)(\w+(?:, \w+)+): ", re.MULTILINE)
 
 
@@ -24,7 +25,7 @@ def _markdown(match: re.Match[str]) -> str:
 class PlainRst(griffe.Extension):
     def on_instance(self, *, obj: Any, **_: Any) -> None:
         if obj.docstring:
-            if "Attributes:" in obj.docstring.value:
+            if "Attributes:" in obj.docstring.value or "Args:" in obj.docstring.value:
                 obj.docstring.value = _SHARED.sub(_apart, obj.docstring.value)
-            text = _TABLE.sub(_markdown, obj.docstring.value)
+            text = _INDEXED.sub(r"``\1``", _TABLE.sub(_markdown, obj.docstring.value))
             obj.docstring.value = re.sub(r"^::$|(?<=\w):(?=:$)|(?<=\)):(?=:$)", "", text, flags=re.MULTILINE)

@@ -106,7 +106,7 @@ class Transport(ABC):
         Args:
             edges: all of the ring's, the same list on all ranks.
             deferred: messages that the peer initiates begin at ``start_peer``, not when they are named (only where
-            ``rendezvous``).
+                ``rendezvous``).
         """
 
     def start_peer(self, stream: str, peer: int, incoming: bool) -> None:  # noqa: B027
