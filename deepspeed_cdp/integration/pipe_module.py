@@ -1,10 +1,10 @@
-"""PipelineModules where DeepSpeed has no topology for them: a pyramid of ranks, and all stages on one device.
+"""Topologies that DeepSpeed's PipelineModule lacks: a pyramid of ranks, and all stages on one device.
 
-``PipelineModule(layers, num_stages=N)`` is built before any config is read, and DeepSpeed refuses it where N does not divide the
-number of ranks. Registration (integration/pipe_register.py) gives it a topology there, so that scripts stay as they are;
-``refuse_placed`` says at
-``deepspeed.initialize`` what DeepSpeed would have said, if the config does not enable the cyclic engine. Where N divides the
-ranks of a pyramid (N odd), DeepSpeed builds several pipelines instead, and the script must say ``topology=pyramid_topology(N)``.
+DeepSpeed refuses ``PipelineModule(layers, num_stages=N)`` if N does not divide the number of ranks. Registration
+(integration/pipe_register.py) supplies one of these topologies there, so that scripts need no change.
+
+If N divides the ranks of its pyramid (N odd), DeepSpeed builds several pipelines instead. Such a script passes
+``topology=pyramid_topology(N)``.
 """
 
 from collections import namedtuple
@@ -23,6 +23,7 @@ class PyramidTopology(ProcessTopology):
 
     def __init__(self, num_stages: int):
         places = PipeSchedule(num_stages, 0, placement="pyramid")
+        self.cyclic_stages = num_stages
         self._places, self.axes, self.dims = places, ["rank"], [places.ranks]
         self.ProcessCoord = namedtuple("ProcessCoord", ("pipe", "data", "rank"))
         self.mapping = {self.ProcessCoord(places.stages_of(r)[0], 0, r): r for r in range(places.ranks)}
@@ -55,7 +56,7 @@ class SingleTopology(PipeDataParallelTopology):
 
     def __init__(self, num_stages: int):
         super().__init__(num_pp=1, num_dp=1)
-        self.num_stages = num_stages
+        self.cyclic_stages = num_stages
 
 
 def pyramid_topology(num_stages: int) -> PyramidTopology:
@@ -63,10 +64,9 @@ def pyramid_topology(num_stages: int) -> PyramidTopology:
     return PyramidTopology(num_stages)
 
 
-def misfit(stages: int, world: int) -> ProcessTopology | None:
-    """A topology where DeepSpeed has none, else None."""
-    if world % stages == 0:
-        return None
+def topology_for(stages: int) -> ProcessTopology | None:
+    """The topology of a pyramid or of a single device, if all ranks are one; else None."""
+    world = torch.distributed.get_world_size()
     if world == 1:
         return SingleTopology(stages)
     return PyramidTopology(stages) if world == stages * (stages + 1) // 2 else None
@@ -77,31 +77,13 @@ def cut(module: PipelineModule, method: str) -> None:
     if not isinstance(module._topo, SingleTopology):
         return
     kept = (module.num_stages, module.parts, module._local_start, module._local_stop)
-    module.num_stages = module._topo.num_stages
+    module.num_stages = module._topo.cyclic_stages
     try:
         with torch.random.fork_rng(devices=[]):  # counting parameters builds layers
             module._partition_layers(method=method)
         module.cyclic_parts = module.parts
     finally:
         module.num_stages, module.parts, module._local_start, module._local_stop = kept
-
-
-def refuse_placed(model: Any) -> None:
-    """Raises what DeepSpeed would have raised for a module that only the cyclic engine can train."""
-    topology = getattr(model, "_topo", None)
-    stages = (
-        topology.num_stages
-        if isinstance(topology, SingleTopology)
-        else topology.get_dim("pipe")
-        if isinstance(topology, PyramidTopology)
-        else None
-    )
-    if stages is not None:
-        world = torch.distributed.get_world_size()
-        raise RuntimeError(
-            f'num_stages ({stages}) must divide distributed world size ({world}), unless "cyclic": '
-            '{"enabled": true} is in the config'
-        )
 
 
 def placement_of(model: PipelineModule, asked: str) -> tuple[str, int]:
@@ -112,9 +94,9 @@ def placement_of(model: PipelineModule, asked: str) -> tuple[str, int]:
     """
     topology, world = model._topo, torch.distributed.get_world_size()
     if isinstance(topology, SingleTopology):
-        found, stages = "single", topology.num_stages
+        found, stages = "single", topology.cyclic_stages
     elif isinstance(topology, PyramidTopology):
-        found, stages = "pyramid", topology.get_dim("pipe")
+        found, stages = "pyramid", topology.cyclic_stages
     else:
         found, stages = "pipeline", topology.get_dim("pipe")
         others = [a for a in topology.get_axis_names() if a != "pipe" and topology.get_dim(a) > 1]

@@ -1,7 +1,7 @@
-"""Registration with DeepSpeed: the only file that touches `deepspeed.initialize` and `DeepSpeedConfig`.
+"""Registration with DeepSpeed: the only file that replaces `deepspeed.initialize` and extends `DeepSpeedConfig`.
 
-`register` extends DeepSpeedConfig so that every config has a `cyclic_config`, and rebinds `deepspeed.initialize` to a function
-of the same signature that builds a CyclicEngine where the config says so and is the stock function everywhere else.
+`register` gives every DeepSpeedConfig a `cyclic_config`. It rebinds `deepspeed.initialize` to a function of the same signature,
+which builds a CyclicEngine if the config enables it and calls the stock function otherwise.
 """
 
 import base64
@@ -9,28 +9,36 @@ import difflib
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+from deepspeed_cdp.integration import compat
 from deepspeed_cdp.integration.pipe_register import classes, refuse_placed, stock_again, tolerate_placements
 
-# Nothing of deepspeed, and nothing of this package that imports it, is imported here at the top: registration runs at the very
-# end of `import deepspeed`, which any module of this package may have started and be waiting for.
+# This module imports neither deepspeed nor modules that import it: registration runs at the end of `import deepspeed`, which a
+# module of this package may have started.
 
-# Marks our wrappers on the functions themselves: a flag in this module would survive importlib.reload(deepspeed), they don't.
+# Marks our wrappers on the functions themselves: importlib.reload(deepspeed) drops them, a flag in this module would stay.
 _STOCK = "__deepspeed_cdp_stock__"
 
 
 def register() -> None:
-    """Makes DeepSpeed understand `"cyclic": {"enabled": true}`. Idempotent."""
+    """Makes DeepSpeed understand `"cyclic": {"enabled": true}`. Idempotent.
+
+    With a DeepSpeed or torch that the engine cannot run with, it warns, and a config that enables the engine is an error.
+    """
     import deepspeed
 
-    config = deepspeed.DeepSpeedConfig
-    if not hasattr(config._initialize_params, _STOCK):
-        config._initialize_params = _with_cyclic_config(config._initialize_params)
+    if problem := compat.problem():
+        warnings.warn(f'{problem}; until then "cyclic": {{"enabled": true}} is an error', RuntimeWarning, stacklevel=2)
+    else:
+        config = deepspeed.DeepSpeedConfig
+        if not hasattr(config._initialize_params, _STOCK):
+            config._initialize_params = _with_cyclic_config(config._initialize_params)
+        tolerate_placements()
     if not hasattr(deepspeed.initialize, _STOCK):
         deepspeed.initialize = _with_cyclic_engine(deepspeed.initialize)
-    tolerate_placements()
 
 
 def unregister() -> None:
@@ -79,10 +87,8 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
 
         given = signature.bind(*args, **kwargs).arguments
         raw = _resolve_config(given)
-        pipeline = isinstance(given.get("model"), deepspeed.PipelineModule)
         if CYCLIC not in raw or not parse_cyclic(raw).enabled:
-            if pipeline:
-                refuse_placed(given["model"])
+            refuse_placed(given.get("model"), CYCLIC in raw)
             written = {str(key).lower(): key for key in raw}
             if CYCLIC not in raw and (near := difflib.get_close_matches(CYCLIC, written, 1, 0.8)):
                 logger.warning(
@@ -90,11 +96,12 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
                     f"did you mean {CYCLIC!r}?"
                 )
             return stock(*args, **kwargs)
+        compat.require()
         _refuse_model(given, parse_cyclic(raw).placement)
-        # Stock `initialize` has no parameter for the engine's class: it looks `DeepSpeedEngine` (for a PipelineModule,
-        # `PipelineEngine`) up among the globals of its module. It reads ours there for the length of this call only, so that
-        # afterwards `deepspeed.DeepSpeedEngine` is the stock class again, and isinstance(engine, deepspeed.DeepSpeedEngine)
-        # true, since ours derives from it.
+        # Stock `initialize` has no parameter for the engine's class: it reads `DeepSpeedEngine` (for a PipelineModule,
+        # `PipelineEngine`) from the globals of its module. These name our classes during this call only. Our classes derive
+        # from the stock ones, so isinstance(engine, deepspeed.DeepSpeedEngine) holds afterwards.
+        pipeline = isinstance(given.get("model"), deepspeed.PipelineModule)
         ours = classes() if pipeline else {"DeepSpeedEngine": engine_class()}
         stocks = {name: getattr(deepspeed, name) for name in ours}
         for name, cls in ours.items():
@@ -104,9 +111,12 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
         finally:
             for name, cls in stocks.items():
                 setattr(deepspeed, name, cls)
-        # Guards against a DeepSpeed whose `initialize` finds its engine elsewhere: never train with the wrong one silently.
         engine = next(iter(ours.values()))
-        assert isinstance(result[0], engine), f"deepspeed.initialize built {type(result[0]).__name__}, not {engine.__name__}"
+        if not isinstance(result[0], engine):  # never train with the wrong engine silently
+            raise RuntimeError(
+                f"deepspeed.initialize built {type(result[0]).__name__}, not {engine.__name__}, although {CYCLIC}.enabled is "
+                "true; remove what else replaces deepspeed.initialize or its engines"
+            )
         return result
 
     setattr(initialize, _STOCK, stock)

@@ -3,7 +3,7 @@
 `check_supported` applies it to a parsed DeepSpeedConfig, `python -m deepspeed_cdp.integration.support` prints it for the README.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -56,10 +56,18 @@ def _removed_in_mics(value: Any, config: Any) -> bool:
 
 
 def _late(config: Any) -> bool:
-    """Whether the rule updates stages before the step's last overflow is known."""
-    rule, size = config.cyclic_config.rule, config.cyclic_config.ring_size
-    ring = config.world_size if size == "auto" else size
-    return rule == "cdp-v2" or isinstance(rule, int) and rule not in (0, 2 * ring - 1)
+    """Whether the rule updates stages before the step's last overflow is known.
+
+    Until the engine knows the size of an `auto` ring, this is False if it depends on the size.
+    """
+    rule = config.cyclic_config.rule
+    return rule == "cdp-v2" or isinstance(rule, int) and rule not in (0, *(2 * size - 1 for size in _ring_sizes(config)))
+
+
+def _ring_sizes(config: Any) -> list[int]:
+    """Ranks per ring: the size that the engine has found, or that the config sets, or all sizes that `auto` may become."""
+    size, world = getattr(config, "cyclic_ring_size", config.cyclic_config.ring_size), config.world_size
+    return [size] if size != "auto" else [r for r in range(1, world + 1) if world % r == 0 and (r > 1 or world == 1)]
 
 
 def _fp16_late(value: Any, config: Any) -> bool:
@@ -383,18 +391,30 @@ def check_supported(config: Any, raw: dict[str, Any] | None = None) -> tuple[str
         The settings that the user wrote and that are ignored.
     """
     raw = config._param_dict if raw is None else raw
-    for row in TABLE:
-        if row.refuses is None:
-            continue
-        for setting in row.settings:
-            value = _value(config, raw, setting)
-            if value is not _ABSENT and row.refuses(value, config):
-                late = row.refuses in (_fp16_late, _autocast_fp16_late)
-                under = f" under cyclic.rule {config.cyclic_config.rule}" if late else ""
-                raise ValueError(f"{setting} is {_show(value)}{under}: {row.reason}; {row.fix}.")
+    _refuse(TABLE, config, raw)
     return tuple(
         setting for row in TABLE if row.verdict == "ignored" for setting in row.settings if _raw(raw, setting) is not _ABSENT
     )
+
+
+def check_ring_size(config: Any, size: int) -> None:
+    """Raises ValueError for the settings that the rule refuses with this size of the ring, which `auto` did not tell before.
+
+    Args:
+        config: as for `check_supported`.
+        size: ranks per ring.
+    """
+    config.cyclic_ring_size = size
+    _refuse([row for row in TABLE if row.reason == LATE], config, config._param_dict)
+
+
+def _refuse(rows: Iterable[Row], config: Any, raw: dict[str, Any]) -> None:
+    for row in rows:
+        for setting in row.settings if row.refuses else ():
+            value = _value(config, raw, setting)
+            if value is not _ABSENT and row.refuses(value, config):
+                under = f" under cyclic.rule {config.cyclic_config.rule}" if row.reason == LATE else ""
+                raise ValueError(f"{setting} is {_show(value)}{under}: {row.reason}; {row.fix}.")
 
 
 def _lines() -> Iterator[str]:

@@ -198,13 +198,10 @@ def _empty(p: torch.nn.Parameter, device: torch.device) -> None:
 
 
 def _strip(p: torch.nn.Parameter) -> None:
-    """Remove what ``zero.Init`` has put on a parameter."""
+    """Remove the attributes that ``zero.Init`` and ZeRO-3's optimizer have put on a parameter."""
     for key, value in list(p.__dict__.items()):
-        if (
-            key.startswith("ds_")
-            or key in ("nvme_swapper", "is_external_param", "_z3_optimizer")
-            or (getattr(value, "__module__", None) == ZeroParamStatus.__module__)
-        ):
+        of_deepspeed = str(getattr(value, "__module__", "")).startswith("deepspeed.")  # its methods and optimizer
+        if of_deepspeed or key.startswith("ds_") or key in ("nvme_swapper", "is_external_param"):
             del p.__dict__[key]
 
 

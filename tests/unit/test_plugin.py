@@ -141,7 +141,7 @@ def test_engine_class_is_the_real_one_by_default(monkeypatch):
 
 def test_an_initialize_that_ignores_the_class_is_noticed(world, monkeypatch):
     other = plugin._with_cyclic_engine(lambda model=None, config=None: (StandInStock(),))
-    with pytest.raises(AssertionError, match="built StandInStock, not Cyclic"):
+    with pytest.raises(RuntimeError, match="built StandInStock, not Cyclic, although cyclic.enabled is true; remove "):
         other(model=model(), config=dict(ON))
 
 
