@@ -37,6 +37,19 @@ def test_tables_are_what_the_rows_say(page: Path) -> None:
     assert NUMBERS.render(text, page) == text, f"{page.name} is stale: run python docs/make_numbers.py"
 
 
+def test_table_1_is_what_its_rows_say() -> None:
+    from benchmarks import table1
+
+    text = table1.PAGE.read_text()
+    assert len(table1.BLOCK.findall(text)) == 2
+    assert table1.render(text) == text, "docs/table1.md is stale: run python -m benchmarks.table1 --write"
+
+
+def test_promises_name_tests_that_exist() -> None:
+    named = set(re.findall(r"`(tests/[^`]*)`", (DOCS / "promises.md").read_text()))
+    assert len(named) > 30 and not [name for name in named if not (ROOT / name).exists()]
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "performance.md"], ids=lambda p: p.name)
 def test_measured_figures_are_in_generated_tables_only(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", NUMBERS.BLOCK.sub("", page.read_text()), flags=re.DOTALL)
