@@ -49,7 +49,7 @@ class Update:
         module.to(DTYPES[args.dtype])
         settings = Settings("cdp-v2", clip=args.clip, offload=offload, pin=not args.pageable)
         self.runtime = Runtime(module, OPTIMIZERS[optimizer](module.parameters(), lr=1e-5), settings, OneRank(device), device)
-        self.owner, self.units = self.runtime.owner, self.runtime.executor._members
+        self.owner, self.units = self.runtime.owner, self.runtime.executor.owner_part.trained
         for sums in self.owner._sums.values():
             for total in sums.values():
                 total.normal_(std=1e-3)
@@ -70,6 +70,7 @@ class Update:
                 owner.update(step, norm2, unit, 0)
         self.runtime.scale.end(step, False)
         owner.finish(step)
+        self.runtime.scale.finish(step)
         self.runtime.scale.end_step(step)
         if self.cuda:
             torch.cuda.synchronize()

@@ -60,14 +60,14 @@ class Clock:
 def timed_calls(engine: Any, actions: Clock, driver: Clock) -> Iterator[None]:
     """Time the walk's actions and its driver's calls (none where the transport has no driver)."""
     executor, calls = engine._runtime.executor, getattr(engine._transport, "driver", None)
-    do, names = executor._do, ("wait", "write", "copy", "record", "follow", "reached", "event")
-    executor._do = {kind: actions.around(kind, f) for kind, f in do.items()}
+    do, names = executor.actions, ("wait", "write", "copy", "record", "follow", "reached", "event")
+    executor.actions = {kind: actions.around(kind, f) for kind, f in do.items()}
     for name in names if calls is not None else ():
         setattr(calls, name, driver.around(name, getattr(calls, name)))
     try:
         yield
     finally:
-        executor._do = do
+        executor.actions = do
         for name in names if calls is not None else ():
             delattr(calls, name)  # the class's own again
 

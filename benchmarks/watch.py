@@ -102,13 +102,13 @@ class Log:
 
         def around(do: Callable[[Any], None]) -> Callable[[Any], None]:
             def done(a: Any) -> None:
-                written_for = min(executor.step, 1)  # all later steps walk the program of step 1
-                self.at = (executor.step - written_for) * schedule.period + a.time // scale
+                written_for = min(executor.state.step, 1)  # all later steps walk the program of step 1
+                self.at = (executor.state.step - written_for) * schedule.period + a.time // scale
                 do(a)
 
             return done
 
-        executor._do = {kind: around(do) for kind, do in executor._do.items()}
+        executor.actions = {kind: around(do) for kind, do in executor.actions.items()}
         self.follow_transport(runtime.transport)
 
     def follow_pipe(self, runtime: Any) -> None:

@@ -118,7 +118,7 @@ def _write_stage(runtime: "Runtime", folder: str, exclude_frozen: bool) -> dict[
     stage = f"stage_{runtime.plan.schedule.owned(runtime.executor.rank):03d}.safetensors"
     tensors, about = pack_stage(owner.masters, {} if exclude_frozen else owner.frozen, owner.optimizer)
     if stage == "stage_000.safetensors":
-        tensors["scalars"] = runtime.executor.scalars.kept
+        tensors["scalars"] = runtime.executor.metrics.kept
     return {stage: save_tensors(folder, stage, tensors, about)}
 
 
@@ -248,7 +248,7 @@ def _apply(
             owner.optimizer.state.pop(master, None)
             if state := found["state"].get(name):
                 owner.put_state(name, state)
-        vector = runtime.executor.scalars.kept
+        vector = runtime.executor.metrics.kept
         vector.zero_() if found["scalars"] is None else vector.copy_(found["scalars"])
     if scheduler_states and found["lr_scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
         engine.lr_scheduler.load_state_dict(found["lr_scheduler"])
@@ -258,5 +258,5 @@ def _apply(
         micro = engine.gradient_accumulation_steps()  # a step begins anew, whatever number of micro-batches it had
         engine.micro_steps = found["counters"].get("micro_steps", engine.global_steps * micro) // micro * micro
         runtime.executor.global_step = engine.global_steps
-    runtime.executor.scalars.resume(runtime.executor.global_step, optimizer_states and found["scalars"] is not None)
+    runtime.executor.metrics.resume(runtime.executor.global_step, optimizer_states and found["scalars"] is not None)
     runtime.scale.restart(runtime.executor.global_step, found["loss_scale"] if optimizer_states else None)

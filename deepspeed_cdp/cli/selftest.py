@@ -70,7 +70,7 @@ def main(kind: str, result: str, trace: str | None = None) -> None:
         for step in range(STEPS):
             engine.backward(loss(engine, batch(step, rank).to(device)))
             engine.step()
-    name, collectives = engine._transport.name, engine._runtime.collectives_in_steps
+    name, collectives = engine._transport.name, engine._runtime.counters.collectives()
     state = engine.module_state_dict()
     if rank == 0:
         oracle = reference.train(

@@ -18,7 +18,8 @@ from deepspeed.utils import log_dist
 
 from deepspeed_cdp.checkpoint import save_load
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.integration.engine_base import EngineBase, check_number, close_at_exit
+from deepspeed_cdp.integration.engine_base import EngineBase, check_number, close_at_exit, offloading
+from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.integration.throughput import on_stream
 from deepspeed_cdp.integration.zero3_params import Access, offload_stub
 from deepspeed_cdp.model.make_plan import Settings
@@ -101,7 +102,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             int(config.min_unit_mb * 2**20),
             self._loss_scale(),
             config.warmup_steps,
-            **self._offloading(),
+            **offloading(self),
             replicated=self.zero_optimization_stage() < 3,
             gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         )
@@ -109,7 +110,13 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         try:
             self._runtime = Runtime(
-                self.module, optimizer, settings, self._transport, self.device, self._initial if self._initial.elsewhere else None
+                self.module,
+                optimizer,
+                settings,
+                self._transport,
+                self.device,
+                self._initial if self._initial.elsewhere else None,
+                self._on_gathered,
             )
             self._initial = None
         except BaseException:
@@ -117,7 +124,8 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             raise
         self._access = Access(self._runtime, dist.group.WORLD)
         self._access.attach()
-        self._runtime.optimizer.parameter_offload = offload_stub(self.module)
+        optimizer = CyclicOptimizer(self._runtime)
+        optimizer.parameter_offload = offload_stub(self.module)
         self.enable_backward_allreduce = False
         if self._config.cyclic_ignored:
             log_dist(
@@ -125,24 +133,24 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
                 ranks=[0],
                 level=logging.WARNING,
             )
-        if why := self._runtime.param_hooks.sums.why_none:
+        if why := self._runtime.param_hooks.accumulation.why_none:
             log_dist(
                 f"gradients are added after the products that make them, which is slower: {why}", ranks=[0], level=logging.WARNING
             )
         if warning := self.cyclic_plan.schedule.warning:
             log_dist(warning, ranks=[0], level=logging.WARNING)
         close_at_exit(self)
-        return self._runtime.optimizer
+        return optimizer
+
+    def _on_gathered(self, whole: bool) -> None:
+        if self._access is not None:
+            self._access.update_status(whole)
 
     def _loss_scale(self) -> float | dict[str, Any] | None:
         """``Settings.loss_scale``: of the ``fp16`` block, also for autocast to float16."""
         if not (self.fp16_enabled() or self.torch_autocast_enabled() and self.torch_autocast_dtype() == torch.float16):
             return None
         return self.dynamic_loss_scale_args() if self.dynamic_loss_scale() else self.loss_scale()
-
-    def _offloading(self) -> dict[str, bool]:
-        offload = self.zero_offload_optimizer()
-        return {"offload": self.zero_cpu_offload(), "pin": offload is not None and offload.pin_memory}
 
     def zero_optimization(self) -> bool:
         """True under stage 0 too: the optimizer is always ours, and DeepSpeed's own paths without ZeRO do not apply."""
@@ -258,9 +266,9 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         ``slowest``: the rank with the most; None before they are known.
         Reading waits for nothing: on GPUs the numbers are those that have reached the host.
         """
-        executor, (waited, sent) = self._runtime.executor, self._runtime.waited()
-        step, loss, grad_norm = executor.scalars.read()
-        busy, first = executor.scalars.busy_ranks(), self._transport.label - executor.rank  # of this rank's ring
+        executor, (waited, sent) = self._runtime.executor, self._runtime.counters.waited()
+        step, loss, grad_norm = executor.metrics.read()
+        busy, first = executor.metrics.busy_ranks(), self._transport.label - executor.rank  # of this rank's ring
         timing = self._transport.timing
         of = executor.global_step - 1 if timing is None else timing.latest and timing.latest.step
         return {

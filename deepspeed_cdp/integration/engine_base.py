@@ -1,34 +1,56 @@
-"""What both engines (engine.py, pipe/engine.py) share: all ranks have the same settings, and hear of a failure."""
+"""Behaviour that CyclicEngine and CyclicPipelineEngine share: settings compared between ranks, failures, checks, the end."""
 
 import atexit
+import logging
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.utils import DummyOptim, maybe_loss_for_backward
+from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
+from deepspeed.utils import log_dist, logger
 
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.verify.pipeline import ScheduleError
+from deepspeed_cdp.verify.summary import AT_START, Summary
+from deepspeed_cdp.verify.well_formed import PlanError
 from deepspeed_cdp.version import __version__
 
 
 class EngineBase:
-    """Part of an engine. An engine that has failed, or is destroyed while an exception is under way, closes its transport without
-    waiting for the others, who learn of it from the closed connection."""
+    """Base class of both engines, before DeepSpeed's.
 
+    An engine that has failed closes its transport without waiting for other ranks. So does one that is destroyed while an
+    exception propagates. The closed connection tells the other ranks.
+    """
+
+    _config: Any
     _transport: Transport | None = None
     _failed = False
+    _exit_callback: Callable[[], None] | None = None
 
+    # ---- setting up -----------------------------------------------------------------------------------------------------
     def _compare(self, mine: dict[str, Any]) -> None:
-        """Collective: all ranks have the same, by name of the setting, and run the same package.
+        """Collective: all ranks have the same settings, by name, and run the same package.
 
         Raises:
             ValueError: on every rank that differs from another, with the first setting that does.
         """
         assert self._transport is not None
-        mine, rank = {"deepspeed_cdp version": __version__, **mine}, self._transport.rank
+        engine: Any = self
+        shared = {
+            "deepspeed_cdp version": __version__,
+            "torch version": torch.__version__,
+            **{f"cyclic.{key}": value for key, value in self._config.cyclic_config.model_dump().items()},
+            "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "gradient_clipping": engine.gradient_clipping(),
+            "dtypes": list(map(str, engine.get_data_types())),
+        }
+        mine, rank = {**shared, **mine}, self._transport.rank
         everyone = self._transport.gather(mine, f"rank {rank}, comparing settings between ranks")
         for key, value in mine.items():
             for other, theirs in enumerate(everyone):
@@ -38,11 +60,64 @@ class EngineBase:
                         "rank with the same config, model and package versions"
                     )
 
+    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
+        return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works, tested with ZeRO or not
+
+    @staticmethod
+    def _require_optimizer(optimizer: Any) -> None:
+        if optimizer is None or isinstance(optimizer, DummyOptim):
+            raise ValueError(
+                "optimizer is missing in ds_config and in deepspeed.initialize(): the cyclic engine trains; give an "
+                'optimizer, or set "cyclic": {"enabled": false} to run inference without it'
+            )
+
+    def _offloading(self) -> dict[str, bool]:
+        """The runtime's arguments for ``zero_optimization.offload_optimizer``."""
+        engine: Any = self
+        offload = engine.zero_offload_optimizer()
+        return {"offload": engine.zero_cpu_offload(), "pin": offload is not None and offload.pin_memory}
+
+    def _dry_run(self, actions: int, check: Callable[[], Summary]) -> None:
+        """Collective: rank 0 dry-runs all ranks' programs, if that takes well under a second.
+
+        Args:
+            actions: of the dry-run.
+        Raises:
+            PlanError: on every rank, if the dry-run of rank 0 fails.
+        """
+        if self._transport is None:
+            return
+        problem = None
+        if self._transport.label == 0 and actions <= AT_START:
+            try:
+                logger.debug(str(check()))
+            except (PlanError, ScheduleError) as error:
+                problem = str(error)
+        elif self._transport.label == 0:
+            logger.debug(f"dry-run: skipped, since it has about {actions:,} actions; run deepspeed-cdp plan --check")
+        where = f"rank {self._transport.label}, waiting for the dry-run of the plan"
+        if problem := self._transport.gather(problem, where)[0]:
+            raise PlanError(f"the plan fails its dry-run ({problem}); report it with the config and the model's modules")
+
+    def _log_ignored(self) -> None:
+        if self._config.cyclic_ignored:
+            warn(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}")
+
+    # ---- failures -------------------------------------------------------------------------------------------------------
+    def _progress(self) -> Any:
+        """A value that changes with every change of this rank's state."""
+        return object()
+
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
+        """An error inside marks the engine failed, unless it came before any state changed: then training may go on."""
+        before = self._progress()
         try:
             yield
-        except CheckpointError:  # on all ranks, and nothing was changed: training may go on
+        except CheckpointError:  # on all ranks, and nothing was changed
+            raise
+        except (ValueError, TypeError, AssertionError):
+            self._failed = self._failed or self._progress() != before
             raise
         except BaseException:
             self._failed = True  # peers must learn of it from a closed connection, not from their timeout
@@ -50,25 +125,52 @@ class EngineBase:
 
     @property
     def _is_well(self) -> bool:
-        """Whether the others may be waited for."""
+        """Whether this rank may wait for the others."""
         return not self._failed and not isinstance(sys.exc_info()[1], Exception)
 
+    # ---- the end --------------------------------------------------------------------------------------------------------
+    def _destroy_at_exit(self) -> None:
+        """When a script simply ends, neighbours still need its last messages (unless an error ends it)."""
+        reference = weakref.ref(self)
 
-def check_number(loss: Any, step: int) -> None:
-    """Raises ValueError unless a loss is a tensor of one number."""
+        def close() -> None:
+            engine = reference()
+            if engine is not None:
+                engine._failed = engine._failed or getattr(sys, "last_value", None) is not None
+                engine.destroy()
+
+        self._exit_callback = close
+        atexit.register(close)
+
+    def _close(self, well: bool) -> None:
+        """Take off what the engine has put on the module and let go of the transport; idempotent.
+
+        Args:
+            well: wait until neighbours have taken the last messages.
+        """
+        raise NotImplementedError
+
+    def destroy(self) -> None:
+        """As DeepSpeed's; waits until neighbours have taken the last messages, unless this rank has failed."""
+        if self._exit_callback is not None:
+            atexit.unregister(self._exit_callback)
+            self._exit_callback = None
+        self._close(self._is_well)
+        super().destroy()  # type: ignore[misc]  # DeepSpeed's engine, the next base class
+
+
+def warn(text: str) -> None:
+    """A warning of rank 0."""
+    log_dist(text, ranks=[0], level=logging.WARNING)
+
+
+def check_loss(loss: Any, step: int) -> None:
+    """Raises ValueError unless a loss is a tensor of one number that has a backward."""
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
         what = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
         raise ValueError(f"the loss of step {step} is {what}; give engine.backward() a tensor of one number, such as loss.mean()")
-
-
-def close_at_exit(engine: Any) -> None:
-    """A script may simply end: its neighbours still need its last hand-offs (unless it ends by an error)."""
-    reference = weakref.ref(engine)
-
-    def close() -> None:
-        live = reference()
-        if live is not None:
-            live._failed = live._failed or getattr(sys, "last_value", None) is not None
-            live.destroy()
-
-    atexit.register(close)
+    if not maybe_loss_for_backward(loss):
+        raise ValueError(
+            f"the loss of step {step} has no grad_fn, so it has no backward; compute it from the outputs of engine(...), without "
+            "detach() or torch.no_grad()"
+        )

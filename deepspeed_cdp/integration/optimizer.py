@@ -1,13 +1,13 @@
 """The optimizer that users hold: DeepSpeed's surface over a ``StageOwner``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.fp16.loss_scaler import LossScalerBase
 from deepspeed.runtime.utils import maybe_loss_for_backward
 
-from deepspeed_cdp.optim.stage_owner import StageOwner
+from deepspeed_cdp.runtime.runtime import Runtime
 
 
 class CyclicOptimizer(ZeROOptimizer):
@@ -18,21 +18,17 @@ class CyclicOptimizer(ZeROOptimizer):
 
     custom_loss_scaler = False
     torch_autocast_gradscaler = None
-    overflow = False
     partition_gradients = True
 
-    def __init__(
-        self, owner: StageOwner, on_backward_end: Callable[[], None], on_step: Callable[[], None], flush: Callable[[], None]
-    ):
-        """
-        Args:
-            on_backward_end: called when a micro-batch's backward is complete.
-            on_step: called when the step's micro-batches are complete.
-            flush: brings masters up to date; called before state is read or written.
-        """
+    def __init__(self, runtime: Runtime):
         super().__init__()
-        self.owner, self.optimizer = owner, owner.optimizer
-        self._on_backward_end, self._on_step, self._flush = on_backward_end, on_step, flush
+        self._runtime: Runtime | None = runtime
+        self.owner, self.scale, self.optimizer = runtime.owner, runtime.scale, runtime.owner.optimizer
+
+    @property
+    def overflow(self) -> bool:
+        """Whether the latest step that is known on every rank was skipped."""
+        return self._runtime is not None and self._runtime.overflow
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -51,7 +47,7 @@ class CyclicOptimizer(ZeROOptimizer):
     @property
     def loss_scaler(self) -> LossScalerBase:
         """DeepSpeed's."""
-        return self.owner.scale.scaler
+        return self.scale.scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:
@@ -71,23 +67,25 @@ class CyclicOptimizer(ZeROOptimizer):
 
     def needs_scaler(self) -> bool:
         """Whether a ``loss.backward()`` of a loss that did not pass through ``engine.scale`` is an error."""
-        return self.owner.scale.scaling and (self.dynamic_loss_scale or self.loss_scale != 1)
+        return self.scale.scaling and (self.dynamic_loss_scale or self.loss_scale != 1)
 
     def scale_if_loss(self, value: Any) -> Any:
         """A loss, times the scale of the step under way."""
-        scaled = self.owner.scale.scaling and maybe_loss_for_backward(value)
-        return value * self.owner.scale.of(self.owner.executor.global_step) if scaled else value
+        scaled = self.scale.scaling and maybe_loss_for_backward(value)
+        return value * self.scale.of(self._runtime.executor.global_step) if scaled else value
 
     # ---- a step -----------------------------------------------------------------------------------------------------------
     def backward_epilogue(self, **_: Any) -> None:
-        self._on_backward_end()
+        if self._runtime is not None:
+            self._runtime.end_backward()
 
     def step(self, closure=None) -> None:
         """Record the hyperparameters; the owner's update follows when the sums have come in."""
         if closure is not None:
             raise ValueError("optimizer.step() got a closure, but the update happens later and cannot call it; use engine.step()")
         self.optimizer._opt_called = True  # for torch's schedulers, which warn when step() has not been called before them
-        self._on_step()
+        assert self._runtime is not None, "the engine is destroyed"
+        self._runtime.step()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Nothing to do: with ``managed_gradient_accumulation: false`` DeepSpeed asks before each step."""
@@ -97,7 +95,7 @@ class CyclicOptimizer(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Collective (it flushes): this rank's part, the torch optimizer's state by the names of the parameters it owns."""
-        self._flush()
+        self._runtime.flush()
         names = {p: n for n, p in self.owner.masters.items()}
         return {
             "state": {names[p]: s for p, s in self.state.items()},
@@ -105,7 +103,7 @@ class CyclicOptimizer(ZeROOptimizer):
                 {**{k: v for k, v in g.items() if k != "params"}, "params": [names[p] for p in g["params"]]}
                 for g in self.optimizer.param_groups
             ],
-            "loss_scale": self.owner.scale.state_dict(),
+            "loss_scale": self.scale.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
@@ -114,7 +112,7 @@ class CyclicOptimizer(ZeROOptimizer):
         Raises:
             ValueError: it was made with other groups, or another partition.
         """
-        self._flush()
+        self._runtime.flush()
         if len(state["param_groups"]) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"the optimizer state has {len(state['param_groups'])} parameter groups, this optimizer has "
@@ -123,15 +121,15 @@ class CyclicOptimizer(ZeROOptimizer):
         unknown = set(state["state"]) - set(self.owner.masters)
         if unknown:
             raise ValueError(
-                f"the optimizer state holds {min(unknown)!r}, which rank {self.owner.executor.rank} does not own; "
+                f"the optimizer state holds {min(unknown)!r}, which rank {self._runtime.executor.rank} does not own; "
                 "load it with the number of ranks and the partition it was saved with"
             )
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"]):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for name, values in state["state"].items():
             self.owner.put_state(name, values)
-        self.owner.scale.restart(self.owner.executor.global_step, state.get("loss_scale"))
+        self.scale.restart(self._runtime.executor.global_step, state.get("loss_scale"))
 
     def destroy(self) -> None:
         """Drop references that would keep buffers alive."""
-        self._on_backward_end = self._on_step = self._flush = lambda: None
+        self._runtime = None

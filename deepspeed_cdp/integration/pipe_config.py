@@ -40,10 +40,6 @@ def refuse(config: Any) -> None:
         )
     if config.torch_autocast_enabled and config.torch_autocast_dtype != torch.bfloat16:
         raise ValueError('torch_autocast.dtype is not bfloat16: a cyclic pipeline does not scale losses; set it to "bfloat16".')
-    if config.zero_config.offload_optimizer is not None and config.zero_config.offload_optimizer.device != "none":
-        raise ValueError(
-            "zero_optimization.offload_optimizer is set: not supported for PipelineModules in this version; remove it."
-        )
     block, default = config.cyclic_config, CyclicConfig()
     for key, fix in _RING_ONLY.items():
         if getattr(block, key) != getattr(default, key):

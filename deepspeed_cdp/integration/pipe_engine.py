@@ -17,7 +17,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 
 from deepspeed_cdp.checkpoint import pipeline
-from deepspeed_cdp.integration.engine_base import EngineBase, close_at_exit
+from deepspeed_cdp.integration.engine_base import EngineBase, close_at_exit, offloading
 from deepspeed_cdp.integration.pipe_module import bounds_of, layers_of, only_stage, placement_of, ties_of
 from deepspeed_cdp.pipeline.evaluate import evaluate
 from deepspeed_cdp.pipeline.parts import Part
@@ -156,7 +156,8 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
                 sum_dtype if self._config.grad_accum_dtype else None,
                 self.module.dynamic_shape,
                 self._config.cyclic_config.warmup_steps,
-                (self._read_inputs, self._read_labels),
+                **offloading(self),
+                read=(self._read_inputs, self._read_labels),
             )
         except BaseException:
             self._close_transport()

@@ -63,8 +63,7 @@ class Access:
         # Autograd gives an autograd.Function whose tensors were saved through hooks new tensor objects instead of the parameters,
         # and TRL's fused head asks them whether they are there: as all ordinary tensors are.
         torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
-        self._status(self.runtime.is_whole)
-        self.runtime.on_whole = self._status
+        self.update_status(self.runtime.is_whole)
         _init_external_params(self.runtime.module)
 
     def detach(self) -> None:
@@ -72,10 +71,10 @@ class Access:
         for p in self._names:
             for key in _ATTRIBUTES:
                 p.__dict__.pop(key, None)
-        self.runtime.on_whole = lambda whole: None
 
-    def _status(self, whole: bool) -> None:
-        whole = whole or self.runtime.plan.replicated and self.runtime.param_hooks.mode != IDLE  # there, in passes
+    def update_status(self, whole: bool) -> None:
+        """``ds_status`` of every parameter: available if ``whole``, or if GatheredParameters has given it out."""
+        whole = whole or self.runtime.param_hooks.always_there and self.runtime.param_hooks.mode != IDLE  # there, in passes
         for p in self._names:
             p.ds_status = ZeroParamStatus.AVAILABLE if whole or p in self.runtime.borrowed else ZeroParamStatus.NOT_AVAILABLE
 
@@ -117,7 +116,7 @@ class Access:
             for p, view in zip(theirs, views):
                 runtime.borrowed[p] = p.data  # what it goes back to
                 p.data = view
-        self._status(runtime.is_whole)
+        self.update_status(runtime.is_whole)
 
     @torch.no_grad()
     def _partition(
@@ -153,7 +152,7 @@ class Access:
             p.data = before
         if has_been_updated and borrowed:
             self.runtime.publish()
-        self._status(self.runtime.is_whole)
+        self.update_status(self.runtime.is_whole)
 
     def _split(
         self, param: torch.nn.Parameter, params: Sequence[torch.nn.Parameter] | None

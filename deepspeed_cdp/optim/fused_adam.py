@@ -1,7 +1,8 @@
-"""Adam in one pass over memory, for owners on GPUs: reads the finished sums as they came, writes the published copy (design §14).
+"""Adam in one pass over memory, for owners on GPUs: reads the finished gradient sums, writes the published parameters.
 
-torch's fused AdamW wants gradients of the masters' dtype, so bf16 sums would be copied to fp32, divided and measured first, and
-the masters copied to bf16 after: 52 bytes of memory traffic per parameter where 28 do. It is the same arithmetic, in fp32.
+torch's fused AdamW wants gradients of the masters' dtype. With it, bf16 sums would first be copied to fp32, divided and measured,
+and the masters copied to bf16 afterwards: 52 bytes of memory traffic per parameter, where this kernel needs 28. The arithmetic is
+the same, in fp32.
 """
 
 from collections.abc import Iterable, Sequence
@@ -260,7 +261,7 @@ class Adam:
 
     def settle(self) -> None:
         """Write the numbers of steps into the optimizer's state, where they are not kept up to date while training; the next
-        update reads them there anew, for whoever looks may change them."""
+        update reads them there anew, since callers may change them."""
         for _, batches in self._batches.values():
             for batch, names in batches:
                 for name in names:

@@ -1,10 +1,12 @@
-"""Optimizer state in host memory (``offload_optimizer: cpu``): the owner whose masters, state and update are the CPU's.
+"""Optimizer state in host memory (``offload_optimizer: cpu``): masters, state and update are the CPU's.
 
 Per trained parameter that the rank owns, the host keeps an fp32 master, the optimizer's state, a buffer for the averaged gradient
-(fp32) and one for the new value (the parameter's dtype); the device keeps the finished sum and the published copies, as ever. On
-ranks that compute on CPUs device and host are the same memory, and the copies between them are made all the same.
+(fp32) and one for the new value (the parameter's dtype). The device keeps the finished sum and the published copies, as
+ever. Ranks
+that compute on CPUs make the same copies between two places of one memory.
 """
 
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +14,7 @@ import torch
 from deepspeed_cdp.optim.stage_owner import StageOwner
 
 # DeepSpeed's optimizers for CPUs keep their state by parameter, as torch's do, so units can be updated one by one.
-BY_UNIT = ("deepspeed.ops.adam.cpu_adam", "deepspeed.ops.adagrad.cpu_adagrad", "deepspeed.ops.lion.cpu_lion")
+PER_UNIT = ("deepspeed.ops.adam.cpu_adam", "deepspeed.ops.adagrad.cpu_adagrad", "deepspeed.ops.lion.cpu_lion")
 
 
 class OffloadedOwner(StageOwner):
@@ -22,23 +24,23 @@ class OffloadedOwner(StageOwner):
     is stepped; so copies of other units run while the host steps one. The host waits for nothing but copies.
     """
 
-    home = torch.device("cpu")
+    master_device = torch.device("cpu")
     updates_eagerly = False  # all units' copies are under way before the first one's update waits for its own
 
     def __init__(self, *args: Any, pin: bool = True):
         """As ``StageOwner``.
 
         Args:
-            pin: page-locked buffers for what is copied, if the parameters are on a GPU: copies are asynchronous then.
+            pin: page-locked buffers for copies, if the parameters are on a GPU: copies are asynchronous then.
         """
         self._pin = pin
-        self._grad_buffers: dict[int, list[torch.Tensor]] = {}
+        self._grad_buffers: dict[Hashable, list[torch.Tensor]] = {}
         self._value_buffers: dict[str, torch.Tensor] = {}
-        self._arrived: dict[int, torch.cuda.Event] = {}  # by unit: its gradients are in host memory
-        self._taken: torch.cuda.Event | None = None  # all that is in the value buffers has been read
+        self._arrived: dict[Hashable, torch.cuda.Event | None] = {}  # by unit: its gradients are in host memory
+        self._taken: torch.cuda.Event | None = None  # everything in the value buffers has been read
         self._norm2: torch.Tensor | None = None  # to clip this step's update by, on the host
         super().__init__(*args)
-        self.updates_per_unit = self.updates_per_unit or type(self.optimizer).__module__ in BY_UNIT
+        self.updates_per_unit = self.updates_per_unit or type(self.optimizer).__module__ in PER_UNIT
 
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=self._pin and self._device.type == "cuda")
@@ -54,16 +56,15 @@ class OffloadedOwner(StageOwner):
     def _wait(event: torch.cuda.Event | None) -> None:
         """Block the host until the copies before ``event`` are done.
 
-        Allowed by the rule that keeps the ring free of deadlocks (design §6): what the owner's stream was given before the event
-        waits for finished sums, norms and readers of the old copy, all of earlier logical time than this OPTIMIZER_STEP. If
-        a peer is
+        The rule that excludes deadlocks (docs/algorithm.md#why-it-cannot-deadlock) allows it: the owner's stream waits before the
+        event for finished sums, norms and readers of the old copy, all of earlier logical time than this update. If a peer is
         gone, the transport's watch unblocks the device after its timeout, and the next hand-off raises.
         """
         if event is not None:
             event.synchronize()
 
     @torch.no_grad()
-    def publish(self, slot: int, unit: int | None = None) -> None:
+    def publish(self, slot: int, unit: Hashable = None) -> None:
         """As ``StageOwner``'s; the values are cast on the host, so that only the parameters' own dtype is copied."""
         names = list(self.masters if unit is None else self._sums[unit])
         if not names:
@@ -80,9 +81,9 @@ class OffloadedOwner(StageOwner):
         self._taken = self._record()
 
     @torch.no_grad()
-    def average(self, step: int, unit: int) -> torch.Tensor:
-        """As ``StageOwner``'s, on the device; the averaged gradients begin their way to the host."""
-        squares = super().average(step, unit)
+    def average(self, step: int, unit: Hashable, tied: Sequence[Sequence[torch.Tensor]] = (), keep: bool = False) -> torch.Tensor:
+        """As ``StageOwner``'s, on the device; the averaged gradients begin their way to the host, so nothing need be kept."""
+        squares = super().average(step, unit, tied)
         grads = self._grads.get(unit)
         if grads:
             if unit not in self._grad_buffers:
@@ -94,11 +95,11 @@ class OffloadedOwner(StageOwner):
         return squares
 
     @torch.no_grad()
-    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:
+    def update(self, step: int, norm2: torch.Tensor | None = None, unit: Hashable = None, slot: int | None = None) -> None:
         """As ``StageOwner``'s, on the host, once the gradients are there."""
         if norm2 is not None and self.clip > 0:
             if self._norm2 is None:
-                self._norm2 = norm2.to(self.home)
+                self._norm2 = norm2.to(self.master_device)
             norm2 = self._norm2
         for i in [unit] if unit is not None else list(self._grads):
             self._wait(self._arrived.pop(i, None))

@@ -1,117 +1,95 @@
-"""The owner's side: masters, updates, published copies; and the optimizer that users hold.
+"""The owner of a stage: fp32 masters, updated by the user's optimizer once the stage's gradient sums are finished.
 
-``engine.step()`` records the hyperparameters of the step; the owner applies the step's update later, when its sums have come in
-round the ring, with the recorded ones (design §9).
+Rings and pipelines use the same owner. ``engine.step()`` records the hyperparameters of a step; the owner applies the step's
+update
+later, when its sums have arrived, with the recorded ones.
 """
 
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
 from deepspeed_cdp.optim import fused_adam
-from deepspeed_cdp.optim.loss_scale import LossScale
 from deepspeed_cdp.optim.state import fit_counts, moved
-from deepspeed_cdp.runtime.executor import Executor
+
+EPSILON = 1e-6  # added to the norm when clipping, as in DeepSpeed's ZeRO-3
+Sums = Mapping[Hashable, Mapping[str, torch.Tensor]]
 
 
 class StageOwner:
-    """Masters of one stage: fp32, whole tensors, stepped by the user's own optimizer.
+    """Masters of one stage: fp32, whole tensors, stepped by a torch optimizer.
+
+    A *unit* here is the key of some finished sums: an index of the plan, or whatever else the caller tells sums apart by.
 
     Attributes:
-        masters: trained parameters of the owned stage by name; fp32 ``nn.Parameter`` of the parameter's shape.
+        masters: trained parameters of the stage by name; fp32 ``nn.Parameter`` of the parameter's shape.
         frozen: the others, in their own dtype.
-        home: device of both; None where the parameters are (see optim/offload.py).
+        copies: how many published copies there are.
+        updates_per_unit: units can be updated one by one.
+        master_device: of both; None for that of the parameters (see optim/offload.py).
     """
 
-    home: torch.device | None = None
+    master_device: torch.device | None = None
 
     def __init__(
         self,
-        executor: Executor,
-        layouts: dict[int, FlatLayout],
-        values: dict[str, torch.Tensor],
+        values: Mapping[str, torch.Tensor],
+        sums: Sums,
+        published: Sequence[Mapping[str, torch.Tensor]],
         optimizer: torch.optim.Optimizer,
-        names: dict[torch.nn.Parameter, str],
+        adopt: Callable[[torch.optim.Optimizer, dict[str, torch.nn.Parameter]], torch.optim.Optimizer],
+        divisor: Callable[[int], float],
         clip: float,
-        scale: LossScale | None = None,
+        device: torch.device,
     ):
         """
         Args:
-            layouts: by unit index, PERSISTENT included.
-            values: initial values of (at least) the owned stage's parameters, by name; each is asked for once.
-            optimizer: its groups' parameters are replaced by the owned stage's masters, in place.
-            names: of the module's parameters that the groups hold now.
+            values: initial values of (at least) the stage's parameters, by name; each is asked for once.
+            sums: by unit and name, the finished gradient sum of each trained parameter, in the dtype of sums.
+            published: by copy and name, every parameter in its own dtype; updates write them.
+            optimizer: the user's; its groups' options are recorded at each step.
+            adopt: gives the optimizer that steps the masters (optim/state.py: ``take_over`` or ``part_of``).
+            divisor: of a step: the number that turns its sums of scaled gradients into averages.
             clip: ``gradient_clipping``; 0 for none.
-            scale: by which the losses of a step are multiplied, and its sums divided; None for 1.
+            device: of sums and published copies.
         """
-        self.executor, self.clip, self.optimizer = executor, clip, optimizer
-        self.scale = scale or LossScale(executor.schedule)
-        stage = executor.plan.schedule.owned(executor.rank)
-        places, _ = executor.plan.v_layout(stage)
-        self.slots: dict[str, tuple[int, Slot]] = {s.name: (i, s) for i in places for s in layouts[i].slots}
-        self._device = executor.buffers.arena.device
-        self.home = self.home or self._device
+        self.clip, self._divisor, self._device, self._published = clip, divisor, device, published
+        self.master_device, self.copies = self.master_device or device, len(published)
+        trained = {name for views in sums.values() for name in views}
         self.masters: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.Tensor] = {}
-        for name, (_, slot) in self.slots.items():
+        for name in published[0]:
             value = values[name].detach()
-            if slot.sum_offset >= 0:
+            if name in trained:
                 self.masters[name] = torch.nn.Parameter(
-                    value.to(self.home, torch.float32, copy=True, memory_format=torch.contiguous_format)
+                    value.to(self.master_device, torch.float32, copy=True, memory_format=torch.contiguous_format)
                 )
             else:
-                self.frozen[name] = value.to(self.home, copy=True)
-        self._published = [{n: self._view("V", i, s, c) for n, (i, s) in self.slots.items()} for c in range(executor.plan.copies)]
-        self._sums: dict[int, dict[str, torch.Tensor]] = {i: {} for i in places}
-        self._ring_sums: dict[int, list[torch.Tensor]] = {}
-        for n, (i, s) in self.slots.items():
-            if s.sum_offset >= 0:
-                self._sums[i][n] = self._view(executor.plan.o_region if executor.across is None else "X", i, s)
-        # torch's own optimizers keep their state by parameter, so units can be updated one by one; and if nothing is clipped by
-        # a norm of the whole step, as soon as each one's sum is finished.
-        self._grads: dict[int, list[torch.Tensor]] = {}  # averaged, of units not updated yet (empty lists if fused)
-        self._take_over(names)
-        dtypes = {d for _, s in self.slots.values() if s.sum_offset >= 0 for d in (s.dtype, s.sum_dtype)}
-        self._fused = (
-            fused_adam.Adam(optimizer, self.masters, self._sums, self._published)
-            if fused_adam.Adam.suits(optimizer, self.home, dtypes)
-            else None
-        )
+                self.frozen[name] = value.to(self.master_device, copy=True)
+        self.user_optimizer, self.optimizer = optimizer, adopt(optimizer, self.masters)
+        # averaged gradients of units not updated yet; None where fused Adam reads the sums again
+        self._grads: dict[Hashable, list[torch.Tensor] | None] = {}
+        self._fused: fused_adam.Adam | None = None
+        self.use_sums(sums)
+        # torch's own optimizers keep their state by parameter, so units can be updated one by one
         self.updates_per_unit = self._fused is not None or type(optimizer).__module__.startswith("torch.optim")
         self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam keeps its count there)
         self.publish_all()
 
+    def use_sums(self, sums: Sums) -> None:
+        """The memory of finished sums, now and after it has moved."""
+        self.settle()
+        self._sums = sums
+        dtypes = {t.dtype for views in (*sums.values(), self._published[0]) for n, t in views.items() if n in self.masters}
+        suits = fused_adam.Adam.suits(self.optimizer, self.master_device, dtypes)
+        self._fused = fused_adam.Adam(self.optimizer, self.masters, sums, self._published) if suits else None
+
     @property
     def updates_eagerly(self) -> bool:
-        """Whether each unit is updated as soon as its own sum is finished, as far as the schedule goes that is followed now."""
-        return self.updates_per_unit and not self.clip and not self.executor.schedule.exact_norm
-
-    def _view(self, region: str, i: int, slot: Slot, copy: int | None = None) -> torch.Tensor:
-        plan, stage = self.executor.plan, self.executor.plan.schedule.owned(self.executor.rank)
-        view = self.executor.buffers.view
-        if region == "V":
-            return slot.value(view(plan.copy_region(copy or 0), plan.copy_layout(stage)[0][i], plan.unit(i).p_bytes))
-        places = plan.o_layout(stage) if region == plan.o_region else plan.x_layout(stage)[0]
-        return slot.sum(view(region, places[i], plan.unit(i).g_bytes))
-
-    def _take_over(self, names: dict[torch.nn.Parameter, str]) -> None:
-        """The optimizer steps this rank's masters from now on; what it knew of them goes along, the rest is forgotten."""
-        state = {names[p]: s for p, s in self.optimizer.state.items() if p in names}
-        self.optimizer.state.clear()
-        for group in self.optimizer.param_groups:
-            owned = [names[p] for p in group["params"] if names.get(p) in self.masters]
-            group["params"] = [self.masters[n] for n in owned]
-            for n in owned:
-                if n in state:  # (Adagrad makes its state at once) in the masters' dtype now
-                    master = self.masters[n]
-                    self.optimizer.state[master] = {
-                        k: v.to(master).contiguous()
-                        if isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == master.shape
-                        else v
-                        for k, v in state[n].items()
-                    }
+        """Whether each unit can be updated as soon as its own sum is finished: no norm of other units clips it."""
+        return self.updates_per_unit and not self.clip
 
     def put_state(self, name: str, state: dict[str, Any]) -> None:
         """Give the optimizer a saved state of a parameter, perhaps saved by an optimizer of another device or make."""
@@ -124,7 +102,7 @@ class StageOwner:
 
     # ---- publishing -----------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def publish(self, slot: int, unit: int | None = None) -> None:
+    def publish(self, slot: int, unit: Hashable = None) -> None:
         """Write the masters (of one unit, or all) in the parameters' dtype into published copy ``slot``."""
         names = list(self.masters if unit is None else self._sums[unit])
         if names:
@@ -141,28 +119,12 @@ class StageOwner:
     def record(self, step: int) -> None:
         """Keep the groups' options for the update of ``step``."""
         self._recorded[step] = [
-            {
-                k: v.clone() if isinstance(v, torch.Tensor) else v  # schedulers write into a tensor lr
-                for k, v in g.items()
-                if k != "params"
-            }
-            for g in self.optimizer.param_groups
+            {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in g.items() if k != "params"}
+            for g in self.user_optimizer.param_groups  # (schedulers write into a tensor lr)
         ]
 
-    def _divisor(self, step: int) -> float:
-        """What turns the step's sums of scaled gradients into averages."""
-        return self.executor.plan.rings * self.executor.schedule.ranks * self.scale.of(step)
-
-    def ring_sums(self, unit: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """A unit's sums over all rings, in region X, and of the own ring (see cross_ring.py)."""
-        own = self._ring_sums.get(unit)
-        if own is None:
-            region = self.executor.plan.o_region
-            own = self._ring_sums[unit] = [self._view(region, unit, self.slots[n][1]) for n in self._sums[unit]]
-        return list(self._sums[unit].values()), own
-
     @torch.no_grad()
-    def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
+    def advance(self, step: int, unit: Hashable, slot: int | None) -> torch.Tensor:
         """Average, update and publish (if ``slot`` is given) a unit whose sums are finished; squares, as ``average`` has them."""
         if self._fused:
             return self._fused.update(unit, self._recorded[step], 1 / self._divisor(step), None, slot)
@@ -171,22 +133,29 @@ class StageOwner:
         return squares
 
     @torch.no_grad()
-    def average(self, step: int, unit: int) -> torch.Tensor:
-        """Turn a unit's finished sums into averaged gradients (fp32, sum / N / the step's loss scale).
+    def average(self, step: int, unit: Hashable, tied: Sequence[Sequence[torch.Tensor]] = (), keep: bool = False) -> torch.Tensor:
+        """Turn a unit's finished sums into averaged gradients: fp32, sum / divisor.
 
+        Args:
+            tied: more sums of the same parameters, to be added.
+            keep: the memory of the sums is written again before the update, so the gradients need memory of their own.
         Returns:
             parts of their squared norm (1-D, float32 or float64, on the device); to be read before the unit's next average.
         """
         views = list(self._sums[unit].values())
         if not views:
-            return torch.zeros(1, dtype=torch.float64, device=self._device)
-        if self._fused:
             self._grads[unit] = []
+            return torch.zeros(1, dtype=torch.float64, device=self._device)
+        if self._fused and not tied and not keep:
+            self._grads[unit] = None
             return self._fused.square(unit, 1 / self._divisor(step))
-        grads = [v if v.dtype == torch.float32 else torch.empty_like(v, dtype=torch.float32) for v in views]
+        grads = [v if v.dtype == torch.float32 and not keep else torch.empty_like(v, dtype=torch.float32) for v in views]
         pairs = [(g, v) for g, v in zip(grads, views) if g is not v]
         if pairs:
             torch._foreach_copy_(*map(list, zip(*pairs)))
+        for more in tied:
+            for grad, addend in zip(grads, more):
+                grad.add_(addend)
         torch._foreach_div_(grads, self._divisor(step))
         self._grads[unit] = grads
         if self._device.type == "cpu":  # in double precision, as the oracle has it
@@ -196,7 +165,7 @@ class StageOwner:
         return torch.stack(norms).double().square()
 
     @torch.no_grad()
-    def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:
+    def update(self, step: int, norm2: torch.Tensor | None = None, unit: Hashable = None, slot: int | None = None) -> None:
         """theta_{step+1} = opt(theta_step, averaged gradients), of one unit or all that are left.
 
         Args:
@@ -205,16 +174,19 @@ class StageOwner:
         """
         factor = None
         if norm2 is not None and self.clip > 0:
-            # as ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one
-            factor = (1.0 / torch.clamp((norm2.sqrt() + 1e-6) / self.clip, min=1.0)).to(torch.float32).squeeze()
+            # as ZeRO-3 does: divided by (norm + epsilon) / clip where that is above one
+            factor = (1.0 / torch.clamp((norm2.sqrt() + EPSILON) / self.clip, min=1.0)).to(torch.float32).squeeze()
         units = [i for i in ([unit] if unit is not None else list(self._grads)) if i in self._grads]
-        if self._fused:
-            for i in units:
-                del self._grads[i]
+        grads: dict[str, torch.Tensor] = {}
+        common = not units  # a step that is skipped is published all the same
+        for i in units:
+            averaged = self._grads.pop(i)
+            if averaged is None:
+                assert self._fused is not None
                 self._fused.update(i, self._recorded[step], 1 / self._divisor(step), factor, slot)
-            if units:
-                return
-        grads = {n: g for i in units for n, g in zip(self._sums[i], self._grads.pop(i))}
+            else:
+                grads |= dict(zip(self._sums[i], averaged))
+                common = True
         if grads:
             if factor is not None:
                 torch._foreach_mul_(list(grads.values()), factor)
@@ -224,7 +196,7 @@ class StageOwner:
                 self._step(self._recorded[step])
             for name in grads:
                 self.masters[name].grad = None
-        if slot is not None:
+        if slot is not None and common:
             self.publish(slot, unit)
 
     def discard(self) -> None:
@@ -234,7 +206,6 @@ class StageOwner:
     def finish(self, step: int) -> None:
         """All of the step's updates are done."""
         del self._recorded[step]
-        self.scale.finish(step)
 
     def settle(self) -> None:
         """Bring the optimizer's state up to date for those who look at it."""

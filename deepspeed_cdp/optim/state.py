@@ -1,8 +1,54 @@
-"""An optimizer's state as another make of optimizer, or another device, takes it."""
+"""An optimizer's groups and state over masters, and as another make of optimizer, or another device, takes them."""
 
+import copy
+from collections import defaultdict
 from typing import Any
 
 import torch
+
+Names = dict[torch.nn.Parameter, str]
+
+
+def take_over(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Parameter], names: Names) -> torch.optim.Optimizer:
+    """Let the optimizer itself step these masters; all else that it knew is forgotten.
+
+    Args:
+        names: of the parameters that its groups hold now.
+    """
+    state = {names[p]: s for p, s in optimizer.state.items() if p in names}
+    optimizer.state.clear()
+    for group in optimizer.param_groups:
+        owned = [names[p] for p in group["params"] if names.get(p) in masters]
+        group["params"] = [masters[n] for n in owned]
+        for n in owned:
+            if n in state:  # (Adagrad makes its state at once)
+                optimizer.state[masters[n]] = _state_of(masters[n], state[n])
+    return optimizer
+
+
+def part_of(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Parameter], names: Names) -> torch.optim.Optimizer:
+    """A copy of the optimizer that steps these masters only; all its groups are there, some perhaps empty."""
+    part = object.__new__(type(optimizer))
+    part.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # (schedulers wrap an instance's step)
+    part.state = defaultdict(dict)
+    part.param_groups = []
+    for group in optimizer.param_groups:
+        mine = [(p, masters[names[p]]) for p in group["params"] if names.get(p) in masters]
+        part.param_groups.append({**group, "params": [master for _, master in mine]})
+        for p, master in mine:
+            if p in optimizer.state:
+                part.state[master] = _state_of(master, optimizer.state[p])
+    return part
+
+
+def _state_of(master: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state, as its master has it: tensors of its shape are in its dtype, on its device."""
+    return {
+        k: v.to(master, copy=True).contiguous()
+        if isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == master.shape
+        else copy.deepcopy(v)
+        for k, v in state.items()
+    }
 
 
 def spread_counts(optimizer: torch.optim.Optimizer) -> None:

@@ -1,4 +1,4 @@
-"""What the pipe runtime is made of: stages as it needs them, passes under way, what is known, where batches come from."""
+"""Data of a pipeline rank: its stages, passes under way, the last finished step, the step's batches."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -53,7 +53,7 @@ class Pass:
 
 
 class Feed:
-    """The step's micro-batches from an iterator; those that another rank computes are read and dropped."""
+    """The step's micro-batches from an iterator; micro-batches that another rank computes are read and dropped."""
 
     def __init__(self, batches: Iterator[Any] | None, count: int):
         self._batches, self._count, self._read, self._last = batches, count, 0, None

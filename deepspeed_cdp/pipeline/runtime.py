@@ -1,23 +1,25 @@
-"""One rank of a cyclic pipeline: it walks its program (schedule.py) and knows nothing of DeepSpeed.
+"""One rank of a cyclic pipeline: executes its program (plan/pipeline_schedule.py), without DeepSpeed.
 
-A receive posts its buffer when the program comes to it, and is waited for by the instruction that needs it; a send never blocks.
-The program is free of circles even if both did block (verify/dry_run.py), so no wait here can be part of one.
+A receive posts its buffer when the program reaches it; the instruction that needs the message waits for it. A send never blocks.
+The program has no circle even if both blocked (verify/pipeline.py), so no wait here can be part of one.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deepspeed_cdp.optim.offload import OffloadedOwner
+from deepspeed_cdp.optim.stage_owner import StageOwner
+from deepspeed_cdp.optim.state import part_of
 from deepspeed_cdp.pipeline import wire
-from deepspeed_cdp.pipeline.owner import Owner, options_of
 from deepspeed_cdp.pipeline.parts import Feed, Known, Part, Pass
 from deepspeed_cdp.pipeline.share import share
-from deepspeed_cdp.pipeline.weights import Unit
-from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, Walker
+from deepspeed_cdp.pipeline.weights import UnitWeights
+from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, ProgramCursor
 from deepspeed_cdp.transport.base import Ticket, Transport
 
 
@@ -44,6 +46,8 @@ class PipeRuntime:
         sum_dtype: torch.dtype | None = None,
         dynamic: bool = False,
         warmup_steps: int = 0,
+        offload: bool = False,
+        pin: bool = True,
         read: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (lambda x: x, lambda x: x),
     ):
         """Collective: replicas and tied copies take the values of the lowest rank that has them.
@@ -54,6 +58,7 @@ class PipeRuntime:
             names: of the parameters in the optimizer's groups.
             dynamic: shapes change from micro-batch to micro-batch.
             warmup_steps: the first steps of training follow K = 0.
+            offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
             read: what brings a batch's inputs, and its labels, to the device.
         """
         self.schedule, self.rank, self.parts, self.loss_fn = schedule, rank, dict(parts), loss
@@ -61,29 +66,61 @@ class PipeRuntime:
         self.warmup_steps, self._threshold = warmup_steps, schedule.threshold
         self.dynamic, (self.read_inputs, self.read_labels) = dynamic, read
         self.global_step, self.skipped, self.known = 0, 0, None
-        self.units: dict[int, Unit] = {}
+        self.units: dict[int, UnitWeights] = {}
         for u in range(len(schedule.units)):
             mine = [s for s in schedule.units[u] if s in self.parts]
             if mine:
-                self.units[u] = Unit(self.parts[mine[0]].units.get(u, ()), schedule.copies(u), mine, sum_dtype, device)
+                self.units[u] = UnitWeights(self.parts[mine[0]].units.get(u, ()), schedule.copies(u), mine, sum_dtype, device)
         self._specs: dict[tuple[str, bool, int], wire.Spec] = {}
         share(schedule, rank, self.units, self.parts, transport)
-        self.owners = {
-            s: Owner(s, [self.units[u] for u in schedule.homed(s)], optimizer, names, clip)
-            for s in self.parts
-            if schedule.owner(s) == rank
-        }
-        self._walker: Walker | None = None
+        self._cursor: ProgramCursor | None = None
         self._start, self._sent = 0, deque[Ticket]()  # first step of this run; pushes whose memory nobody needs
-        self.set_rounds(schedule.rounds)
+        mine = [s for s in self.parts if schedule.owner(s) == rank]
+        self._landing = self._make_landing(mine)
+        self.owners = {s: self._make_owner(s, names, offload, pin) for s in mine}
+
+    def _make_owner(self, stage: int, names: dict[nn.Parameter, str], offload: bool, pin: bool) -> StageOwner:
+        """Masters of the units whose home the stage is."""
+        units = [self.units[u] for u in self.schedule.homed(stage)]
+        copies = max((len(unit.flats) for unit in units), default=1)
+        published = [
+            {n: v for unit in units for n, v in zip(unit.names, unit.values[c % len(unit.flats)])} for c in range(copies)
+        ]
+        given = (
+            published[0],
+            self._finished_sums(stage),
+            published,
+            self.user_optimizer,
+            lambda optimizer, masters: part_of(optimizer, masters, names),
+            lambda step: self.schedule.stages,
+            self.clip,
+            self.device,
+        )
+        return OffloadedOwner(*given, pin=pin) if offload else StageOwner(*given)
+
+    def _finished_sums(self, stage: int) -> dict[tuple[int, bool], dict[str, Tensor]]:
+        """Where finished sums of the stage's units may lie: (unit, whether they have landed) -> by name."""
+        found = {}
+        for u in self.schedule.homed(stage):
+            unit = self.units[u]
+            found[u, False] = dict(zip(unit.names, unit.grads[stage]))
+            if (u, stage) in self._landing:
+                found[u, True] = dict(zip(unit.names, unit.sum_views(self._landing[u, stage])))
+        return found
 
     def set_rounds(self, rounds: int) -> None:
         """Collective: flush; from now on a step has ``rounds`` times N micro-batches."""
         self.flush()
         self.schedule = replace(self.schedule, rounds=rounds)
-        self._landing = {
+        self._landing = self._make_landing(self.owners)
+        for stage, owner in self.owners.items():
+            owner.use_sums(self._finished_sums(stage))
+
+    def _make_landing(self, owned: Iterable[int]) -> dict[tuple[int, int], Tensor]:
+        """Memory for finished sums that do not stay where they were summed: (unit, stage) -> uint8, 1-D."""
+        return {
             (u, b): torch.zeros(self.units[u].layout.g_bytes, dtype=torch.uint8, device=self.device)
-            for s in self.owners
+            for s in owned
             for u in self.schedule.homed(s)
             for b in self.schedule.units[u]
             if self._lands(b, s)
@@ -98,11 +135,11 @@ class PipeRuntime:
     @property
     def open(self) -> bool:
         """Whether steps have been made since the last flush."""
-        return self._walker is not None
+        return self._cursor is not None
 
     def _begin(self) -> None:
         self.schedule = replace(self.schedule, alone=self.known is None)
-        self._walker, self._start = Walker(self.schedule, self.rank), self.global_step
+        self._cursor, self._start = ProgramCursor(self.schedule, self.rank), self.global_step
         self._passes: dict[tuple[int, int, int], Pass] = {}
         self._labels: dict[tuple[int, int], Any] = {}
         self._losses: dict[int, list[Tensor]] = {}
@@ -110,7 +147,6 @@ class PipeRuntime:
         self._totals: dict[int, Tensor] = {}  # step -> all of them
         if self.known is not None:
             self._totals[-1] = torch.cat([self.known.squares, self.known.loss.reshape(1)])
-        self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._waits: dict[Any, Ticket] = {}  # what must have come before something is used
         self._taken: dict[Any, list[Ticket]] = {}  # pushes that still read a buffer
 
@@ -128,14 +164,14 @@ class PipeRuntime:
             self.flush()
             exact = self.clip > 0 and wanted in (0, 2 * self.schedule.stages - 1)
             self.schedule = replace(self.schedule, threshold=wanted, exact_norm=exact)
-        if self._walker is None:
+        if self._cursor is None:
             self._begin()
-        step = self._walker.step
-        if self.owners:
-            self._recorded[step] = options_of(self.user_optimizer)
+        step = self._cursor.step
+        for owner in self.owners.values():
+            owner.record(step)
         self._vectors.pop(step - 3, None)  # long passed on
         self._feed = Feed(batches, self.schedule.micro_batches)
-        for i in self._walker.call():
+        for i in self._cursor.call():
             self._do(i)
         if self.parts.keys() & {0, self.schedule.stages - 1}:
             self._feed.finish()
@@ -146,19 +182,21 @@ class PipeRuntime:
     @torch.enable_grad()
     def flush(self) -> None:
         """Collective: end all steps; the next one reads the newest version everywhere. Modules must be in training mode."""
-        if self._walker is None:
+        if self._cursor is None:
             return
-        for i in self._walker.rest():
+        for i in self._cursor.rest():
             self._do(i)
-        last = self._walker.step - 1
+        last = self._cursor.step - 1
         self._settle(last)
         for ticket in [*self._waits.values(), *self._sent, *(t for ts in self._taken.values() for t in ts)]:
             ticket.wait(f"rank {self.rank}, step {self._start + last}, flush")
         self._sent.clear()
         assert not self._passes and not self._labels, "a flush leaves nothing under way"
         for unit in self.units.values():
-            unit.restart(self._walker.step)
-        self._walker = None
+            unit.restart(self._cursor.step)
+        for owner in self.owners.values():
+            owner.settle()
+        self._cursor = None
 
     def _settle(self, step: int) -> None:
         """Take note of a finished step's loss and norms."""
@@ -183,7 +221,7 @@ class PipeRuntime:
             ticket.wait(self._where(i))
 
     def _free(self, key: Any, i: Instruction) -> None:
-        """Memory is written again: what was sent from it must have been taken."""
+        """Memory is written again: pushes from it must have been taken."""
         for ticket in self._taken.pop(key, ()):
             ticket.wait(self._where(i))
 
@@ -193,7 +231,7 @@ class PipeRuntime:
             self._taken.setdefault(key, []).append(ticket)
         else:
             self._sent.append(ticket)
-            while len(self._sent) > 8 * self.schedule.stages:  # (bounds what is kept, on both sides of long overdue messages)
+            while len(self._sent) > 8 * self.schedule.stages:  # (bounds how many are remembered)
                 self._sent.popleft().wait(self._where(i))
         return ticket
 
@@ -346,15 +384,19 @@ class PipeRuntime:
     def _norm(self, i: Instruction) -> None:
         schedule = self.schedule
         self._need(("norms", i.step), i)
-        sums = []
+        owner, squares = self.owners[i.stage], [torch.zeros(1, dtype=torch.float64, device=self.device)]
         for u in schedule.homed(i.stage):
-            sums.append([])
+            tied, landed = [], False
             for b in schedule.units[u]:
-                landed = schedule.rank_of(i.step, schedule.micro_batches - 1, b) != self.rank or b != i.stage
                 self._need(("finished", u, b), i)
-                sums[-1].append(self.units[u].sum_views(self._landing[u, b]) if landed else self.units[u].grads[b])
+                if b == i.stage:
+                    landed = schedule.rank_of(i.step, schedule.micro_batches - 1, b) != self.rank
+                else:
+                    tied.append(self.units[u].sum_views(self._landing[u, b]))
+            # before an update with the exact norm, the next step's sums may come to the same memory
+            squares.append(owner.average(i.step, (u, landed), tied, keep=schedule.exact_norm))
         vector = self._vector(i.step)
-        vector[i.stage] = self.owners[i.stage].average(i.step, sums, schedule.stages, schedule.exact_norm)
+        vector[i.stage] = torch.cat(squares).sum()
         if i.stage == schedule.stages - 1:
             vector[-1] = torch.stack(self._losses.pop(i.step)).mean()
         if i.stage == 0:
@@ -377,12 +419,14 @@ class PipeRuntime:
         self.skipped += skip and i.stage == max(self.owners)
         for u in schedule.homed(i.stage):
             self._free(("weights", u, i.version % len(self.units[u].flats)), i)
-        self.owners[i.stage].update(i.step, self._recorded[i.step], norm2, i.version, skip)
-        if all(schedule.update_time(i.step, s) <= schedule.update_time(i.step, i.stage) for s in self.owners):
-            del self._recorded[i.step]
+        owner = self.owners[i.stage]
+        if skip:
+            owner.discard()
+        owner.update(i.step, norm2, None, i.version % owner.copies)
+        owner.finish(i.step)
 
     def _norm_to_clip_by(self, i: Instruction) -> Tensor:
-        """Squared: the step's, if it is waited for; else this step's stages >= this one and last step's before it (section 9)."""
+        """Squared: the step's, if it is waited for; else this step's stages >= this one and last step's before it."""
         if self.schedule.exact_norm:
             self._need(("totals", i.step), i)
             return self._totals[i.step][:-1].sum()

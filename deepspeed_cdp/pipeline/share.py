@@ -7,16 +7,16 @@ import torch
 
 from deepspeed_cdp.pipeline import wire
 from deepspeed_cdp.pipeline.parts import Part
-from deepspeed_cdp.pipeline.weights import Unit
+from deepspeed_cdp.pipeline.weights import UnitWeights
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 from deepspeed_cdp.transport.base import Ticket, Transport
 
 
 @torch.no_grad()
 def share(
-    schedule: PipeSchedule, rank: int, units: Mapping[int, Unit], parts: Mapping[int, Part], transport: Transport | None
+    schedule: PipeSchedule, rank: int, units: Mapping[int, UnitWeights], parts: Mapping[int, Part], transport: Transport | None
 ) -> None:
-    """Collective: the lowest holder's values of every unit, and the first replica's of what is not trained, go to the others."""
+    """Collective: every unit gets its lowest holder's values, frozen parameters and buffers the first replica's."""
     tickets: list[Ticket] = []
 
     def spread(ranks: tuple[int, ...], flat: torch.Tensor, what: str, then: Callable[[], Any] = lambda: None) -> None:

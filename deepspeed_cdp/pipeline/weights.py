@@ -1,8 +1,8 @@
-"""Weights of a rank of the cyclic pipeline: versions, gradient sums, and the owner's masters and updates.
+"""Weights of a rank of the cyclic pipeline: versions and gradient sums.
 
 A *unit* (``PipeSchedule.units``) is a stage's own trained parameters, or those of a tied group. A rank that uses a unit
-keeps one or two versions of it as flat memory, of which ``param.data`` is a view during a pass; and, for each of its stages
-that uses it, one flat sum of the step's gradients, to which autograd adds in place.
+keeps one or two versions of it as flat memory, of which ``param.data`` is a view during a pass. For each of its stages that uses
+the unit it keeps one flat sum of the step's gradients, to which autograd adds in place.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from deepspeed_cdp.model.flat_layout import FlatLayout, lay_out
 Named = Sequence[tuple[str, nn.Parameter]]
 
 
-class Unit:
+class UnitWeights:
     """One rank's copies of a unit, and its sums by stage.
 
     Attributes:

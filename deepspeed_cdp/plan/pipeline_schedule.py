@@ -1,22 +1,22 @@
-"""The cyclic pipeline's timetable as data: who computes, sends, receives and updates what, when, and at which version.
+"""The schedule of a cyclic pipeline as data: each rank's computations, messages and updates, in order.
 
-In the style of DeepSpeed's ``PipeSchedule`` (deepspeed/runtime/pipe/schedule.py), but instructions name (stage, micro-batch,
-version) instead of a buffer, and nothing is flushed between steps (the paper's Figure 2 (a.ii), (c.ii), (c.iii)).
+It follows DeepSpeed's ``PipeSchedule`` (deepspeed/runtime/pipe/schedule.py), with two differences. An instruction names (stage,
+micro-batch, version) instead of a buffer. The pipeline is not flushed between steps (the paper's Figure 2 (a.ii), (c.ii),
+(c.iii)).
 
-Micro-batch q of step t takes the place of rank r = q mod N, round m = q div N, in the rule of
-``deepspeed_cdp.plan.schedule``. With
-``base(t)`` the start of step t, its forward on stage s is at logical time ``base(t) + 2q + s``, its backward at
-``base(t) + 2q + 2N-1-s``. A stage thus does one pass per position, forwards and backwards in turn. What differs between
-placements is only which rank a (stage, micro-batch) is on::
+In the rule (``plan.schedule``), micro-batch q of step t has the place of rank r = q mod N, round m = q div N. With ``base(t)``
+the start of step t, its forward on stage s is at logical time ``base(t) + 2q + s``, its backward at ``base(t) + 2q + 2N-1-s``.
+So a stage does one pass per position, forwards and backwards in turn. Placements differ only in the rank of a (stage,
+micro-batch)::
 
     pipeline    stage s is rank s                                                 N ranks
     pyramid     stage s has N-s replicas; the Q-th micro-batch is on replica      N(N+1)/2 ranks
                 Q mod (N-s), which so holds the activations of one micro-batch
     single      all stages are on one rank                                        1 rank
 
-Every instruction has a key, compared lexicographically; both sides of a message have the same key, and a rank works in the order
-of keys. So messages have one order that all ranks share, and no wait can form a circle, even if every send blocks until it is
-received (``validate.dry_run`` plays it so).
+Every instruction has a key, compared lexicographically. Both sides of a message have the same key, and a rank runs instructions
+in the order of keys. So all ranks share one order of messages, and no cycle of waits can form, even if every send blocks until it
+is received. ``verify.pipeline.dry_run`` checks this case.
 """
 
 from collections.abc import Iterator
@@ -36,16 +36,24 @@ _MESSAGES = ("activation", "grad", "sum", "finished", "norms", "totals", "weight
 
 
 class Instruction(NamedTuple):
-    """One thing that a rank does.
+    """One instruction of a rank.
 
     Attributes:
-        name: ``load``, ``forward``, ``backward``, ``norm``, ``update``; ``send_X`` and ``recv_X`` with X ``activation``,
-            ``grad``, ``sum`` (running, from replica to replica), ``finished`` (a step's sum, to the unit's owner; to oneself:
-            keep it), ``norms`` (from owner to owner), ``totals`` (norms and loss, to everybody), ``weights`` (a new version).
-        stage, step: of what; steps count from the last flush.
+        name: ``load``, ``forward``, ``backward``, ``norm``, ``update``, or ``send_X`` and ``recv_X`` for a message X:
+
+            ==========  ======================================================================
+            activation  a stage's output, to the next stage
+            grad        the gradient of a stage's input, to the stage before
+            sum         a running gradient sum, from replica to replica
+            finished    a step's gradient sum, to the unit's owner (to itself: the owner keeps it)
+            norms       norms so far, from owner to owner
+            totals      norms of all stages, and the loss, to all ranks
+            weights     a new version
+            ==========  ======================================================================
+        stage, step: steps count from the last flush.
         micro: micro-batch of the step, or -1.
-        version: that a pass reads, or that an update or message makes, or -1.
-        unit: of weights that are handed on as one message, or -1 (see ``PipeSchedule.units``).
+        version: the version that a pass reads, or that an update or message produces, or -1.
+        unit: weights that travel as one message (see ``PipeSchedule.units``), or -1.
         peer: the other rank, or -1.
     """
 
@@ -64,16 +72,16 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class PipeSchedule:
-    """The rule and a placement.
+    """The rule and the placement of a pipeline.
 
     Attributes:
         stages: N.
         threshold: K, 0..2N-1.
         rounds: micro-batches per step, divided by N.
         placement: one of PLACEMENTS.
-        ties: for each tied group the stages that use it, ascending, two or more.
+        ties: for each group of tied weights, the stages that use it: ascending, two or more.
         exact_norm: updates wait for the norm of the whole step (clipping under K = 0 and K = 2N-1).
-        alone: step 0 ends before step 1 begins, so that its loss can be told at once; versions stay the rule's.
+        alone: step 0 ends before step 1 begins, so that ``train_batch`` can return its loss; versions are the rule's.
     """
 
     stages: int
@@ -92,7 +100,7 @@ class PipeSchedule:
     # ---- the rule ---------------------------------------------------------------------------------------------------------
     @cached_property
     def rule(self) -> Schedule:
-        """Which version is read, shared with the ring."""
+        """The rule of the ring, which decides the version that a pass reads."""
         return Schedule(self.stages, self.threshold, self.rounds)
 
     @property
@@ -117,31 +125,31 @@ class PipeSchedule:
 
     @property
     def idle(self) -> float:
-        """Closed form: the fraction of its time that a rank of ``pipeline`` waits in a steady step, passes being equally long.
+        """Closed form: the fraction of a steady step in which a rank of ``pipeline`` waits, if all passes take the same time.
 
-        For ``dp`` it is that of 1F1B with a flush per step, (N-1)/(M+N-1).
+        For ``dp`` it is that of 1F1B with a flush per step and M micro-batches, (N-1)/(M+N-1).
         """
         return self.stall / self.period
 
     def base(self, step: int) -> int:
-        """Where a step begins."""
+        """The position at which a step begins."""
         gap = max(0, 2 * self.micro_batches + 4 * self.stages - self.period) if self.alone and step else 0
         return self.period * step + gap
 
     def finished(self, step: int, stage: int) -> int:
-        """The position before which the step's last backward of the stage has ended."""
+        """The position by which the step's last backward of the stage has ended."""
         return self.base(step) + 2 * self.micro_batches + 2 * self.stages - 2 - stage
 
     def update_time(self, step: int, stage: int) -> int:
-        """The position before which the stage is updated; with ``exact_norm`` when the last stage's sum is known."""
+        """The position of the stage's update; with ``exact_norm``, after the last sum of all stages."""
         return self.finished(step, 0) + stage if self.exact_norm else self.finished(step, stage)
 
     def drains(self, step: int) -> bool:
-        """Whether a step is run to its end before ``train_batch`` returns: under dp, and the first one if it is ``alone``."""
+        """Whether ``train_batch`` runs the step to its end: under dp, and in step 0 if ``alone``."""
         return self.threshold == 0 or self.alone and step == 0
 
     def cut(self, step: int, rank: int) -> Key:
-        """The key up to which (exclusive) ``train_batch`` of a step goes: its last forward and the pass after it."""
+        """The key before which ``train_batch`` of the step stops: after its last forward and one more pass."""
         if self.drains(step):
             return (self.base(step + 1) + self.stages + 1,)
         first = self.stages_of(rank)[0]
@@ -154,7 +162,7 @@ class PipeSchedule:
         return {"pipeline": n, "pyramid": n * (n + 1) // 2, "single": 1}[self.placement]
 
     def replicas(self, stage: int) -> tuple[int, ...]:
-        """The ranks of a stage."""
+        """The ranks that hold a stage."""
         if self.placement == "pyramid":
             start = sum(self.stages - s for s in range(stage))
             return tuple(range(start, start + self.stages - stage))
@@ -164,20 +172,20 @@ class PipeSchedule:
         return tuple(s for s in range(self.stages) if rank in self.replicas(s))
 
     def rank_of(self, step: int, micro: int, stage: int) -> int:
-        """Where a micro-batch's passes of a stage are."""
+        """The rank that runs a micro-batch's passes of a stage."""
         replicas = self.replicas(stage)
         return replicas[(step * self.micro_batches + micro) % len(replicas)]
 
     def owner(self, stage: int) -> int:
-        """The rank that keeps a stage's masters and optimizer state: the replica of the N-th micro-batch."""
+        """The rank that holds a stage's masters and optimizer state: the replica of the N-th micro-batch."""
         return self.rank_of(0, self.stages - 1, stage)
 
     # ---- units of weights ---------------------------------------------------------------------------------------------------
     @property
     def units(self) -> tuple[tuple[int, ...], ...]:
-        """The stages that use each unit: unit s < N is stage s's own weights, the others are the tied groups.
+        """The stages that use each unit: unit s < N holds stage s's own weights, later units hold groups of tied weights.
 
-        A unit belongs to the first of its stages, its home: it has its version and is updated with it.
+        The first stage of a unit is its home: the unit has the home's version, and is updated with it.
         """
         return (*((s,) for s in range(self.stages)), *self.ties)
 
@@ -186,11 +194,11 @@ class PipeSchedule:
         return tuple(u for u, used in enumerate(self.units) if stage in used)
 
     def homed(self, stage: int) -> tuple[int, ...]:
-        """The units whose home a stage is."""
+        """The units whose home is this stage."""
         return tuple(u for u, used in enumerate(self.units) if used[0] == stage)
 
     def copies(self, unit: int) -> int:
-        """Versions that a rank keeps of a unit: 2 if some micro-batch reads a stale one, else 1."""
+        """Versions of a unit that a rank keeps: 2 if some micro-batch reads a stale version, else 1."""
         return 2 if self.threshold > self.units[unit][0] else 1
 
     def holders(self, unit: int) -> tuple[int, ...]:
@@ -199,7 +207,7 @@ class PipeSchedule:
 
     # ---- programs -----------------------------------------------------------------------------------------------------------
     def program(self, rank: int, step: int) -> list[tuple[Key, Instruction]]:
-        """What a rank does for a step, in order. Some of it falls between the instructions of the next step."""
+        """A rank's instructions for a step, in order; the last ones interleave with those of the next step."""
         mine = [*self._passes(rank, step), *self._owning(rank, step)]
         return sorted(mine, key=lambda item: item[0])
 
@@ -226,7 +234,7 @@ class PipeSchedule:
                 yield from self._sums(rank, t, q, s, b)
 
     def _sums(self, rank: int, t: int, q: int, s: int, b: int) -> Iterator[tuple[Key, Instruction]]:
-        """The running sum comes from the replica of the micro-batch before, and goes to that of the next one or the owner."""
+        """Receive the running sum from the micro-batch before's replica; send it to the next one's replica, or to the owner."""
         for u in self.units_at(s):
             if q and (peer := self.rank_of(t, q - 1, s)) != rank:
                 yield self._message(b - 1, "sum", peer, rank, u), Instruction("recv_sum", s, t, q, unit=u, peer=peer)
@@ -293,19 +301,19 @@ class PipeSchedule:
         )
 
 
-class Walker:
-    """One rank's way through the programs of successive steps, call by call.
+class ProgramCursor:
+    """Splits one rank's instructions of successive steps into calls of ``train_batch``.
 
-    A call of ``train_batch`` ends before the last backwards of its step; they are done in the next call, or by ``rest``.
+    A call ends before the last backwards of its step. The next call, or ``rest``, runs them.
     """
 
     def __init__(self, schedule: PipeSchedule, rank: int):
         self.schedule, self.rank = schedule, rank
-        self.step = 0  # of the next call
+        self.step = 0  # the step of the next call
         self._ahead: list[tuple[Key, Instruction]] = []
 
     def call(self) -> list[Instruction]:
-        """What the next ``train_batch`` does."""
+        """The instructions of the next ``train_batch``."""
         cut = self.schedule.cut(self.step, self.rank)
         self._ahead = sorted([*self._ahead, *self.schedule.program(self.rank, self.step)], key=lambda item: item[0])
         self.step += 1
@@ -314,6 +322,6 @@ class Walker:
         return now
 
     def rest(self) -> list[Instruction]:
-        """What is left to do when no step follows."""
+        """The remaining instructions, if no step follows."""
         left, self._ahead = [i for _, i in self._ahead], []
         return left

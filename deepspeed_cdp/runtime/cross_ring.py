@@ -13,22 +13,27 @@ from deepspeed_cdp.transport.base import Ticket, Where
 from deepspeed_cdp.transport.buffers import Buffers
 from deepspeed_cdp.transport.ring_view import RingView
 
+SumViews = Callable[[int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+
 
 class CrossRing:
-    """One owner's end of the chain between rings (plan/cross_ring.py).
+    """Adds a stage's finished sums of all rings, ring by ring, and brings the total back.
 
-    What comes from other rings lands in region ``X``, and at last it holds the total, which the owner averages and updates with.
-    Where the own ring's finished sums lie, those of this ring and all before it are added up.
+    Messages of other rings land in region ``X``, which at last holds the total that the owner averages and updates with. The
+    place
+    of the own ring's finished sums holds the sum of this ring and all rings before it.
 
     Attributes:
         total: float64, [2]: loss sum and count over all rings, after ``exchange``.
     """
 
-    def __init__(self, plan: Plan, transport: RingView, buffers: Buffers, order: Sequence[int]):
+    def __init__(self, plan: Plan, transport: RingView, buffers: Buffers, order: Sequence[int], views: SumViews):
         """
         Args:
-            order: the owned units that have sums, in the order of ``chain.finishing``.
+            order: the owned units that have sums, in the order of ``plan.cross_ring.finishing``.
+            views: of a unit, its sums in region X and those of the own ring, in their own dtypes.
         """
+        self._views = views
         self.transport, ring = transport.inner, transport.ring
         self._peer = {"X": transport.inner.rank + transport.size, "Y": transport.inner.rank - transport.size}  # to whom
         self._last, self._posts = ring == plan.rings - 1, first_posts(ring, order)
@@ -58,18 +63,13 @@ class CrossRing:
         return self._peer["Y" if stream == "X" else "X"]
 
     def exchange(
-        self,
-        ready: Callable[[int], Any],
-        losses: Callable[[], tuple[torch.Tensor, int]],
-        views: Callable[[int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]],
-        where: Where,
+        self, ready: Callable[[int], Any], losses: Callable[[], tuple[torch.Tensor, int]], where: Where
     ) -> Iterator[int]:
         """Average one step's finished sums; gives each unit when its total is in region X, and nobody else reads it.
 
         Args:
             ready: waits for a unit's sum of the own ring.
             losses: this rank's loss sum and count of the step.
-            views: a unit's sums in region X, and of the own ring, in their own dtypes.
         Raises:
             HandoffError: an owner in another ring is gone or late.
         """
@@ -84,7 +84,7 @@ class CrossRing:
             elif kind == LinkKind.RECV:
                 self._posted.pop((stream, i)).wait(where)
             elif kind == LinkKind.ADD:
-                total, own = views(i) if i != PAIR else ([self.total], [self._own])
+                total, own = self._views(i) if i != PAIR else ([self.total], [self._own])
                 torch._foreach_add_(*((total, own) if self._last else (own, total)))
             elif kind == LinkKind.SEND:
                 transport.moved_on()
@@ -95,5 +95,5 @@ class CrossRing:
                 self._post(stream, i)
             elif kind == LinkKind.WAIT_SENT:
                 sent.pop((stream, i)).wait(where)
-            elif i != PAIR:  # DONE
+            elif i != PAIR:  # FINISHED
                 yield i

@@ -1,11 +1,11 @@
-"""How a rank's gradients get into running sums (design §8): all of a unit's in one launch, when its backward is over.
+"""Adds a rank's gradients to running sums: all of a unit's in one launch, when its backward is over.
 
-Or earlier, for the weights of linear layers: the matrix product that makes such a gradient adds it, so that it is never written
-and read by itself (Megatron-LM's ``gradient_accumulation_fusion``). The sum is rounded once where it would be twice.
+Linear layers can do it earlier for their weights: the GEMM that makes a weight's gradient adds it to the sum, so the gradient is
+never written and read by itself (Megatron-LM's ``gradient_accumulation_fusion``). The sum is rounded once instead of twice.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, Protocol
 
 import torch
 from torch.autograd import forward_ad
@@ -16,9 +16,6 @@ from torch.utils._device import DeviceContext
 from deepspeed_cdp.model.flat_layout import Slot
 from deepspeed_cdp.plan.constants import PERSISTENT
 
-if TYPE_CHECKING:
-    from deepspeed_cdp.runtime.param_hooks import ParamHooks
-
 Slots = Mapping[int, Sequence[tuple[torch.nn.Parameter, Slot]]]
 _linear = torch._C._nn.linear
 _ZERO = "deepspeed.runtime.zero.linear"  # where torch.nn.functional.linear is from after zero.Init
@@ -26,8 +23,18 @@ _no_view = torch.ops.aten._unsafe_view.default  # the same memory, not known as 
 _mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add to fp32, on CUDA; from torch 2.8
 
 
+class Passes(Protocol):
+    """Which unit's pass is under way (``ParamHooks``)."""
+
+    def passes(self, i: int) -> bool:
+        """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
+
+    def read_again(self, i: int) -> None:
+        """A backward reads the unit's parameters."""
+
+
 class GradAccumulation:
-    """Adds gradients to the sums that a param_hooks's hand-off has in use.
+    """Adds gradients to the running sums in use.
 
     Attributes:
         why_none: for people, why no linear layer is fused though it was asked for; else empty.
@@ -35,8 +42,13 @@ class GradAccumulation:
 
     why_none = ""
 
-    def __init__(self, param_hooks: "ParamHooks"):
-        self.param_hooks, self._slots, self._in_use = param_hooks, param_hooks.slots, param_hooks.executor.sums
+    def __init__(self, slots: Slots, grad_sums: Mapping[int, torch.Tensor], empty_sums: Set[int], passes: Passes):
+        """
+        Args:
+            slots: by unit, its parameters and their places.
+            grad_sums: the flat sums in use (uint8, 1-D) by unit; empty_sums: those that are uninitialized (``Executor``).
+        """
+        self.passes, self._slots, self._in_use, self._empty = passes, slots, grad_sums, empty_sums
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._summed: dict[int, set[int]] = {}  # unit -> slots whose gradients products have added in this backward
         self._layers: list[_Layer] = []
@@ -58,7 +70,7 @@ class GradAccumulation:
         """Add the unit's gradients, now complete, to the running sum that goes on to the next rank.
 
         Args:
-            first: this rank starts the sum, and the memory holds anything where no product has written.
+            first: this rank starts the sum; memory that no fused GEMM has written yet is uninitialized.
         """
         summed = self._summed.pop(i, ())
         empty, copied, added = [], [], []
@@ -97,7 +109,7 @@ class GradAccumulation:
         cuda = device.type == "cuda"
         if setting is False or setting == "auto" and not cuda:
             return 0
-        if _as_ever():
+        if _linear_is_stock():
             self._layers = [_Layer(self, m, i, k, device.type) for m, i, k in fusible(module, self._slots, cuda)]
             self.why_none = (
                 ""
@@ -128,7 +140,7 @@ class GradAccumulation:
         if summed is None:
             summed = self._summed[i] = set()
         mixed = {} if view.dtype == x.dtype else {"out_dtype": view.dtype}
-        if i in self.param_hooks.executor.starting and k not in summed:
+        if i in self._empty and k not in summed:
             torch.mm(grad.t(), x, out=view, **mixed)
         else:
             torch.addmm(view, grad.t(), x, out=view, **mixed)
@@ -154,7 +166,7 @@ def fusible(module: torch.nn.Module, slots: Slots, cuda: bool) -> Iterator[tuple
                 yield m, i, k
 
 
-def _as_ever() -> bool:
+def _linear_is_stock() -> bool:
     """Whether a linear layer computes what torch's own does, as far as the process goes."""
     layer, function = torch.nn.Linear.forward, functional.linear
     if layer.__module__ != torch.nn.Linear.__module__ or not (function is _linear or function.__module__ == _ZERO):
@@ -167,8 +179,8 @@ def _as_ever() -> bool:
 class _Layer:
     """A linear layer that adds its weight's gradient itself. The weight is not saved for the backward, where it is bound anew."""
 
-    def __init__(self, sums: GradAccumulation, module: torch.nn.Linear, unit: int, slot: int, device: str):
-        self.sums, self.param_hooks, self.module, self.unit, self.slot = sums, sums.param_hooks, module, unit, slot
+    def __init__(self, accumulation: GradAccumulation, module: torch.nn.Linear, unit: int, slot: int, device: str):
+        self.accumulation, self.passes, self.module, self.unit, self.slot = accumulation, accumulation.passes, module, unit, slot
         self.weight, self.parameters = module.weight, module._parameters
         self.device, self.fused = device, True
         module.forward = self.forward
@@ -178,7 +190,7 @@ class _Layer:
         if self.module.__dict__.get("forward") == self.forward:
             del self.module.forward
         self.fused = False
-        del self.sums, self.param_hooks, self.weight
+        del self.accumulation, self.passes, self.weight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The module's."""
@@ -186,14 +198,14 @@ class _Layer:
             torch.compiler.is_compiling()
             or not self.fused
             or not torch.is_grad_enabled()
-            or not self.param_hooks.passes(self.unit)
+            or not self.passes.passes(self.unit)
             or self.parameters.get("weight") is not self.weight
             or "bias" not in self.parameters
             or type(input) is not torch.Tensor
             or input.dtype != self.weight.dtype
             or not self.weight.requires_grad
             or type(self.module) is not torch.nn.Linear
-            or not _as_ever()
+            or not _linear_is_stock()
             or torch.is_autocast_enabled(self.device)
             or torch._C._are_functorch_transforms_active()
             or forward_ad._current_level >= 0
@@ -215,7 +227,7 @@ class _Layer:
             accumulates = torch._C._will_engine_execute_node(node)
         except RuntimeError:  # torch.autograd.grad wants the weight's gradient for itself
             return False
-        return accumulates and self.sums.add_product(self.unit, self.slot, grad, x)
+        return accumulates and self.accumulation.add_product(self.unit, self.slot, grad, x)
 
 
 class _Linear(torch.autograd.Function):
@@ -235,7 +247,7 @@ class _Linear(torch.autograd.Function):
             raise ValueError(
                 "a backward came after engine.destroy(), with which the parameters are gone; call engine.backward(loss) before"
             )
-        layer.param_hooks.read_again(layer.unit)
+        layer.passes.read_again(layer.unit)
         if layer.weight._version != ctx.version:  # as autograd says it of tensors that it has saved
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -1,9 +1,8 @@
-"""What a rank does for the stage it owns, as its walk (executor.py) comes to REDUCE_GRAD, GRAD_NORM, SEND_NORM and
-OPTIMIZER_STEP (design §9).
+"""The owner's actions of a rank's program: REDUCE_GRAD, GRAD_NORM, SEND_NORM, OPTIMIZER_STEP, PUBLISH_PARAM.
 
-All of it runs on the owner's stream, beside the passes. But a stream gets its work only when the host's walk comes to it, and
-often the host is not ahead of the passes; so a unit's sum is taken up where it is finished in logical time, not together with the
-rest of its stage where these are wanted.
+All of them run on the owner's stream, beside the passes. A stream gets work only when the host's executor reaches it, and
+the host
+is often not ahead of the passes. So a unit's sum is reduced where it is finished in logical time, not when its whole stage is.
 """
 
 from collections import deque
@@ -12,172 +11,250 @@ from typing import Any
 
 import torch
 
-from deepspeed_cdp.plan.actions import Action
-from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.schedule import Schedule
-from deepspeed_cdp.runtime.cross_ring import CrossRing
+from deepspeed_cdp.plan.actions import Action, Kind
+from deepspeed_cdp.plan.cross_ring import finishing
+from deepspeed_cdp.runtime.cross_ring import CrossRing, SumViews
+from deepspeed_cdp.runtime.events import Events
+from deepspeed_cdp.runtime.messages import Messages
 from deepspeed_cdp.runtime.owner_protocol import Owner
 from deepspeed_cdp.runtime.program import ActionLocation
+from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.runtime.step_metrics import StepMetrics
-from deepspeed_cdp.transport.base import Ticket, Transport
-from deepspeed_cdp.transport.buffers import Buffers
 
 
 class OwnerExecutor:
-    """Part of ``Executor``, which sets what is declared here."""
+    """Executes a rank's actions for the stage it owns.
 
-    plan: Plan
-    schedule: Schedule
-    rank: int
-    transport: Transport
-    buffers: Buffers
-    scalars: StepMetrics
-    owner: Owner | None
-    across: CrossRing | None
-    on_end: Callable[[int, bool], None]
-    step: int
-    global_step: int
-    skipped: int
-    _members: list[int]  # the owned units that have sums
-    _frozen: list[int]  # and the others
-    together: tuple[int, ...]  # the owned units that GRAD_NORM averages
-    _flushing: bool
-    _arrivals: dict[tuple, Ticket]
-    _norms: dict[int, torch.Tensor]
-    _lost: dict[int, tuple[torch.Tensor, int]]
-    _kept: deque[tuple[torch.Tensor, Any]]
-    _sum_ends: dict[int, Any]
-    _published_at: dict[tuple[int, int], Any]
-    _step_end: Any
-    _own_read_end: Any
-    _reading: dict[str, list[tuple[int, int, Ticket]]]
-    _sum_places: list[tuple[int, int]]  # offset and bytes of the owned units' finished sums
-    _readers: Callable[[str, int, int], list[Ticket]]
-    _posts: Callable[[Action], None]
+    Attributes:
+        trained: the owned units that have gradient sums, in the order in which they are read; frozen: the others.
+        skipped: updates that were not applied because the step's gradient norm was not finite (``dp`` and v1).
+        actions: handlers by kind, each on the owner's stream.
+    """
 
-    def _as_owner(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
-        def beside(a: Action) -> None:
+    def __init__(
+        self, state: RankState, messages: Messages, owner: Owner, sum_views: SumViews, metrics: StepMetrics, events: Events
+    ):
+        self.state, self.messages, self.owner, self.metrics, self.events = state, messages, owner, metrics, events
+        self.transport = state.transport
+        plan = state.plan
+        owned = plan.members(state.owned_stage)
+        self.trained, self.frozen = ([i for i in owned if bool(plan.unit(i).g_bytes) == has_sum] for has_sum in (True, False))
+        self.skipped = 0
+        self.actions: dict[Kind, Callable[[Action], None]] = {
+            Kind.REDUCE_GRAD: self._on_owner_stream(self.reduce),
+            Kind.GRAD_NORM: self._on_owner_stream(self.norm),
+            Kind.SEND_NORM: self._on_owner_stream(self.send_norm),
+            Kind.OPTIMIZER_STEP: self._on_owner_stream(self.step),
+            Kind.PUBLISH_PARAM: self._on_owner_stream(messages.push),
+        }
+        self._finishing = finishing(plan, state.rank)
+        self._cross_ring = CrossRing(plan, state.transport, state.buffers, self._finishing, sum_views) if plan.rings > 1 else None
+        self._losses: dict[int, tuple[torch.Tensor, int]] = {}  # step -> the sum of its losses, and their number
+        self._alive: deque[tuple[torch.Tensor, Any]] = deque()  # such sums, with the marks behind their last reads
+        self._flushing = False
+
+    def _on_owner_stream(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
+        def beside_passes(a: Action) -> None:
             with self.transport.owner_stream():
                 do(a)
 
-        return beside
+        return beside_passes
 
-    def _average(self, a: Action) -> None:
-        """One unit's sum, as soon as it is finished."""
-        assert self.owner is not None
-        self._summed(a, a.unit)
-        if self.owner.updates_eagerly:
-            self._free_copy(a, a.unit)
-        self._finish(a, a.unit)
+    def begin(self) -> None:
+        """After a flush, and at the start: nothing is reduced or published yet."""
+        state = self.state
+        self._together = () if state.plan.eager_units(state.rank) else self._finishing  # units that GRAD_NORM reduces
+        offsets = state.plan.o_layout(state.owned_stage)
+        self._sum_places = [(offsets[i], state.plan.unit(i).g_bytes) for i in self.trained]
+        self._step_end = self._own_read_end = self.transport.mark()
+        self._published_at: dict[tuple[int, int], Any] = {}  # unit, copy -> the mark behind its last write
+        self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units reduced so far
+        self._sum_ends: dict[int, Any] = {}  # unit -> the mark behind its sum, where this rank finishes it
+        self._losses.clear()
+        self.metrics.begin()
+        if self._cross_ring:
+            self._cross_ring.begin()
 
-    def _summed(self, a: Action, unit: int) -> None:
-        """The ring's sum of the unit is there."""
-        if self.rank == self.schedule.ranks - 1:
+    def flush(self, actions: tuple[Action, ...]) -> None:
+        """Apply the last step's update without publishing it, for nobody reads it.
+
+        Args:
+            actions: of the steady program.
+        """
+        last = {
+            Kind.REDUCE_GRAD: self.reduce,
+            Kind.GRAD_NORM: self.norm,
+            Kind.SEND_NORM: self.send_norm,
+            Kind.OPTIMIZER_STEP: self._update,
+        }
+        self._flushing = True
+        with self.transport.owner_stream():
+            for a in actions:
+                if a.kind in last and a.version == -1:
+                    last[a.kind](a)
+                    if a.kind == Kind.GRAD_NORM and self.state.rank == 0 and a.peer is not None:
+                        self.transport.start_peer("S", a.peer, True)  # the last owner's, who ends the flush with it
+        self._flushing = False
+
+    # ---- told by the passes ---------------------------------------------------------------------------------------------
+    def end_step(self, losses: torch.Tensor, count: int) -> None:
+        """The passes of the step are over. Their losses: float64 scalar, summed over ``count`` micro-batches."""
+        self._losses[self.state.global_step] = losses.clone(), count
+        self._step_end = self.transport.mark()
+        if self.state.schedule.ranks == 1:  # sums are finished in place
+            self._sum_ends = dict.fromkeys(self.trained, self._step_end)
+
+    def read_ended(self) -> None:
+        """A pass of this rank has read its own published copy for the last time."""
+        self._own_read_end = self.transport.mark()
+
+    def wait_published(self, unit: int, version: int) -> None:
+        """The current stream waits until this version (relative to the step) of an owned unit is in its published copy."""
+        state = self.state
+        self.transport.after(self._published_at.get((unit, (state.step + version) % state.plan.copies)))
+
+    def keep_sum(self, a: Action, view: torch.Tensor) -> None:
+        """Rank N-1 copies a sum that it has finished to where it reads it as the owner, beside the passes."""
+        region, offset, _ = a.into
+        summed = self.transport.mark()
+        with self.transport.owner_stream():
+            self.transport.after(summed)
+            self.messages.wait_readers(a, region, offset, a.nbytes)
+            self.state.buffers.view(region, offset, a.nbytes).copy_(view)
+            self._sum_ends[a.unit] = copied = self.transport.mark()
+        self.transport.moved_on()
+        if copied is not None:
+            self.messages.reads.add(a.region, a.offset, a.nbytes, copied)
+
+    # ---- actions --------------------------------------------------------------------------------------------------------
+    @property
+    def _eager(self) -> bool:
+        """Whether each unit is updated as soon as its own sum is finished."""
+        return self.owner.updates_eagerly and not self.state.schedule.exact_norm
+
+    def reduce(self, a: Action) -> None:
+        """REDUCE_GRAD: one unit's sum, as soon as it is finished."""
+        self._wait_sum(a, a.unit)
+        if self._eager:
+            self._wait_copy(a, [a.unit])
+        self._reduce_unit(a, a.unit)
+
+    def _wait_sum(self, a: Action, unit: int) -> int:
+        """The ring's sum of the unit is complete."""
+        if self.state.rank == self.state.schedule.ranks - 1:
             self.transport.after(self._sum_ends.pop(unit, None))
         else:
-            self._arrivals.pop(("O", self.step + a.version, self.schedule.rounds - 1, unit, True)).wait(ActionLocation(self, a))
+            self.messages.wait_finished(a, unit)
+        return unit
 
-    def _norm(self, a: Action) -> None:
-        assert self.owner is not None
-        where, stage = ActionLocation(self, a), self.schedule.owned(self.rank)
-        if self.owner.updates_eagerly and self.together:
-            self._free_copy(a)
-
-        def ready(i: int) -> int:
-            self._summed(a, i)
-            return i
+    def norm(self, a: Action) -> None:
+        """GRAD_NORM: reduce the units that are left, and enter the stage's squared norm in the vector that goes round."""
+        where, state = ActionLocation(self.state, a), self.state
+        step = state.global_step + a.version
+        if self._eager and self._together:
+            self._wait_copy(a, self.trained + self.frozen)
 
         def losses() -> tuple[torch.Tensor, int]:
             self.transport.after(self._step_end)
-            return self._lost[self.global_step + a.version]
+            return self._losses[step]
 
-        across, views = self.across, self.owner.ring_sums
-        for i in map(ready, self.together) if across is None else across.exchange(ready, losses, views, where):
-            self._finish(a, i)
+        ring = self._cross_ring
+        finished = (
+            (self._wait_sum(a, i) for i in self._together)
+            if ring is None
+            else ring.exchange(lambda i: self._wait_sum(a, i), losses, where)
+        )
+        for unit in finished:
+            self._reduce_unit(a, unit)
         if a.peer is not None:
-            self.scalars.receive(a.peer, where)
-        loss, count = losses() if across is None else across.total
-        norms = [self._norms[i] for i in reversed(self._members) if i in self._norms]
+            self.metrics.receive(a.peer, where)
+        loss, count = losses() if ring is None else ring.total
+        norms = [self._norms[i] for i in reversed(self.trained) if i in self._norms]
         norm2 = torch.cat(norms).sum(dtype=torch.float64) if norms else torch.zeros_like(loss)
-        self.scalars.add(stage, norm2, loss, count, self.global_step + a.version)
+        self.metrics.add(state.owned_stage, norm2, loss, count, step)
         self._norms = {}
-        self._keep(self._lost.pop(self.global_step + a.version)[0])
+        self._keep_alive(self._losses.pop(step)[0])
 
-    def _keep(self, tensor: torch.Tensor) -> None:
-        """Hold on to a tensor of the passes' until the owner's stream, which reads it, has come as far as this. (torch's
-        ``record_stream`` would do, but from then on every allocation asks the device whether it has: some microseconds each.)"""
-        while self._kept and self._kept[0][1].done():
-            self._kept.popleft()
+    def _keep_alive(self, tensor: torch.Tensor) -> None:
+        """Hold a tensor of the passes' stream until the owner's stream, which reads it, has come this far.
+
+        torch's ``record_stream`` would do, but it makes every later allocation ask the device, some microseconds each.
+        """
+        while self._alive and self._alive[0][1].done():
+            self._alive.popleft()
         mark = self.transport.mark()
         if mark is not None:
-            self._kept.append((tensor, mark))
+            self._alive.append((tensor, mark))
 
-    def _finish(self, a: Action, unit: int) -> None:
-        """What can be done with a unit's finished sums."""
-        assert self.owner is not None
-        if self.owner.updates_eagerly:
-            slot = None if self._flushing else self._copy(a)
-            self._norms[unit] = self.owner.advance(self.global_step + a.version, unit, slot)
-            self._published_at[unit, self._copy(a)] = self.transport.mark()
+    def _reduce_unit(self, a: Action, unit: int) -> None:
+        """Average the unit's finished sum; update and publish it too where nothing else is waited for."""
+        step = self.state.global_step + a.version
+        if self._eager:
+            copy = self._copy(a)
+            self._norms[unit] = self.owner.advance(step, unit, None if self._flushing else copy)
+            self._published_at[unit, copy] = self.transport.mark()
         else:
-            self._norms[unit] = self.owner.average(self.global_step + a.version, unit)
+            self._norms[unit] = self.owner.average(step, unit)
 
     def _copy(self, a: Action) -> int:
-        return (self.step + a.version + 1) % self.plan.copies
+        """The published copy that the update of the action's step writes."""
+        return (self.state.step + a.version + 1) % self.state.plan.copies
 
-    def _free_copy(self, a: Action, unit: int | None = None) -> None:
-        """Wait until the published copy (of one unit, or all) that is next to be written is not read any more (in a flush none
-        is written)."""
+    def _wait_copy(self, a: Action, units: list[int]) -> None:
+        """Wait until nobody reads these units' published copies that are written next (a flush writes none)."""
         if self._flushing:
             return
-        for ticket in self._copy_readers(a, unit):
-            ticket.wait(ActionLocation(self, a))
+        for ticket in self._copy_readers(a, units):
+            ticket.wait(ActionLocation(self.state, a))
         self.transport.after(self._own_read_end)
 
-    def _copy_readers(self, a: Action, unit: int | None) -> list[Ticket]:
-        """Pushes that may still read from that copy; they are the caller's to wait for."""
-        offsets, start, nbytes = self.plan.copy_layout(self.schedule.owned(self.rank))
-        if unit is not None:
-            start, nbytes = offsets[unit], self.plan.unit(unit).p_bytes
-        return self._readers(self.plan.copy_region(self.step + a.version + 1), start, nbytes)
+    def _copy_readers(self, a: Action, units: list[int]) -> list[Any]:
+        """Tickets of pushes that may still read from those copies; the caller waits for them."""
+        plan = self.state.plan
+        region = plan.copy_region(self.state.step + a.version + 1)
+        offsets = plan.copy_layout(self.state.owned_stage)[0]
+        return [t for i in units for t in self.messages.reads.take(region, offsets[i], plan.unit(i).p_bytes)]
 
-    def _total(self, a: Action) -> None:
-        self.scalars.send_total()
+    def send_norm(self, a: Action) -> None:
+        """SEND_NORM: the last owner tells everyone the finished norm."""
+        self.metrics.send_total()
 
-    def _apply(self, a: Action) -> None:
-        assert self.owner is not None
+    def step(self, a: Action) -> None:
+        """OPTIMIZER_STEP: do what is left of the step's update, and grant the credits that it frees."""
+        self._update(a)
+        self.messages.post_all(a)
+
+    def _update(self, a: Action) -> None:
         if a.peer is not None:
-            self.scalars.receive_total(ActionLocation(self, a))
-        step = self.global_step + a.version
-        if self.schedule.exact_norm:  # without the whole step's norm an owner cannot know (cdp-v2)
-            overflow = not bool(torch.isfinite(self.scalars.total))
-            self.on_end(step, overflow)
+            self.metrics.receive_total(ActionLocation(self.state, a))
+        step = self.state.global_step + a.version
+        if self.state.schedule.exact_norm:  # without the whole step's norm an owner cannot know (cdp-v2)
+            overflow = not bool(torch.isfinite(self.metrics.total))
+            self.events.norm_known(step, overflow)
             if overflow:
                 self.owner.discard()  # as ZeRO-3 does
                 self.skipped += 1
-        if not self.owner.updates_eagerly:
-            self._free_copy(a)
-            slot = None if self._flushing else self._copy(a)
+        if not self._eager:
+            self._wait_copy(a, self.trained + self.frozen)
+            copy = self._copy(a)
+            slot = None if self._flushing else copy
             if not self.owner.updates_per_unit:
-                self.owner.update(step, self.scalars.total, None, slot)
-            for i in self._members:
+                self.owner.update(step, self.metrics.total, None, slot)
+            for i in self.trained:
                 if self.owner.updates_per_unit:
-                    self.owner.update(step, self.scalars.total, i, slot)
-                self._published_at[i, self._copy(a)] = self.transport.mark()
-        elif not self.together:  # each unit has been freed by itself; the others are never written, so nobody need wait
-            for i in self._frozen:
-                self._copy_readers(a, i)
+                    self.owner.update(step, self.metrics.total, i, slot)
+                self._published_at[i, copy] = self.transport.mark()
+        elif not self._together:  # each unit's copy has been waited for; frozen ones are never written, so nobody need wait
+            self._copy_readers(a, self.frozen)
         self.owner.finish(step)
-        if self.across and not self._flushing:
-            self.across.begin()
+        self.events.step_updated(step)
+        if self._cross_ring and not self._flushing:
+            self._cross_ring.begin()
         self._sums_used()
 
     def _sums_used(self) -> None:
-        """What lands next where the finished sums lie must wait for what this stream has read of them."""
+        """The next message that lands in the place of the finished sums must wait for this stream's reads of them."""
         mark = self.transport.mark()
         if mark is not None:
-            self._reading.setdefault(self.plan.o_region, []).extend((at, nbytes, mark) for at, nbytes in self._sum_places)
-
-    def _update(self, a: Action) -> None:
-        self._apply(a)
-        self._posts(a)
+            for offset, nbytes in self._sum_places:
+                self.messages.reads.add(self.state.plan.o_region, offset, nbytes, mark)

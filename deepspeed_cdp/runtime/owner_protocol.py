@@ -1,18 +1,16 @@
-"""What a walk through a program needs to know: places in it, who owns what, and words for errors."""
+"""The interface between the owner's actions and the masters."""
 
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    pass
-
 
 class Owner(Protocol):
-    """Who keeps the owned stage's masters (see optim/stage_owner.py).
+    """Keeps the owned stage's masters and steps them (optim/stage_owner.py).
 
     Attributes:
-        updates_per_unit: whether units can be updated one by one; updates_eagerly: and each as soon as its own sum is finished.
+        updates_per_unit: units can be updated one by one (deferred or eager).
+        updates_eagerly: each unit can be updated as soon as its own sum is finished, since nothing is clipped.
     """
 
     updates_per_unit: bool
@@ -28,13 +26,7 @@ class Owner(Protocol):
         """Apply the update of ``step`` to one unit, or to all that have been averaged, clipped by ``norm2``, and publish."""
 
     def discard(self) -> None:
-        """Forget what has been averaged: the step is skipped."""
-
-    def ring_sums(self, unit: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """A unit's sums over all rings and of the own ring, parameter by parameter, where there are several rings."""
+        """Forget the averaged gradients: the step is skipped."""
 
     def finish(self, step: int) -> None:
         """The update of ``step`` is complete."""
-
-    def publish(self, slot: int, unit: int | None = None) -> None:
-        """Write the newest version (of one unit, or all) into published copy ``slot``."""

@@ -1,10 +1,10 @@
-"""Between the module and the hand-off: when a unit is used, its parameters become views of a buffer (design §8).
+"""Hooks on the module: they execute the program as units are used, and point parameters at the buffers.
 
-Order of a unit's backward: autograd runs nodes in the reverse order of their creation, so when the gradient of unit u's output
-arrives every node of the units after it has run, and their gradients are complete. Acquiring u there therefore also ends u+1.
+Order of a unit's backward: autograd runs nodes in the reverse order of their creation. So when the gradient of unit u's output
+arrives, every node of the units after it has run, and their gradients are complete. Acquiring u there also ends u+1.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
 from deepspeed_cdp.model.lookup import holds, links
 from deepspeed_cdp.model.placeholders import Elsewhere, Saved, is_placeholder, placeholder, refuse_use
 from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 
@@ -23,30 +24,38 @@ _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 
 
 class ParamHooks:
-    """Points a module's parameters at the buffers, as its units come and go.
+    """Points a module's parameters at the buffers while their unit is in use; else they are placeholders.
 
     Attributes:
         mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED for good
             once a forward has raised.
         visited, called: units used in this forward, and their modules.
-        sums: adds gradients to the running sums.
-        on_idle_use: called when the module is used outside the engine's own calls.
+        accumulation: adds gradients to the running sums.
+        always_there: parameters are never placeholders.
     """
+
+    always_there = False
 
     def __init__(
         self,
         module: torch.nn.Module,
         executor: Executor,
-        layouts: dict[int, FlatLayout],
+        layouts: Mapping[int, FlatLayout],
+        events: Events,
         borrowed: Container[torch.nn.Parameter] = (),
     ):
-        self.executor, self.layouts, self.mode = executor, layouts, IDLE
+        """
+        Args:
+            layouts: by unit index, PERSISTENT included.
+            borrowed: parameters that GatheredParameters has given out.
+        """
+        self.executor, self.layouts, self.events, self.mode = executor, layouts, events, IDLE
         parameters = dict(module.named_parameters())
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
             i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()
         }
         self.visited: set[int] = set()
-        self.sums = GradAccumulation(self)
+        self.accumulation = GradAccumulation(self.slots, executor.grad_sums, executor.empty_sums, self)
         self.called: set[str] = set()
         self._inside: int | None = None  # the unit whose modules are being called
         self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
@@ -60,9 +69,7 @@ class ParamHooks:
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
-        executor.on_release, executor.on_pass = self.unbind, self._add
-        self.on_idle_use: Callable[[str], None] = lambda how: None
-        self._root, self.borrowed = module, borrowed  # the second: parameters given out by GatheredParameters
+        self._root, self.borrowed = module, borrowed
         self._handles = [module.register_forward_pre_hook(self._root_pre, prepend=True)]
         for m in module.modules():
             if m is module or m._parameters:
@@ -94,7 +101,7 @@ class ParamHooks:
         """Take the hooks off; parameters that are placeholders now stay so, and using them is refused."""
         for handle in self._handles:
             handle.remove()
-        self.sums.remove()
+        self.accumulation.remove()
         if self._handles:
             refuse_use([m for m in self._root.modules() if m is self._root or m._parameters], self._empty)
         self._handles.clear()
@@ -112,11 +119,11 @@ class ParamHooks:
 
     def _state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
         if any(self.released(p) for p in module.parameters(recurse=module is self._root)):
-            self.on_idle_use("was asked for its state_dict()")
+            self.events.used_outside("was asked for its state_dict()")
 
     def _load_state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
         if not all(p in self.borrowed for p in module.parameters(recurse=module is self._root)):
-            self.on_idle_use("was given a state dict")
+            self.events.used_outside("was given a state dict")
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
     def bind(self, i: int, flat: torch.Tensor) -> None:
@@ -160,11 +167,12 @@ class ParamHooks:
     def forget_views(self) -> None:
         """Drop cached views, which may be of memory that is gone."""
         self._cache.clear()
-        self.sums.forget_views()
+        self.accumulation.forget_views()
         self._rebuilt.clear()
 
-    def _add(self, i: int, flat: torch.Tensor, first: bool) -> None:
-        self.sums.add(i, flat, first)
+    def add_grads(self, i: int, grad_sum: torch.Tensor, empty: bool) -> None:
+        """Add the unit's gradients, now complete, to its running sum; see ``Events.grads_complete``."""
+        self.accumulation.add(i, grad_sum, empty)
 
     # ---- a micro-batch --------------------------------------------------------------------------------------------------
     @contextmanager
@@ -328,7 +336,7 @@ class ParamHooks:
     @torch.compiler.disable
     def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
         if self.mode == IDLE:
-            self.on_idle_use("was called")
+            self.events.used_outside("was called")
 
     @torch.compiler.disable
     def _root_post(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -354,7 +362,7 @@ class ParamHooks:
                 if not kept:
                     self._begin_saving()
             elif self.mode == IDLE:
-                self.on_idle_use("was called")
+                self.events.used_outside("was called")
             else:
                 self._enter_backward(i)  # activation checkpointing runs the forward again
 

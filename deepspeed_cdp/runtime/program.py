@@ -57,7 +57,7 @@ class ActionLocation:
     def __str__(self) -> str:
         h, a = self.state, self.action
         if a.kind == Kind.GRANT_CREDIT:
-            stage, what = h.plan.schedule.owned(h.rank), "what may come once its update is over"
+            stage, what = h.plan.schedule.owned(h.rank), "credits that its update frees"
         elif a.kind.of_owner and not a.kind.carries and a.kind != Kind.PULL_PARAM:
             stage, what = h.plan.schedule.owned(h.rank), f"{a.kind.label} of step {self.step + a.version}"
             what += f" for {h.plan.unit(a.unit).name or 'persistent parameters'}" if a.kind == Kind.REDUCE_GRAD else ""

@@ -13,9 +13,9 @@ def report(engine: str, runtime: Runtime) -> str:
     where = f"rank {runtime.transport.label}, engine.report(), which every rank must call"
     everyone = runtime.transport.gather(
         {
-            "traffic": runtime.traffic(),
-            "messages": runtime.messages(),
-            "collectives": runtime.collectives_in_steps,
+            "traffic": runtime.counters.traffic(),
+            "messages": runtime.counters.messages(),
+            "collectives": runtime.counters.collectives(),
             "bytes": runtime.executor.buffers.nbytes(),
         },
         where,

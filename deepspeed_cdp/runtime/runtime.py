@@ -1,47 +1,54 @@
-"""Everything of one rank put together, without DeepSpeed's engine: module, plan, hand-off, owner, hooks.
+"""One rank's cyclic training of a module, without DeepSpeed: module, plan, executor, owner and hooks put together.
 
-The engine (engine.py) is a thin shell over this class; tests run it on threads over the ``local`` transport.
+The engine (integration/engine.py) is a thin shell over ``Runtime``; tests run it on threads over the ``local`` transport.
 """
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.model.make_plan import Settings, make_plan
+from deepspeed_cdp.model.materialize import Initial
 from deepspeed_cdp.optim.loss_scale import LossScale
 from deepspeed_cdp.optim.offload import OffloadedOwner
 from deepspeed_cdp.optim.stage_owner import StageOwner
-from deepspeed_cdp.plan.cross_ring import across_bytes
+from deepspeed_cdp.optim.state import take_over
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.runtime.executor import Executor
+from deepspeed_cdp.runtime.owned_stage import OwnedStage
 from deepspeed_cdp.runtime.param_hooks import BACKWARD, IDLE, ParamHooks
-from deepspeed_cdp.runtime.replicated import ReplicaExecutor, ReplicaHooks
+from deepspeed_cdp.runtime.replica_hooks import ReplicaHooks
+from deepspeed_cdp.runtime.residency import HandedOff, Replicated
+from deepspeed_cdp.runtime.state import RankState
+from deepspeed_cdp.runtime.step_counters import StepCounters
 from deepspeed_cdp.transport.base import Transport
-from deepspeed_cdp.transport.wait_timing import EdgeTimes
-
-if TYPE_CHECKING:
-    from deepspeed_cdp.model.materialize import Initial
+from deepspeed_cdp.transport.buffers import Buffers
 
 
-class _Seen(NamedTuple):
-    """The transport's counters at the end of a step."""
+class Residency(NamedTuple):
+    """The two sides of how parameters come to be where they are used: the program's and the module's."""
 
-    nbytes: dict[tuple[str, int], int]
-    messages: dict[tuple[str, int], int]
-    collectives: int
-    waited: tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]  # for messages to come, and to be taken
+    params: type[HandedOff]
+    hooks: type[ParamHooks]
+
+
+RESIDENCIES: dict[type[Plan], Residency] = {
+    Plan: Residency(HandedOff, ParamHooks),
+    ReplicatedPlan: Residency(Replicated, ReplicaHooks),
+}
 
 
 class Runtime:
-    """One rank's cyclic training of a module.
+    """Implements ``Events``: the parts tell each other through it.
 
     Attributes:
         plan: the same on all ranks.
-        executor, owner, scale, param_hooks, optimizer: the parts.
-        fused: linear layers that add their weights' gradients themselves.
+        executor, owner, scale, param_hooks, counters: the parts.
+        fused: how many linear layers add their weights' gradients themselves.
+        overflow: whether the step known by now on every rank was skipped, since its norm was not finite.
     """
 
     def __init__(
@@ -51,49 +58,68 @@ class Runtime:
         settings: Settings,
         transport: Transport,
         device: torch.device,
-        initial: "Initial | None" = None,
+        initial: Initial | None = None,
+        on_gathered: Callable[[bool], None] = lambda whole: None,
     ):
         """
         Args:
             module: with the same full parameters on every rank, or ``initial`` knows where they are; they become placeholders.
             optimizer: over (some of) them; it steps this rank's masters from now on.
             transport: connects the ring.
+            on_gathered: called when all parameters have been gathered (True) or given up (False).
         Raises:
             ValueError: the settings do not fit the module.
         """
         self.module, self.settings, self.transport, self.device = module, settings, transport, device
         self.borrowed: dict[torch.nn.Parameter, torch.Tensor] = {}  # given out by GatheredParameters -> what they go back to
-        if isinstance(optimizer, torch.optim.LBFGS):
-            raise ValueError(
-                "optimizer is LBFGS, whose step() needs a closure, but the update happens later and cannot call it; "
-                "use another optimizer"
-            )
-        if isinstance(optimizer, torch.optim.SparseAdam):
-            raise ValueError("optimizer is SparseAdam, but gradient sums are dense; use Adam or AdamW")
+        self.overflow, self._on_gathered = False, on_gathered
+        _check_optimizer(optimizer)
         names = {p: n for n, p in module.named_parameters()}
         trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
         self.plan, layouts = make_plan(module, trained, settings, transport.size, transport.rings)
-        make_executor, make_hooks = (ReplicaExecutor, ReplicaHooks) if settings.replicated else (Executor, ParamHooks)
-        self.executor = make_executor(self.plan, transport.rank, transport, device, settings.warmup_steps)
+        residency = RESIDENCIES[type(self.plan)]
+        state = RankState(self.plan, transport.rank, transport, Buffers(self.plan.regions, transport))
+        self.scale = LossScale(self.plan.schedule, settings.loss_scale)
         with torch.no_grad():
-            values = initial.values(self.plan, transport.rank) if initial else dict(module.named_parameters())
-            self.scale = LossScale(self.plan.schedule, settings.loss_scale)
-            given = self.executor, layouts, values, optimizer, names, settings.clip, self.scale
+            stage = OwnedStage(state, layouts)
+            given = (
+                initial.values(self.plan, state.rank) if initial else dict(module.named_parameters()),
+                stage.sums,
+                stage.published,
+                optimizer,
+                lambda whole, masters: take_over(whole, masters, names),
+                lambda step: self.plan.rings * self.plan.schedule.ranks * self.scale.of(step),
+                settings.clip,
+                state.buffers.arena.device,
+            )
             self.owner = OffloadedOwner(*given, pin=settings.pin) if settings.offload else StageOwner(*given)
-        self.executor.owner, self.executor.on_end = self.owner, self.scale.end
-        self.param_hooks = make_hooks(module, self.executor, layouts, self.borrowed)
-        self.fused = self.param_hooks.sums.fuse(module, settings.gradient_accumulation_fusion, device)
-        self.optimizer = CyclicOptimizer(self.owner, self.end_backward, self.step, self.flush)
+        self.executor = Executor(state, residency.params, self.owner, stage.cross_ring_views, self, device, settings.warmup_steps)
+        self.counters = StepCounters(state, self.executor.metrics)
+        self.param_hooks = residency.hooks(module, self.executor, layouts, self, self.borrowed)
+        self.fused = self.param_hooks.accumulation.fuse(module, settings.gradient_accumulation_fusion, device)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
-        self.on_whole: Callable[[bool], None] = lambda whole: None  # told when the parameters are gathered or given up
-        self._busy_since: tuple[float, float] | None = None  # when the last step ended, and the seconds waited until then
-        self._steps_seen: list[_Seen] = []  # counters at the ends of the last two steps
-        self.param_hooks.on_idle_use = self._used_outside
         self.param_hooks.release_all()
-        self.executor.spread()
-        if device.type == "cuda":  # what is published first was written on this stream, and is offered from the owner's
+        self.executor.residency.spread()
+        if device.type == "cuda":  # the first versions were written on this stream, and are offered from the owner's
             torch.cuda.synchronize(device)
         self._begin()
+
+    # ---- events ---------------------------------------------------------------------------------------------------------
+    def params_released(self, unit: int) -> None:
+        """See ``Events``."""
+        self.param_hooks.unbind(unit)
+
+    def grads_complete(self, unit: int, grad_sum: torch.Tensor, empty: bool) -> None:
+        """See ``Events``."""
+        self.param_hooks.add_grads(unit, grad_sum, empty)
+
+    def norm_known(self, step: int, overflow: bool) -> None:
+        """See ``Events``."""
+        self.scale.end(step, overflow)
+
+    def step_updated(self, step: int) -> None:
+        """See ``Events``."""
+        self.scale.finish(step)
 
     # ---- training -------------------------------------------------------------------------------------------------------
     @contextmanager
@@ -123,29 +149,24 @@ class Runtime:
         Raises:
             ValueError: a forward still waits for its backward.
         """
-        if self.param_hooks.mode != IDLE:
-            raise ValueError(
-                f"engine.step() of step {self.executor.global_step} came before the backward of the last forward; "
-                "call engine.backward(loss) first"
-            )
+        self.check_step()
         if self._whole is not None:  # (no micro-batch since) they are out of date now
             self.scatter()
         step = self.executor.global_step
         self.owner.record(step)
         self.executor.end_step()
-        self.optimizer.overflow = self.scale.end_step(step)  # of this step under dp, of the one before under cdp-v1
-        self._steps_seen.append(
-            _Seen(
-                dict(self.transport.bytes_received),
-                dict(self.transport.received),
-                self.transport.collectives,
-                (dict(self.transport.waited), dict(self.transport.waited_sent)),
-            )
-        )
-        del self._steps_seen[:-2]
-        self._note_busy(step)
+        self.overflow = self.scale.end_step(step)  # of this step under dp, of the one before under cdp-v1
+        self.counters.end_step(step)
         if self.executor.phases.end_with(step):
             self.flush()
+
+    def check_step(self) -> None:
+        """Raises ValueError if a forward still waits for its backward."""
+        if self.param_hooks.mode != IDLE:
+            raise ValueError(
+                f"engine.step() of step {self.executor.global_step} came before the backward of the last forward; "
+                "call engine.backward(loss) first"
+            )
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Before its backward. At the very first a unit never called may have had its parameters read from outside it.
@@ -154,7 +175,7 @@ class Runtime:
             ValueError: no forward waits for its backward, or the loss is not finite and there is such a unit.
         """
         self.param_hooks.check_forward()
-        if self.executor.global_step or self.executor.round:
+        if self.executor.global_step or self.executor.state.round:
             return
         idle = [path for unit in self.plan.units for path in unit.modules if path not in self.param_hooks.called]
         if idle and not bool(torch.isfinite(loss).all()):
@@ -167,7 +188,9 @@ class Runtime:
     # ---- whole parameters -----------------------------------------------------------------------------------------------
     def flush(self) -> None:
         """Collective: finish all steps and apply the last update; the next step reads the newest version everywhere."""
-        if self._whole is not None or (self.executor.step == 0 and self.executor.between_steps and self.param_hooks.mode == IDLE):
+        if self._whole is not None or (
+            self.executor.state.step == 0 and self.executor.between_steps and self.param_hooks.mode == IDLE
+        ):
             return  # nothing has happened since
         if self.param_hooks.mode != IDLE:
             raise ValueError(
@@ -186,9 +209,7 @@ class Runtime:
 
     def _begin(self) -> None:
         self.executor.begin()
-        self._busy_since = None  # what a flush takes is not a step's
-        if self.transport.timing:
-            self.transport.timing.drop()
+        self.counters.begin()
         self.scale.adopt(self.executor.schedule)
 
     def publish(self) -> None:
@@ -198,7 +219,7 @@ class Runtime:
         """
         with torch.no_grad():
             self.owner.publish_all()
-            self.executor.spread()
+            self.executor.residency.spread()
         if self.device.type == "cuda":  # offers are made on another stream
             torch.cuda.synchronize(self.device)
 
@@ -206,6 +227,11 @@ class Runtime:
     def is_whole(self) -> bool:
         """Whether every parameter is gathered."""
         return self._whole is not None
+
+    @property
+    def progress(self) -> tuple:
+        """Changes with every change of this rank's state: the same before and after an error means that nothing has changed."""
+        return *self.executor.progress, self.param_hooks.mode, self.is_whole
 
     @property
     def between_steps(self) -> bool:
@@ -216,9 +242,9 @@ class Runtime:
         if self._whole is not None or len(self.borrowed) == sum(map(len, self.param_hooks.slots.values())):
             return
         self.flush()
-        if self.plan.replicated:  # the flush has brought them up to date
+        if self.executor.residency.whole_after_flush:
             self._whole = []
-            self.on_whole(True)
+            self._on_gathered(True)
             return
         borrowed = {p: p.data for p in self.borrowed}  # perhaps changed
         where = f"rank {self.transport.label}, step {self.executor.global_step}, gathering parameters"
@@ -238,9 +264,9 @@ class Runtime:
                 self.param_hooks.bind(i, flat[offset : offset + self.plan.unit(i).p_bytes])
         for p, value in borrowed.items():
             self.borrowed[p], p.data = p.data, value
-        self.on_whole(True)
+        self._on_gathered(True)
 
-    def _used_outside(self, how: str) -> None:
+    def used_outside(self, how: str) -> None:
         """The module is used while nothing is in its parameters.
 
         Evaluation (``module.generate()``, say) gathers them first, which is a collective, as it is under ZeRO-3.
@@ -251,7 +277,7 @@ class Runtime:
         if (
             how == "was called"
             and not (torch.is_grad_enabled() and self.module.training)
-            or (how == "was asked for its state_dict()" and self.plan.replicated)
+            or (how == "was asked for its state_dict()" and self.executor.residency.whole_after_flush)
         ):
             self.gather()
             return
@@ -272,7 +298,7 @@ class Runtime:
             if how == "was called"
             else "use engine.module_state_dict() on every rank"
         )
-        state = "of several versions" if self.plan.replicated else "on their way round the ring"
+        state = self.executor.residency.between_steps
         raise ValueError(f"the module itself {how}, while its parameters are {state}; {fix}")
 
     def scatter(self) -> None:
@@ -290,7 +316,7 @@ class Runtime:
             self.param_hooks.release_all()
             self.param_hooks.forget_views()
             self._whole = None
-            self.on_whole(False)
+            self._on_gathered(False)
 
     def whole_state(self) -> dict[str, Any]:
         """Collective: the module's state dict, every tensor with memory of its own."""
@@ -303,68 +329,19 @@ class Runtime:
                 state[key] = memo.setdefault(same, value.detach().clone()) if value.numel() else value.detach().clone()
         return state
 
-    # ---- figures --------------------------------------------------------------------------------------------------------
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Bytes received in the last step, by kind, beside the closed form: F + B, G, O (see ``Plan.received_bytes``), and with
-        several rings X, from other rings."""
-        if len(self._steps_seen) < 2:
-            return {}
-        before, after = self._steps_seen
-        seen = {edge: n - before.nbytes.get(edge, 0) for edge, n in after.nbytes.items()}
-        kinds = {"F + B": ("P", "P0", "H", "H0"), "G": ("G", "GH"), "O": ("O",)}
-        form = self.executor.plan.received_bytes(self.executor.rank)
-        forms = {"F + B": form["F"] + form["B"], "G": form["G"], "O": form["O"]}
-        if self.plan.rings > 1:
-            kinds["X"], forms["X"] = ("X", "Y"), across_bytes(self.plan, self.executor.rank, self.transport.ring)
-        return {
-            k: {"counted": sum(n for (stream, _), n in seen.items() if stream in streams), "closed form": forms[k]}
-            for k, streams in kinds.items()
-        }
-
-    def waited(self) -> tuple[EdgeTimes | None, EdgeTimes | None]:
-        """Seconds that the host was held up by (stream, peer), until messages had come, and until its own had been taken.
-
-        Between the ends of the last two steps (a flush between them counts). On devices: that the passes' stream was held up, in
-        the latest step that was timed. None before there is such a step.
-        """
-        if self.transport.timing:
-            timed = self.transport.timing.latest
-            return (timed.come, timed.taken) if timed else (None, None)
-        if not self._steps_seen:
-            return None, None
-        before = self._steps_seen[-2].waited if len(self._steps_seen) > 1 else ({}, {})
-        come, taken = (
-            {edge: t - old.get(edge, 0.0) for edge, t in now.items()} for now, old in zip(self._steps_seen[-1].waited, before)
-        )
-        return come, taken
-
-    def _note_busy(self, step: int) -> None:
-        """At the end of a step: what of the time since the end of the one before was this rank's own, not spent waiting."""
-        timing = self.transport.timing
-        if timing:
-            if timing.end_step(step):
-                self.executor.scalars.busy = timing.latest.busy
-            return
-        now, waited = time.perf_counter(), sum((*self.transport.waited.values(), *self.transport.waited_sent.values()))
-        if self._busy_since is not None:
-            self.executor.scalars.busy = max(now - self._busy_since[0] - (waited - self._busy_since[1]), 1e-9)
-        self._busy_since = now, waited
-
-    def messages(self) -> int:
-        """Messages received in the last step, scalars included."""
-        if len(self._steps_seen) < 2:
-            return 0
-        before, after = self._steps_seen
-        return sum(after.messages.values()) - sum(before.messages.values())
-
-    @property
-    def collectives_in_steps(self) -> int:
-        """Collective calls of the transport between the ends of the last two steps (a flush between them counts)."""
-        return self._steps_seen[-1].collectives - self._steps_seen[0].collectives if self._steps_seen else 0
-
     def close(self, drain: bool) -> None:
         """Take hooks off and free everything; idempotent."""
         self.param_hooks.remove()
         if drain:
-            self.executor.drain()
+            self.executor.messages.drain()
         self.transport.close(drain)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "optimizer is LBFGS, whose step() needs a closure, but the update happens later and cannot call it; "
+            "use another optimizer"
+        )
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError("optimizer is SparseAdam, but gradient sums are dense; use Adam or AdamW")

@@ -1,9 +1,10 @@
-"""The few numbers that ride round the ring: norms by stage, losses (design §9). One small message per rank and step.
+"""The vector that goes round the ring once a step: norms by stage, losses, busy times. One small message per rank and step.
 
-The owners pass a vector on, each when its stage's sums are finished: owner of stage N-1 (rank 0) first, owner of stage 0 last,
-who sends it to rank 0 for the next step. So whoever holds it sees this step's norms for the stages after its own and last
-step's for the stages before: the norm that clips under ``cdp-v2``. Under ``dp`` and ``cdp-v1`` the last owner also sends the
-finished total straight to all others, and every update waits for it.
+Each owner passes the vector on when its stage's sums are finished: the owner of stage N-1 (rank 0) first, the owner of stage 0
+last. The last one sends it to rank 0 for the next step. So an owner sees this step's norms of the stages after its own, and
+the last
+step's norms of the stages before it: together they are the norm that clips under ``cdp-v2``. Under ``dp`` and ``cdp-v1`` the last
+owner also sends the finished total to all others, and every update waits for it.
 """
 
 import math

@@ -49,8 +49,8 @@ class Recorder:
             self._zero = torch.cuda.Event(enable_timing=True)
             self._zero.record()
         self._device, self._start, self._wall = device, time.perf_counter_ns(), time.time_ns()
-        self._do, self._release = executor._do, executor.release
-        executor._do = {kind: self._around(kind, do) for kind, do in self._do.items()}
+        self._do, self._release = executor.actions, executor.release
+        executor.actions = {kind: self._around(kind, do) for kind, do in self._do.items()}
         executor.release = self._released  # type: ignore[method-assign]
 
     def _mark(self) -> Any:
@@ -109,12 +109,12 @@ class Recorder:
 
     def _released(self, unit: int, backward: bool) -> None:
         if not backward:
-            self._end((self.executor.round, unit, False))
+            self._end((self.executor.state.round, unit, False))
         self._release(unit, backward)
 
     def stop(self) -> dict[str, Any]:
         """Take the recorder off; everything it has seen, as a Chrome trace (times in microseconds of the monotonic clock)."""
-        self.executor._do = self._do
+        self.executor.actions = self._do
         del self.executor.release  # the class's own
         if self.cuda:
             torch.cuda.synchronize(self._device)

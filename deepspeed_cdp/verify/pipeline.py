@@ -1,31 +1,33 @@
-"""Dry-run of a cyclic pipeline: all ranks' instructions, with tags for tensors, every send blocking until it is received.
+"""Dry-run of a cyclic pipeline: all ranks' instructions, with tags for tensors; every send blocks until it is received.
 
-It trusts none of the schedule's text. It checks that the run ends (also with a barrier after every ``train_batch``), that
-messages match, that both passes of every micro-batch read the rule's version, that no version is overwritten while it is in
-use, that no rank keeps more versions than the schedule says, and that an update holds every micro-batch of its step once, in
-order, from every stage that uses the unit.
+It trusts nothing that the schedule says. It checks that
+
+- the run ends, also with a barrier after every ``train_batch``, and messages match;
+- both passes of every micro-batch read the rule's version;
+- no version is overwritten while it is in use, and no rank keeps more versions than the schedule says;
+- an update holds every micro-batch of its step once, in order, from every stage that uses the unit.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, Walker
+from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, ProgramCursor
 
 
 class ScheduleError(AssertionError):
-    """A schedule that must not be run; the message names rank and instruction."""
+    """A schedule that breaks a rule. The message names rank and instruction."""
 
 
 @dataclass
-class _Rank:
-    """What a rank holds, as tags."""
+class _PipelineRank:
+    """Tags of a rank's tensors. Passes are (stage, step, micro-batch)."""
 
     todo: list[Instruction] = field(default_factory=list)
-    inputs: set[tuple[int, int, int]] = field(default_factory=set)  # (stage, step, micro)
+    inputs: set[tuple[int, int, int]] = field(default_factory=set)
     outputs: set[tuple[int, int, int]] = field(default_factory=set)
-    grads: set[tuple[int, int, int]] = field(default_factory=set)  # of the stage's outputs
-    given: set[tuple[int, int, int]] = field(default_factory=set)  # of the stage's inputs
+    output_grads: set[tuple[int, int, int]] = field(default_factory=set)
+    input_grads: set[tuple[int, int, int]] = field(default_factory=set)
     graphs: dict[tuple[int, int, int], dict[int, int]] = field(default_factory=dict)  # pass -> version by unit
     weights: dict[tuple[int, int], int] = field(default_factory=dict)  # (unit, slot) -> version
     sums: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))  # (unit, stage)
@@ -36,8 +38,8 @@ class _Rank:
 
 
 @dataclass
-class Facts:
-    """What a dry-run saw: per rank, the most passes whose activations were held at once."""
+class PipelineRun:
+    """Result of a dry-run; ``activations``: per rank, the most passes whose activations are alive at once."""
 
     activations: list[int]
 
@@ -47,22 +49,22 @@ def dry_run(
     calls: int = 4,
     barriers: bool = True,
     change: Callable[[int, list[Instruction]], list[Instruction]] | None = None,
-) -> Facts:
-    """Play ``calls`` steps and the rest.
+) -> PipelineRun:
+    """Run ``calls`` steps and the rest.
 
     Args:
-        barriers: no rank goes on to its next call before all have ended this one.
-        change: (rank, instructions) -> what it does instead, to break something.
+        barriers: no rank begins its next call before all ranks have ended this one.
+        change: (rank, instructions) -> its instructions, to break something in tests.
     Raises:
-        ScheduleError: see the module's text.
+        ScheduleError: a rule is broken.
     """
-    ranks = [_Rank() for _ in range(schedule.ranks)]
-    walkers = [Walker(schedule, r) for r in range(schedule.ranks)]
+    ranks = [_PipelineRank() for _ in range(schedule.ranks)]
+    walkers = [ProgramCursor(schedule, r) for r in range(schedule.ranks)]
     for r, rank in enumerate(ranks):
         for u in range(len(schedule.units)):
             if r in schedule.holders(u):
                 rank.weights[u, 0] = 0
-    play = _Play(schedule, ranks)
+    run = _DryRun(schedule, ranks)
     queues = [[w.call() for _ in range(calls)] + [w.rest()] for w in walkers]
     if change:
         queues = [[change(r, part) for part in parts] for r, parts in enumerate(queues)]
@@ -70,11 +72,11 @@ def dry_run(
         for call in range(calls + 1):
             for r, rank in enumerate(ranks):
                 rank.todo = list(queues[r][call])
-            play.run()
+            run.run()
     else:
         for r, rank in enumerate(ranks):
             rank.todo = [i for part in queues[r] for i in part]
-        play.run()
+        run.run()
     for r, rank in enumerate(ranks):
         for u in range(len(schedule.units)):
             if r in schedule.holders(u) and calls not in [v for (unit, _), v in rank.weights.items() if unit == u]:
@@ -83,15 +85,15 @@ def dry_run(
             raise ScheduleError(f"rank {r} knows the losses of steps {sorted(rank.totals)} of {calls}")
         if rank.graphs:
             raise ScheduleError(f"rank {r} ends with activations of {sorted(rank.graphs)}")
-    return Facts([rank.most_graphs for rank in ranks])
+    return PipelineRun([rank.most_graphs for rank in ranks])
 
 
-class _Play:
-    def __init__(self, schedule: PipeSchedule, ranks: list[_Rank]):
+class _DryRun:
+    def __init__(self, schedule: PipeSchedule, ranks: list[_PipelineRank]):
         self.schedule, self.ranks = schedule, ranks
 
     def run(self) -> None:
-        """Until nobody has anything to do; local instructions freely, messages when both sides have come to them."""
+        """Run all instructions: local ones at once, a message when both its sides have reached it."""
         moved = True
         while moved:
             moved = False
@@ -100,7 +102,7 @@ class _Play:
                     i = rank.todo[0]
                     way, _, kind = i.name.partition("_")
                     if kind and i.peer != r:
-                        if way == "recv" or not self._meets(r, i):
+                        if way == "recv" or not self._peer_ready(r, i):
                             break
                         self._deliver(r, i, self.ranks[i.peer].todo.pop(0))
                     else:
@@ -111,7 +113,7 @@ class _Play:
         if stuck:
             raise ScheduleError(f"nobody can move: {stuck}")
 
-    def _meets(self, r: int, i: Instruction) -> bool:
+    def _peer_ready(self, r: int, i: Instruction) -> bool:
         there = self.ranks[i.peer].todo
         wanted = (i.name.replace("send", "recv"), r, i.step, i.unit)
         return bool(there) and (there[0].name, there[0].peer, there[0].step, there[0].unit) == wanted
@@ -128,8 +130,8 @@ class _Play:
             need(mine in a.outputs and theirs == (i.stage + 1, i.step, i.micro), r, i, f"does not fit {j}")
             b.inputs.add(theirs)
         elif kind == "grad":
-            need(mine in a.given and theirs == (i.stage - 1, i.step, i.micro), r, i, f"does not fit {j}")
-            b.grads.add(theirs)
+            need(mine in a.input_grads and theirs == (i.stage - 1, i.step, i.micro), r, i, f"does not fit {j}")
+            b.output_grads.add(theirs)
         elif kind == "sum":
             need(j.stage == i.stage and j.micro == i.micro + 1, r, i, f"does not fit {j}")
             b.sums[i.unit, i.stage] = list(a.sums[i.unit, i.stage])
@@ -146,8 +148,8 @@ class _Play:
             need(a.weights.get((i.unit, slot)) == i.version == j.version, r, i, "is not the version it says")
             self._write(i.peer, b, j, i.unit, i.version)
 
-    def _write(self, r: int, rank: _Rank, i: Instruction, unit: int, version: int) -> None:
-        """A version takes its slot: nobody may still need the one that was there, in a graph or in a forward to come."""
+    def _write(self, r: int, rank: _PipelineRank, i: Instruction, unit: int, version: int) -> None:
+        """A new version overwrites the one in its slot, which no pass may still need."""
         slot = version % self.schedule.copies(unit)
         old = rank.weights.get((unit, slot), -1)
         for at, versions in rank.graphs.items():
@@ -155,7 +157,7 @@ class _Play:
         self._need(version > max(v for (u, _), v in rank.weights.items() if u == unit), r, i, "is older than what is there")
         rank.weights[unit, slot] = version
 
-    def _local(self, r: int, rank: _Rank, i: Instruction) -> None:
+    def _local(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
         schedule, need, at = self.schedule, self._need, (i.stage, i.step, i.micro)
         if i.name == "load":
             if i.stage == 0:
@@ -176,7 +178,7 @@ class _Play:
             rank.most_graphs = max(rank.most_graphs, len(rank.graphs))
         elif i.name == "backward":
             need(at in rank.graphs, r, i, "has no forward")
-            need(i.stage == schedule.stages - 1 or at in rank.grads, r, i, "has no gradient")
+            need(i.stage == schedule.stages - 1 or at in rank.output_grads, r, i, "has no gradient")
             for u, version in rank.graphs.pop(at).items():
                 need(rank.weights.get((u, version % schedule.copies(u))) == version, r, i, f"version {version} is gone")
                 so_far = rank.sums[u, i.stage]
@@ -184,10 +186,10 @@ class _Play:
                     so_far.clear()
                 need(so_far == [(i.step, q) for q in range(i.micro)], r, i, f"unit {u} holds the sum of {so_far}")
                 so_far.append((i.step, i.micro))
-            rank.grads.discard(at)
-            rank.given.add(at)
+            rank.output_grads.discard(at)
+            rank.input_grads.add(at)
             if i.stage and schedule.rank_of(i.step, i.micro, i.stage - 1) == r:
-                rank.grads.add((i.stage - 1, i.step, i.micro))
+                rank.output_grads.add((i.stage - 1, i.step, i.micro))
         elif i.name == "send_finished":
             rank.finished[i.unit, i.stage, i.step] = list(rank.sums[i.unit, i.stage])
         elif i.name == "norm":

@@ -106,7 +106,7 @@ def uses(rank: int, world: int, one: Job) -> dict:
     after = safe_get_full_fp32_param(named[name])
     values = evaluate(engine, one, rank, rank + 1)
     train(engine, one, rank, 3, 6)
-    counted = {"collectives": engine._runtime.collectives_in_steps, "traffic": engine._runtime.traffic()}
+    counted = {"collectives": engine._runtime.counters.collectives(), "traffic": engine._runtime.counters.traffic()}
     metrics, text = engine.cyclic_metrics, engine.report()
     state = pack(whole(engine))
     engine.destroy()

@@ -75,7 +75,7 @@ def kinds(rank: int, world: int, jobs: list[Job], folder: str) -> list[dict[str,
             engine.backward(loss)
             engine.step()
         owner, plan = engine._runtime.owner, engine.cyclic_plan
-        traffic = engine._runtime.traffic()
+        traffic = engine._runtime.counters.traffic()
         engine.save_checkpoint(f"{folder}/{job.kind}")
         results.append(
             {

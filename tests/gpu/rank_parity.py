@@ -105,7 +105,7 @@ def check(
     assert {m.device.type for m in engine._runtime.owner.masters.values()} <= {"cpu" if offload else device.type}
     assert engine.cyclic_plan.replicated == (stage < 3)
     assert stage == 3 or all(torch.equal(p, state[n]) for n, p in engine.module.named_parameters()), "all replicas are the newest"
-    stages, traffic, transport = engine.cyclic_plan.stages, engine._runtime.traffic(), engine._transport
+    stages, traffic, transport = engine.cyclic_plan.stages, engine._runtime.counters.traffic(), engine._transport
     fused = engine._runtime.fused
     assert bool(fused) == (fusion is True or fusion == "auto" and not ARGS.cpu), fused
     assert ARGS.transport in ("auto", transport.name), transport.name

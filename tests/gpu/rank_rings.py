@@ -77,8 +77,8 @@ def against_oracle(
     module = models.build(kind)
     engine = tools.engine(module if dtype is None else module.to(dtype), rule, config, LR)
     losses = steps_of(engine, kind, tools.batches(kind, STEPS, rounds, dtype), after=meddle)
-    traffic, stages = engine._runtime.traffic(), engine.cyclic_plan.stages
-    collectives, metrics = engine._runtime.collectives_in_steps, engine.cyclic_metrics
+    traffic, stages = engine._runtime.counters.traffic(), engine.cyclic_plan.stages
+    collectives, metrics = engine._runtime.counters.collectives(), engine.cyclic_metrics
     state = engine.module_state_dict()
     digests = everyone(digest(engine), tools)
     name = engine._transport.name

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.runtime.runtime import Runtime
 
@@ -117,7 +118,7 @@ def train(module: nn.Module, rank: int, transport, settings: Settings, make, ste
             runtime.end_backward()
         runtime.step()
         if on_step:
-            on_step(runtime.optimizer)
+            on_step(CyclicOptimizer(runtime))
     state = {k: v.clone() for k, v in runtime.whole_state().items()}
     runtime.close(True)
     return runtime, losses, state

@@ -21,7 +21,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
         "buffers": {n: b.clone() for n, b in engine.module.named_buffers()},
         "steps": torch.tensor([engine.global_steps, engine.micro_steps, engine.global_samples]),
         "lr": torch.tensor(engine.get_lr()),
-        "scalars": runtime.executor.scalars.kept.clone(),
+        "scalars": runtime.executor.metrics.kept.clone(),
     }
 
 

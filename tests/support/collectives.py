@@ -133,7 +133,7 @@ def steady(rank: int, world: int, job: Job) -> dict[str, Any]:
             "bytes": got,
             "form": {"F + B": 4 * (form["F"] + form["B"]), "G": 4 * form["G"], "O": 4 * form["O"]},
             "scalars": scalars,
-            "counter": engine._runtime.collectives_in_steps,
+            "counter": engine._runtime.counters.collectives(),
         }
     engine.destroy()
     return result

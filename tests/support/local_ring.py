@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.model import discover
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.runtime.runtime import Runtime
@@ -103,6 +104,7 @@ def train(
         module = built[rank]
         transport = transport if ring_size is None else RingView(transport, ring_size)
         runtime = Runtime(module, make_optimizer(list(module.named_parameters())), settings, transport, torch.device("cpu"))
+        runtime.optimizer = CyclicOptimizer(runtime)  # as the engine has it
         if change:
             change(runtime)
         for step in range(steps):

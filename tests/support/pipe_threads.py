@@ -121,6 +121,7 @@ class Case:
     flush_after: tuple[int, ...] = ()
     frozen: tuple[str, ...] = ()
     delay: float = 0.0
+    offload: bool = False
     change: Any = field(default=None)
 
     @property
@@ -163,6 +164,7 @@ def train(case: Case) -> tuple[dict[str, torch.Tensor], list[list[float]], list[
             torch.device("cpu"),
             case.clip,
             case.sum_dtype,
+            offload=case.offload,
         )
         if case.change:
             case.change(runtime)

@@ -195,7 +195,7 @@ def test_who_wraps_a_layer_later_keeps_the_wrapper_and_nothing_else() -> None:
     def wrap() -> Any:
         layer = module.blocks[0].first
         inner = layer.forward
-        kept.append(weakref.ref(inner.__self__.param_hooks))
+        kept.append(weakref.ref(inner.__self__.passes))
         layer.forward = lambda x: (calls.append(x.shape), inner(x))[1]
         return contextlib.nullcontext()
 

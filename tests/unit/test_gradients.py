@@ -129,7 +129,7 @@ def test_their_graphs_are_not_kept() -> None:
             warnings.simplefilter("ignore", UserWarning)  # torch's, of the cycle that this makes
             value.backward(create_graph=True)
         runtime.end_backward()
-        graphs = any(view.requires_grad for views in runtime.param_hooks.sums._views.values() for view in views)
+        graphs = any(view.requires_grad for views in runtime.param_hooks.accumulation._views.values() for view in views)
         runtime.step()
         runtime.close(True)
         return graphs

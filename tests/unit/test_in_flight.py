@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_cdp.plan import buffer_layout, builder
 from deepspeed_cdp.plan.constants import END, PERSISTENT, START
-from deepspeed_cdp.plan.interval_alloc import Lifetime, Stream, beside, overlap_in_time, placed
+from deepspeed_cdp.plan.interval_alloc import Lifetime, Stream, assign_offsets, fill_gaps, overlap_in_time
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.program import build
 from deepspeed_cdp.plan.schedule import Schedule, threshold
@@ -26,7 +26,7 @@ def ticks(plan: Plan, rank: int) -> dict[int, tuple[float, float]]:
     """By unit, positions from the start of the rank's round between which its finished sum is in use."""
     return {
         i: (x.start / 2 / plan.scale, (x.end - START) / 2 / plan.scale)
-        for (i, _), x in buffer_layout.finished_sums(plan, rank).lives.items()
+        for (i, _), x in buffer_layout.finished_sums(plan, rank).lifetimes.items()
     }
 
 
@@ -49,10 +49,10 @@ def test_frozen_units_have_none() -> None:
 
 @pytest.mark.parametrize(("rule", "between"), [("cdp-v2", True), ("cdp-v1", True), (4, True), (2, False), ("dp", False)])
 def test_rules_that_stall_have_them_behind(rule: str | int, between: bool) -> None:
-    plan, apart = make(4, rule), replace(make(4, rule), sums_apart=True)
+    plan, apart = make(4, rule), replace(make(4, rule), separate_sums=True)
     validate(plan)
     validate(apart)
-    assert plan.sums_between == between and not apart.sums_between and apart.regions["PG"] >= plan.regions["PG"]
+    assert plan.sums_in_gaps == between and not apart.sums_in_gaps and apart.regions["PG"] >= plan.regions["PG"]
     for stage in range(4):
         assert min(apart.o_layout(stage).values()) == apart.p_layouts[apart.schedule.owner(stage)].nbytes
         assert between or plan.o_layout(stage) == apart.o_layout(stage)
@@ -61,7 +61,7 @@ def test_rules_that_stall_have_them_behind(rule: str | int, between: bool) -> No
 def test_rules_may_take_turns_only_where_they_lie_behind() -> None:
     with pytest.raises(AssertionError):
         make(3).under(0)
-    plan = replace(make(3), sums_apart=True)
+    plan = replace(make(3), separate_sums=True)
     assert plan.under(0).o_layout(1) == plan.o_layout(1)
 
 
@@ -92,13 +92,13 @@ def test_no_two_in_use_at_once_share_a_byte(plan: Plan) -> None:
             buffer_layout.running_sums(plan),
             buffer_layout.finished_sums(plan, rank),
         )
-        found = [(life, layout.offsets[v]) for stream, layout in zip(streams, layouts) for v, life in stream.lives.items()]
+        found = [(life, layout.offsets[v]) for stream, layout in zip(streams, layouts) for v, life in stream.lifetimes.items()]
         for k, (a, at) in enumerate(found):
             assert at + a.nbytes <= layouts.p.nbytes
             for b, there in found[:k]:
                 if overlap_in_time(a, b, 2 * plan.round_ticks):
                     assert at + a.nbytes <= there or there + b.nbytes <= at, (rank, a, b)
-    assert plan.regions["PG"] <= replace(plan, sums_apart=True).regions["PG"]
+    assert plan.regions["PG"] <= replace(plan, separate_sums=True).regions["PG"]
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -106,15 +106,17 @@ def test_no_two_in_use_at_once_share_a_byte(plan: Plan) -> None:
     st.lists(st.tuples(st.integers(0, 19), st.integers(0, 15), st.integers(0, 5)), max_size=8),
     st.lists(st.tuples(st.integers(0, 19), st.integers(0, 15), st.integers(0, 5)), max_size=5),
 )
-def test_beside_leaves_the_others_where_they_are(fixed: list[tuple[int, int, int]], more: list[tuple[int, int, int]]) -> None:
+def test_filling_gaps_leaves_the_others_where_they_are(
+    fixed: list[tuple[int, int, int]], more: list[tuple[int, int, int]]
+) -> None:
     def lives(items: list[tuple[int, int, int]]) -> dict:
         return {(i, True): Lifetime(start, start + length, 64 * n) for i, (start, length, n) in enumerate(items)}
 
     stream, new = Stream(lives(fixed), [0] * len(fixed)), lives(more)
-    places, end = placed([stream], 20)
-    where, nbytes = beside([stream], places, new, 20)
+    places, end = assign_offsets([stream], 20)
+    where, nbytes = fill_gaps([stream], places, new, 20)
     assert list(where) == list(new) and nbytes >= end
-    every = [(x, places[0][v]) for v, x in stream.lives.items()] + [(x, where[v]) for v, x in new.items()]
+    every = [(x, places[0][v]) for v, x in stream.lifetimes.items()] + [(x, where[v]) for v, x in new.items()]
     for k, (a, at) in enumerate(every):
         for b, there in every[:k]:
             if overlap_in_time(a, b, 20) and a.nbytes and b.nbytes:
@@ -132,7 +134,9 @@ def test_sums_that_are_let_in_only_in_the_next_step_are_refused(rounds: int, mon
     def late(plan: Plan, rank: int) -> Stream:
         lives, ends = true(plan, rank)
         after = plan.schedule.start(1, 0, rank) * plan.scale
-        return Stream({v: x._replace(start=min(2 * (plan.summed(0, v[0]) - after) + END, x.end)) for v, x in lives.items()}, ends)
+        return Stream(
+            {v: x._replace(start=min(2 * (plan.sum_finished(0, v[0]) - after) + END, x.end)) for v, x in lives.items()}, ends
+        )
 
     monkeypatch.setattr(buffer_layout, "finished_sums", late)
     with pytest.raises(PlanError):

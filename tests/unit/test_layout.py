@@ -1,4 +1,4 @@
-"""plan/interval_alloc.py by brute force: lifetimes laid on a circle of ticks, and a walk that posts every message at its gate."""
+"""plan/interval_alloc.py by brute force: lifetimes laid on a circle of ticks, and a walk that posts messages at their credits."""
 
 import random
 
@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cdp.plan import interval_alloc
-from deepspeed_cdp.plan.interval_alloc import ALIGN, Lifetime, aligned, allocate, gates, overlap_in_time
+from deepspeed_cdp.plan.interval_alloc import ALIGN, Lifetime, aligned, allocate, credit_releases, overlap_in_time
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
@@ -162,7 +162,7 @@ def test_a_lifetime_as_long_as_the_period_is_refused() -> None:
         allocate([Lifetime(1, 0, 1)], 4)
 
 
-# ---- gates --------------------------------------------------------------------------------------------------------------
+# ---- credits ------------------------------------------------------------------------------------------------------------
 @st.composite
 def laid_out(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     n = draw(st.integers(1, 12))
@@ -178,16 +178,18 @@ def share(i: int, j: int, offsets: list[int], sizes: list[int]) -> bool:
 @settings(max_examples=250, derandomize=True, deadline=None)
 @given(laid_out())
 def test_gates_in_a_walk_over_four_repetitions(case) -> None:
-    """Items are released in order. What is posted at its gate meets only free bytes; one release earlier it, or one that is to be
-    posted before it, would meet bytes in use."""
+    """Items are released in order. What is posted at its credit meets only free bytes; one release earlier it, or one that is
+    to be posted before it, would meet bytes in use."""
     offsets, sizes = case
-    n, gate = len(offsets), gates(offsets, sizes)
-    assert list(gate) == sorted(gate) and gate[-1] <= gate[0] + n and all(i - n <= g < i for i, g in enumerate(gate))
+    n, granted = len(offsets), credit_releases(offsets, sizes)
+    assert (
+        list(granted) == sorted(granted) and granted[-1] <= granted[0] + n and all(i - n <= g < i for i, g in enumerate(granted))
+    )
     in_use: set[int] = set()
     posted = -1
     for released in range(-n - 1, 4 * n):
         in_use.discard(released)
-        while gate[(posted + 1) % n] + (posted + 1) // n * n <= released:
+        while granted[(posted + 1) % n] + (posted + 1) // n * n <= released:
             posted += 1
             for other in in_use:
                 assert not share(posted, other, offsets, sizes), (posted, other, released)
@@ -195,7 +197,7 @@ def test_gates_in_a_walk_over_four_repetitions(case) -> None:
         waiting = range(posted + 1, posted + 1 + n)
         assert (
             any(share(i, released + 1, offsets, sizes) or i == released + 1 + n for i in waiting)
-            or gate[(posted + 1) % n] + (posted + 1) // n * n > released + 1
+            or granted[(posted + 1) % n] + (posted + 1) // n * n > released + 1
         ), (posted, released)
         assert released + 1 <= posted or released < -1, "an item is posted before it is its turn"
 
@@ -203,14 +205,16 @@ def test_gates_in_a_walk_over_four_repetitions(case) -> None:
 @settings(max_examples=150, derandomize=True, deadline=None)
 @given(laid_out())
 def test_gates_are_no_later_than_needed(case) -> None:
-    """Each gate is the release that this item, or one before it on the stream, needs: of shared bytes, or its own last."""
+    """Each credit is the release that this item, or one before it on the stream, needs: of shared bytes, or its own last."""
     offsets, sizes = case
-    n, gate = len(offsets), gates(offsets, sizes)
+    n, granted = len(offsets), credit_releases(offsets, sizes)
     for i in range(n):
         needs = [
-            j for j in range(i - n, i + 1) if gate[i] == j - n or (j - n < gate[i] < j and share(j, gate[i], offsets, sizes))
+            j
+            for j in range(i - n, i + 1)
+            if granted[i] == j - n or (j - n < granted[i] < j and share(j, granted[i], offsets, sizes))
         ]
-        assert needs, (i, gate[i])
+        assert needs, (i, granted[i])
 
 
 @st.composite
@@ -227,30 +231,30 @@ def test_gates_with_releases_by_their_definition(case) -> None:
     """Over five repetitions: no message lands before every earlier one that shares its bytes is released, the item's own last one
     too, nor before those ahead of it on the stream; and at the earliest such release."""
     offsets, sizes, releases, period = case
-    n, gate = len(offsets), gates(*case)
+    n, granted = len(offsets), credit_releases(*case)
     number = [releases[x % n] + x // n * period for x in range(5 * n)]
     needs = [max((number[y] for y in range(x) if y == x - n or share(x, y, offsets, sizes)), default=-1) for x in range(5 * n)]
     running = [max(needs[: x + 1]) for x in range(5 * n)]
     for x in range(3 * n, 5 * n):
-        assert gate[x % n] + x // n * period == running[x], x
-    assert list(gate) == sorted(gate) and gate[-1] <= gate[0] + period
-    assert gates(offsets, sizes) == gates(offsets, sizes, range(n), n)
+        assert granted[x % n] + x // n * period == running[x], x
+    assert list(granted) == sorted(granted) and granted[-1] <= granted[0] + period
+    assert credit_releases(offsets, sizes) == credit_releases(offsets, sizes, range(n), n)
 
 
 @settings(max_examples=250, derandomize=True, deadline=None)
 @given(rounds())
 def test_gates_in_a_walk_over_rounds_with_kept_units(case) -> None:
-    """Laid out by ``allocate``: what is posted at its gate meets only free bytes, and is posted before its lifetime begins."""
+    """Laid out by ``allocate``: what is posted at its credit meets only free bytes, and is posted before its lifetime begins."""
     lives, ends, period = case
     assume(all(x.end - x.start < period for x in lives))
     offsets, sizes = allocate(lives, period)[0], [x.nbytes for x in lives]
     n, visits = len(lives), period // 2
-    gate = gates(offsets, sizes, ends, visits)
+    granted = credit_releases(offsets, sizes, ends, visits)
     in_use: set[int] = set()
     posted = -1
     for release in range(-visits, 4 * visits):
         in_use = {x for x in in_use if ends[x % n] + x // n * visits != release}
-        while gate[(posted + 1) % n] + (posted + 1) // n * visits <= release:
+        while granted[(posted + 1) % n] + (posted + 1) // n * visits <= release:
             posted += 1
             assert not any(share(posted, other, offsets, sizes) for other in in_use), (posted, release)
             assert 2 * release + 2 <= lives[posted % n].start + posted // n * period or not any(sizes), "a credit comes too late"
@@ -259,20 +263,20 @@ def test_gates_in_a_walk_over_rounds_with_kept_units(case) -> None:
 
 
 def test_gates_of_small_cases() -> None:
-    assert gates([], []) == ()
-    assert gates([0], [64]) == (-1,)  # its own release
-    assert gates([0, 0], [64, 64]) == (-1, 0)  # one region: one at a time
-    assert gates([0, 64], [64, 64]) == (-2, -1)  # a region each
-    assert gates([0, 64, 0], [64, 64, 64]) == (-1, -1, 0)  # 0 waits for 2, and 1 keeps its place behind it
-    assert gates([0, 0, 0], [64, 0, 64]) == (-1, -1, 0)  # an empty item waits for nobody but those before it
-    assert gates([0, 0, 0], [0, 0, 0]) == (-3, -2, -1)
+    assert credit_releases([], []) == ()
+    assert credit_releases([0], [64]) == (-1,)  # its own release
+    assert credit_releases([0, 0], [64, 64]) == (-1, 0)  # one region: one at a time
+    assert credit_releases([0, 64], [64, 64]) == (-2, -1)  # a region each
+    assert credit_releases([0, 64, 0], [64, 64, 64]) == (-1, -1, 0)  # 0 waits for 2, and 1 keeps its place behind it
+    assert credit_releases([0, 0, 0], [64, 0, 64]) == (-1, -1, 0)  # an empty item waits for nobody but those before it
+    assert credit_releases([0, 0, 0], [0, 0, 0]) == (-3, -2, -1)
     # two units up and down, the second kept: reads 0, 1, (1), 0 and their ends 0, 2, 3
-    assert gates([0, 64, 0], [64, 64, 64], [0, 2, 3], 4) == (-1, -1, 0)
-    assert gates([0, 64, 64], [64, 64, 64], [0, 2, 3], 4) == (-2, -1, 2)  # the last waits for the kept one's end
+    assert credit_releases([0, 64, 0], [64, 64, 64], [0, 2, 3], 4) == (-1, -1, 0)
+    assert credit_releases([0, 64, 64], [64, 64, 64], [0, 2, 3], 4) == (-2, -1, 2)  # the last waits for the kept one's end
 
 
 def test_streams_that_share_a_buffer_wait_for_each_other_and_keep_their_own_order() -> None:
-    assert gates([0, 0, 64], [64, 64, 64]) == (-2, 0, 0)  # of one stream: the last keeps its place behind the second
-    assert gates([0, 0, 64], [64, 64, 64], streams=[0, 0, 1]) == (-2, 0, -1)  # of another: it waits for itself alone
-    assert gates([0, 0, 64], [64, 64, 64], streams=[0, 1, 0]) == (-2, 0, -1)
-    assert gates([0, 0, 0, 64], [64] * 4, streams=[0, 1, 0, 1]) == (-2, 0, 1, 0)
+    assert credit_releases([0, 0, 64], [64, 64, 64]) == (-2, 0, 0)  # of one stream: the last keeps its place behind the second
+    assert credit_releases([0, 0, 64], [64, 64, 64], streams=[0, 0, 1]) == (-2, 0, -1)  # of another: it waits for itself alone
+    assert credit_releases([0, 0, 64], [64, 64, 64], streams=[0, 1, 0]) == (-2, 0, -1)
+    assert credit_releases([0, 0, 0, 64], [64] * 4, streams=[0, 1, 0, 1]) == (-2, 0, 1, 0)

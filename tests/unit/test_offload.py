@@ -67,7 +67,7 @@ def test_offloaded_equals_not_offloaded(case):
     for a, b in zip(plain["states"], offloaded["states"]):
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
     for a, b in zip(plain["runtimes"], offloaded["runtimes"]):
-        assert a.executor.scalars.kept.equal(b.executor.scalars.kept)
+        assert a.executor.metrics.kept.equal(b.executor.metrics.kept)
         for n, master in a.owner.masters.items():
             state, other = a.owner.optimizer.state[master], b.owner.optimizer.state[b.owner.masters[n]]
             assert state.keys() == other.keys() and all(
@@ -106,7 +106,7 @@ def test_a_step_whose_norm_is_not_finite_is_skipped():
     plain, offloaded = (
         [train("mlp-nan", 2, Settings("cdp-v1", clip=0.3, offload=offload), two_groups, 6)] for offload in (False, True)
     )
-    assert [r.executor.skipped for r in offloaded[0]["runtimes"]] == [1, 1]
+    assert [r.executor.owner_part.skipped for r in offloaded[0]["runtimes"]] == [1, 1]
     assert all(torch.equal(x, offloaded[0]["state"][n]) and x.isfinite().all() for n, x in plain[0]["state"].items())
 
 

@@ -2,42 +2,50 @@
 
 from collections import defaultdict
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from deepspeed_cdp.plan.actions import Kind
+from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.program import build
 from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
-from deepspeed_cdp.runtime import executor as executor
+from deepspeed_cdp.runtime import executor
 from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
+from deepspeed_cdp.runtime.state import RankState
 from support import runtime_runs
 
 STEP = 7
 
 
-class Noted(OwnerExecutor):
-    """A walk at an REDUCE_GRAD, whose surroundings only take notes."""
+class Noted:
+    """Stands for all that surrounds an owner's REDUCE_GRAD, and takes notes."""
 
-    def __init__(self, plan: Plan, rank: int):
+    updates_eagerly = True
+
+    def __init__(self):
         self.notes: list[tuple] = []
-        self.plan, self.schedule, self.rank, self.step, self.global_step = plan, plan.schedule, rank, STEP, STEP
-        self.transport = SimpleNamespace(after=lambda mark: self.notes.append(("after", mark)), mark=lambda: "published")
-        self.owner = SimpleNamespace(updates_eagerly=True, advance=self._advance)
-        self.together, self._flushing, self._own_read_end = (), False, "own reads"
-        self._norms, self._published_at = {}, {}
-        self._readers = self._read_by
+        self.reads = self
 
-    def _ticket(self, name: str) -> SimpleNamespace:
-        return SimpleNamespace(wait=lambda where: self.notes.append(("wait", name)))
+    def after(self, mark: Any) -> None:
+        self.notes.append(("after", mark))
 
-    def _read_by(self, region: str, offset: int, nbytes: int) -> list[SimpleNamespace]:
+    def mark(self) -> str:
+        return "published"
+
+    def wait_finished(self, a: Action, unit: int) -> None:
+        self.notes.append(("wait", "sum", a.unit, unit))
+
+    def take(self, region: str, offset: int, nbytes: int) -> list[SimpleNamespace]:
         self.notes.append(("readers", region, offset, nbytes))
-        return [self._ticket("reader 1"), self._ticket("reader 2")]
+        return [SimpleNamespace(wait=lambda where, k=k: self.notes.append(("wait", f"reader {k}"))) for k in (1, 2)]
 
-    def _advance(self, step: int, unit: int, slot: int) -> torch.Tensor:
+    def push(self, a: Action) -> None:
+        raise AssertionError("nothing is published here")
+
+    def advance(self, step: int, unit: int, slot: int) -> torch.Tensor:
         self.notes.append(("write", step, unit, slot))
         return torch.zeros(())
 
@@ -49,20 +57,22 @@ def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(thres
     assert plan.copies == copies
     for rank in (0, 1):
         for a in (a for a in build(plan, rank, False) if a.kind == Kind.REDUCE_GRAD):
-            walk = Noted(plan, rank)
-            walk._arrivals = {("O", STEP + a.version, 0, a.unit, True): walk._ticket("sum")}
-            walk._average(a)
+            noted = Noted()
+            state = RankState(plan, rank, noted, None, step=STEP, global_step=STEP)
+            part = OwnerExecutor(state, noted, noted, None, None, None)
+            part._together, part._own_read_end, part._norms, part._published_at = (), "own reads", {}, {}
+            part.reduce(a)
             slot = (STEP + a.version + 1) % copies
             where = plan.copy_layout(plan.schedule.owned(rank))[0][a.unit]
-            assert walk.notes == [
-                ("wait", "sum"),
+            assert noted.notes == [
+                ("wait", "sum", a.unit, a.unit),
                 ("readers", f"V{slot}", where, plan.unit(a.unit).p_bytes),
                 ("wait", "reader 1"),
                 ("wait", "reader 2"),
                 ("after", "own reads"),
                 ("write", STEP + a.version, a.unit, slot),
             ]
-            assert walk._published_at == {(a.unit, slot): "published"} and not walk._arrivals
+            assert part._published_at == {(a.unit, slot): "published"}
 
 
 @pytest.mark.parametrize(
@@ -82,7 +92,7 @@ def test_pushes_are_forgotten(kind, rule, size, rounds, clip, monkeypatch):
 
     def end(walk: executor.Executor) -> None:
         end_step(walk)
-        kept[walk.rank].append(sum(map(len, walk._reading.values())))
+        kept[walk.rank].append(walk.messages.reads.count())
 
     monkeypatch.setattr(executor.Executor, "end_step", end)
     runtime_runs.check(kind, rule, size, steps=12, rounds=rounds, least=0, clip=clip)

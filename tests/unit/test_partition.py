@@ -150,7 +150,7 @@ def network():
 def test_the_users_units():
     units = find_units(network(), 2, names=["layers.1", "layers.0.1"])
     assert [(u.name, u.cost_parameters) for u in units.units] == [("layers.1", 12), ("layers.0.1", 6)]
-    assert units.persistent == ("embed.weight", "layers.0.0.weight", "layers.0.0.bias") and units.held_cost == 10
+    assert units.persistent == ("embed.weight", "layers.0.0.weight", "layers.0.0.bias") and units.persistent_cost == 10
 
 
 @pytest.mark.parametrize(

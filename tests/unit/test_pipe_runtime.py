@@ -1,9 +1,12 @@
 """Cyclic pipelines on threads against the oracle: 1 to 4 stages, every rule, every placement; broken on purpose too."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.optim.offload import OffloadedOwner
 from support.pipe_threads import Case, farthest, oracle, told, train
 
 PLACEMENTS = ("pipeline", "pyramid", "single")
@@ -83,6 +86,23 @@ def test_a_tied_gradient_that_is_left_out_shows(placement):
         runtime._norm = without
 
     assert differs(Case(3, 2, placement, tied=True, change=change)) and not differs(Case(3, 2, placement, tied=True))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, 2, clip=0.5, flush_after=(2,)),
+        Case(2, 3, tied=True, clip=0.5),
+        Case(3, 2, "single", rounds=2),
+        Case(2, 1, "pyramid", dtype=torch.bfloat16, sum_dtype=torch.float32),
+    ],
+    ids=str,
+)
+def test_offloading_changes_no_bit(case: Case):
+    plain, told, _ = train(case)
+    offloaded, retold, runtimes = train(replace(case, offload=True))
+    assert told == retold and all(torch.equal(plain[n], offloaded[n]) for n in plain) and plain.keys() == offloaded.keys()
+    assert all(type(o) is OffloadedOwner and o._grad_buffers for r in runtimes for o in r.owners.values())
 
 
 def test_a_rank_that_fails_is_named():

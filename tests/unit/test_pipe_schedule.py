@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from deepspeed_cdp.plan.pipeline_schedule import PLACEMENTS, Instruction, PipeSchedule, Walker
+from deepspeed_cdp.plan.pipeline_schedule import PLACEMENTS, Instruction, PipeSchedule, ProgramCursor
 from deepspeed_cdp.plan.schedule import threshold
 from deepspeed_cdp.verify.pipeline import ScheduleError, dry_run
 
@@ -101,7 +101,7 @@ def test_a_call_takes_its_own_data_only():
     for placement in PLACEMENTS:
         schedule = PipeSchedule(4, 3, 2, placement)
         for rank in range(schedule.ranks):
-            walker = Walker(schedule, rank)
+            walker = ProgramCursor(schedule, rank)
             for call in range(4):
                 loads = [i for i in walker.call() if i.name == "load" and i.stage == 0]
                 assert {i.step for i in loads} <= {call}

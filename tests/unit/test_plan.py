@@ -280,7 +280,7 @@ def test_memory_is_about_six_stages_and_one_in_use(ranks: int, rule: str) -> Non
     units = {"cdp-v2": 48, "cdp-v1": 56}[rule] if ranks == 2 else 51
     plan = make(ranks, threshold(rule, ranks), per_stage=per_stage)
     assert most_live(plan, False) == (16 if (rule, ranks) == ("cdp-v2", 2) else 17) * p
-    behind = dataclasses.replace(plan, sums_apart=True)
+    behind = dataclasses.replace(plan, separate_sums=True)
     assert most_live(plan) <= behind.memory()["in flight"] == units * p and behind.memory()["sums"] == per_stage * g
     assert plan.regions["V0"] == per_stage * p and "V1" not in plan.regions
     total = plan.memory()
@@ -296,7 +296,7 @@ def test_with_keep_after_forward_all_stages_but_one_are_live_at_the_turn(ranks: 
     """N-1 kept stages are live at the last stage; nothing more is needed than that, since stage 0's need lies elsewhere."""
     plan = make(ranks, ranks - 1, per_stage=per_stage, keep=True)
     assert most_live(plan, False) == (ranks - 1) * per_stage * 1024
-    assert dataclasses.replace(plan, sums_apart=True).memory()["in flight"] == most_live(plan) + 2048
+    assert dataclasses.replace(plan, separate_sums=True).memory()["in flight"] == most_live(plan) + 2048
     assert plan.regions | {"PG": 0} == make(ranks, ranks - 1, per_stage=per_stage).regions | {"PG": 0}
 
 

@@ -189,7 +189,7 @@ def test_a_reader_must_take_a_unit_before_its_owner_may_write_the_next_version()
     p, good = plan("four"), program("four", 0, False)
     owner = p.schedule.owner(1)
     i, a = max((i, a) for i, a in enumerate(good) if a.kind == Kind.PULL_PARAM and a.peer == owner and a.backward)
-    assert a.unit in p.averaged(owner)
+    assert a.unit in p.eager_units(owner)
     average = next(x for x in program("four", owner, False) if x.kind == Kind.REDUCE_GRAD and x.unit == a.unit)
     late = next(j for j in range(i + 1, len(good)) if good[j].key >= average.key)
     assert not any(

@@ -40,7 +40,7 @@ def test_every_small_ring_passes(ranks: int, k: int, rounds: int) -> None:
             units.append(Unit(f"u{i}", stage, (f"w{i}",), (), 64 + 700 * (i * 7 % 5), g_bytes))
     plan = ReplicatedPlan(Schedule(ranks, k, rounds), tuple(units), PERSISTENT_UNIT if (k + rounds) % 2 else None)
     validate(plan)
-    assert plan.staged == (k >= ranks), "only then an owner reads the old version after its update"
+    assert plan.publishes_separate_copy == (k >= ranks), "only then an owner reads the old version after its update"
 
 
 @settings(max_examples=10, derandomize=True, deadline=None)
@@ -77,15 +77,15 @@ def test_a_replica_changes_where_the_schedule_changes_version(ranks: int, k: int
             has, came = 0, []
             for step in range(5):
                 for m in range(rounds):
-                    new = plan.applied(step, m, rank, stage)
+                    new = plan.refreshed_version(step, m, rank, stage)
                     came += [] if new is None else [new]
                     has = has if new is None else new
                     assert has == s.version(step, m, rank, stage), (rank, stage, step, m)
             assert came == list(range(came[0], came[-1] + 1)) and came[0] in (0, 1)
-            giver = plan.giver(rank, stage)
-            if giver is not None and plan.first_readers[stage] != rank:
-                (a, m), (b, n) = plan._needs[giver, stage], plan._needs[rank, stage]
-                gap = s.start(b + 1, n, rank) - s.start(a + 1, m, giver)
+            sender = plan.sender(rank, stage)
+            if sender is not None and plan.first_readers[stage] != rank:
+                (a, m), (b, n) = plan.first_reads[sender, stage], plan.first_reads[rank, stage]
+                gap = s.start(b + 1, n, rank) - s.start(a + 1, m, sender)
                 assert gap == 2 if rank or k >= ranks - 1 else gap >= 2
 
 
@@ -185,7 +185,7 @@ def test_a_program_applies_each_unit_once_and_reads_only_the_replica() -> None:
         for rank in range(4):
             actions = build(plan, rank, False)
             own = plan.members(plan.schedule.owned(rank))
-            want = Counter(i for i in (PERSISTENT, *range(8)) if i not in own or plan.staged)
+            want = Counter(i for i in (PERSISTENT, *range(8)) if i not in own or plan.publishes_separate_copy)
             assert Counter(a.unit for a in actions if a.kind == Kind.REFRESH_PARAM) == want
             assert all(a.region == "R" and a.peer is None for a in actions if a.kind == Kind.WAIT_PARAM)
             assert not any(a.backward for a in actions if a.kind in (Kind.FORWARD_PARAM, Kind.PUBLISH_PARAM, Kind.PULL_PARAM))
@@ -248,7 +248,7 @@ def test_after_a_warm_up_under_dp(size, rule):
     """Under v1 and other K >= N owners publish apart in the warm-up too, since one set of buffers serves both plans."""
     got, _ = warmup_runs.check("rooted", rule, size, 3, two_groups, rounds=1 + size % 2, clip=0.3, replicated=True)
     for plan in got["runtimes"][0].executor.phases.plans:
-        assert plan.replicated and plan.staged == got["runtimes"][0].plan.staged
+        assert plan.replicated and plan.publishes_separate_copy == got["runtimes"][0].plan.publishes_separate_copy
         validate(plan)
 
 
@@ -274,9 +274,9 @@ def test_bytes_collectives_and_memory_are_as_planned():
             rounds, kind = 1 + size % 2, "llama-tied" if size == 3 else "rooted"  # both have persistent parameters
             got = train(kind, size, Settings(named_rule(rule, size), rounds=rounds, replicated=True), sgd, 4)
             for runtime in got["runtimes"]:
-                for kind, row in runtime.traffic().items():
+                for kind, row in runtime.counters.traffic().items():
                     assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.executor.rank, kind, row)
-                assert runtime.collectives_in_steps == 0
+                assert runtime.counters.collectives() == 0
                 assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory().values())
 
 
@@ -304,15 +304,15 @@ def test_a_version_that_is_not_applied_is_seen():
     """One rank's replica misses one new version of one unit."""
 
     def skip(runtime: Runtime) -> None:
-        apply, executor = runtime.executor._do[Kind.REFRESH_PARAM], runtime.executor
+        apply, executor = runtime.executor.actions[Kind.REFRESH_PARAM], runtime.executor
 
         def missing(a) -> None:
             before = executor.buffers.regions["R"].clone()
             apply(a)
-            if (executor.rank, executor.step, a.unit, a.region) == (1, 3, 0, "L"):
+            if (executor.rank, executor.state.step, a.unit, a.region) == (1, 3, 0, "L"):
                 executor.buffers.regions["R"].copy_(before)
 
-        runtime.executor._do[Kind.REFRESH_PARAM] = missing
+        runtime.executor.actions[Kind.REFRESH_PARAM] = missing
 
     check("mlp", "cdp-v1", 3, replicated=True)
     with pytest.raises(AssertionError):

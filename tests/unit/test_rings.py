@@ -73,7 +73,7 @@ def test_optimizer_in_host_memory(rule, clip):
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1"])
 def test_an_overflow_in_one_ring_skips_the_step_in_all(rule):
     got, want = check_nan(rule)
-    assert all(r.executor.skipped == 1 for r in got["runtimes"]) and want.overflows.count(True) == 1
+    assert all(r.executor.owner_part.skipped == 1 for r in got["runtimes"]) and want.overflows.count(True) == 1
 
 
 def check_nan(rule):
@@ -110,7 +110,7 @@ def _noting(seen):
 
         def noted():
             step()
-            seen.setdefault(runtime.transport.label, []).append(runtime.executor.scalars.read())
+            seen.setdefault(runtime.transport.label, []).append(runtime.executor.metrics.read())
 
         runtime.step, runtime.optimizer.scale_if_loss = noted, entered
 
@@ -122,9 +122,9 @@ def test_bytes_are_the_closed_form_and_there_are_no_collectives():
         got, _ = check("llama-tied", "cdp-v2", 2, 3, rounds=rounds, steps=4)
         crossed = set()
         for runtime in got["runtimes"]:
-            traffic = runtime.traffic()
+            traffic = runtime.counters.traffic()
             assert all(row["counted"] == row["closed form"] for row in traffic.values()), traffic
-            assert runtime.collectives_in_steps == 0
+            assert runtime.counters.collectives() == 0
             crossed.add(traffic["X"]["counted"])
             psi = sum(u.g_bytes for u in runtime.plan.units) + runtime.plan.persistent.g_bytes
             assert traffic["X"]["counted"] <= 2 * (psi + 16)
@@ -194,7 +194,8 @@ def test_rings_that_do_not_average_are_seen():
     """Broken on purpose: one ring keeps its own sum of one unit in one step."""
 
     def skip(runtime):
-        views, calls = runtime.owner.ring_sums, []
+        ring, calls = runtime.executor.owner_part._cross_ring, []
+        views = ring._views
 
         def wrong(unit):
             x, o = views(unit)
@@ -202,7 +203,7 @@ def test_rings_that_do_not_average_are_seen():
             return (x, o) if len(calls) != 7 else ([t.clone() for t in x], o)
 
         if runtime.transport.label == 2:
-            runtime.owner.ring_sums = wrong
+            ring._views = wrong
 
     with pytest.raises(AssertionError):
         check("mlp", "cdp-v2", 2, 2, change=skip)

@@ -63,7 +63,7 @@ def test_merged_units(kind, rule, size, keep):
     plan = got["runtimes"][0].plan
     assert len(plan.units) == size < len(plain.units) and plan.stages == plain.stages
     assert [m for u in plan.units for m in u.modules] == [m for u in plain.units for m in u.modules]
-    assert got["runtimes"][0].messages() < len(plain.units) * 3 or size == 1
+    assert got["runtimes"][0].counters.messages() < len(plain.units) * 3 or size == 1
 
 
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
@@ -82,7 +82,7 @@ def test_keep_after_forward(kind, size, rule):
     assert all(torch.equal(got["state"][n], x) for n, x in without["state"].items())
     received = []
     for run in (got, without):
-        rows = [r.traffic()["F + B"] for r in run["runtimes"]]
+        rows = [r.counters.traffic()["F + B"] for r in run["runtimes"]]
         assert all(row["counted"] == row["closed form"] for row in rows)
         received.append(sum(row["counted"] for row in rows))
     assert got["runtimes"][0].plan.keep_after_forward and (received[0] < received[1] if size > 3 else received[0] == received[1])
@@ -139,9 +139,9 @@ def test_bytes_equal_the_closed_form_and_no_collectives():
                 model = "llama-tied" if size == 3 else "rooted"  # both have persistent parameters
                 got = train(model, size, Settings(named_rule(rule, size), rounds=rounds, keep_after_forward=keep), sgd, 4)
                 for runtime in got["runtimes"]:
-                    for kind, row in runtime.traffic().items():
+                    for kind, row in runtime.counters.traffic().items():
                         assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.executor.rank, kind, row)
-                    assert runtime.collectives_in_steps == 0
+                    assert runtime.counters.collectives() == 0
 
 
 def test_memory_is_what_the_plan_says():
@@ -187,4 +187,4 @@ def test_a_step_without_a_norm_is_skipped(rule):
     for name, master in want.masters.items():
         assert torch.isfinite(master).all()
         torch.testing.assert_close(got["state"][name], master, rtol=0, atol=0)
-    assert all(r.executor.skipped == 1 for r in got["runtimes"])
+    assert all(r.executor.owner_part.skipped == 1 for r in got["runtimes"])

@@ -83,7 +83,9 @@ def readers_are_neighbours(s: Schedule) -> None:
             assert s.is_first(step, x.round, x.rank, stage) == first
             alone = x.rank == owner and (first or version == step)
             assert s.source(step, x.round, x.rank, stage) == (None if alone else owner if first else (x.rank - 1) % s.ranks)
-            assert s.relays(step, x.round, x.rank, stage) == (after is not None and not (after.rank == owner and version == step))
+            assert s.forwards(step, x.round, x.rank, stage) == (
+                after is not None and not (after.rank == owner and version == step)
+            )
             assert ((version, x.round, x.rank) in pushed) == (first and x.rank != owner)
             if after is not None:
                 assert after.rank == (x.rank + 1) % s.ranks and after.time == x.time + 2

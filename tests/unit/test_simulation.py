@@ -48,11 +48,11 @@ def test_a_host_that_is_not_ahead_costs_one_units_update_and_not_a_stages(ranks,
     plan = plan_of(ranks)
     given = bare(plan, update=1e-3)
     alone = simulate(plan, given).period()
-    assert simulate(plan, given, ahead=False).period() <= alone + 1e-3 + 1e-9
+    assert simulate(plan, given, host_ahead=False).period() <= alone + 1e-3 + 1e-9
     monkeypatch.setattr(Plan, "averaged", lambda plan, rank: ())
     together = plan_of(ranks)
     assert simulate(together, given).period() == pytest.approx(alone, rel=1e-6)
-    assert simulate(together, given, ahead=False).period() >= alone + 1.9e-3
+    assert simulate(together, given, host_ahead=False).period() >= alone + 1.9e-3
 
 
 def test_what_is_let_in_behind_an_update_waits_for_the_owner():
@@ -147,7 +147,7 @@ def test_delays_cost_less_than_a_barrier():
 def test_on_one_clock_the_updates_add_up():
     plan = plan_of(2)
     beside = simulate(plan, bare(plan, update=1e-3)).period()
-    alone = simulate(plan, bare(plan, update=1e-3), beside=False).period()
+    alone = simulate(plan, bare(plan, update=1e-3), overlap=False).period()
     assert alone >= 2 * STEP + 3e-3 > beside
 
 
@@ -203,7 +203,7 @@ def test_the_order_of_a_recorded_run_is_the_simulations(rule):
 
     results = run_ranks(ranks, work)
     plan = results[0][1]
-    run = simulate(plan, bare(plan, FORWARD), steps, beside=False)
+    run = simulate(plan, bare(plan, FORWARD), steps, overlap=False)
     seen = {
         (e["pid"], e["args"]["step"], e["args"]["unit"], e["args"]["backward"]): e["ts"] / 1e6
         for trace, _ in results

@@ -22,8 +22,12 @@ from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.runtime.executor import Executor
-from deepspeed_cdp.runtime.replicated import ReplicaExecutor
+from deepspeed_cdp.runtime.messages import PendingReads
+from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
+from deepspeed_cdp.runtime.runtime import RESIDENCIES
+from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.transport.base import PULLED, Transport
+from deepspeed_cdp.transport.buffers import Buffers
 from deepspeed_cdp.transport.peer import _DIRECT, _LANES
 from deepspeed_cdp.transport.ring_view import RingView
 
@@ -159,44 +163,53 @@ class Noting(Transport):
 class Owning:
     """An owner that reads sums and writes published copies without a value in them."""
 
-    def __init__(self, walk: Executor, transport: Noting, clipped: bool, updates_per_unit: bool):
-        self.walk, self.transport, self.clipped, self.updates_per_unit = walk, transport, clipped, updates_per_unit
-        self.stage = walk.schedule.owned(walk.rank)
-
-    @property
-    def updates_eagerly(self) -> bool:
-        return self.updates_per_unit and not self.clipped and not self.walk.schedule.exact_norm
+    def __init__(self, state: RankState, transport: Noting, clipped: bool, updates_per_unit: bool):
+        self.state, self.transport, self.updates_per_unit = state, transport, updates_per_unit
+        self.updates_eagerly, self.stage = updates_per_unit and not clipped, state.owned_stage
 
     def average(self, step: int, unit: int) -> torch.Tensor:
-        walk = self.walk
-        plan, nbytes = walk.plan, walk.plan.unit(unit).g_bytes
-        view = (
-            walk.buffers.view(plan.o_region, plan.o_layout(self.stage)[unit], nbytes)
-            if walk.across is None
-            else walk.buffers.view("X", plan.x_layout(self.stage)[0][unit], nbytes)
-        )
+        plan, buffers = self.state.plan, self.state.buffers
+        region, offsets = (plan.o_region, plan.o_layout(self.stage)) if plan.rings == 1 else ("X", plan.x_layout(self.stage)[0])
+        view = buffers.view(region, offsets[unit], plan.unit(unit).g_bytes)
         self.transport.reads(view, f"the owner reads the sum of unit {unit}")
         return torch.zeros(1)
 
     def update(self, step: int, norm2=None, unit: int | None = None, slot: int | None = None) -> None:
-        walk, places = self.walk, self.walk.plan.copy_layout(self.stage)[0]
-        for i in walk._members if unit is None else [unit]:
+        plan, offsets = self.state.plan, self.state.plan.copy_layout(self.stage)[0]
+        for i in [i for i in offsets if plan.unit(i).g_bytes] if unit is None else [unit]:
             self.average(step, i)
             if slot is not None:
-                view = walk.buffers.view(walk.plan.copy_region(slot), places[i], walk.plan.unit(i).p_bytes)
+                view = self.state.buffers.view(plan.copy_region(slot), offsets[i], plan.unit(i).p_bytes)
                 self.transport.writes(view, f"the owner writes unit {i}")
 
     def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
         self.update(step, None, unit, slot)
         return torch.zeros(1)
 
-    def ring_sums(self, unit: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        return [torch.zeros(1)], [torch.zeros(1)]
-
     def discard(self) -> None:
         pass
 
     def finish(self, step: int) -> None:
+        pass
+
+
+class Observer:
+    """The runtime's events, noted."""
+
+    def __init__(self, state: RankState, transport: Noting):
+        self.state, self.transport, self.started = state, transport, []
+
+    def params_released(self, unit: int) -> None:
+        pass
+
+    def grads_complete(self, unit: int, grad_sum: torch.Tensor, empty: bool) -> None:
+        self.started.extend([unit] if empty else [])
+        self.transport.writes(grad_sum, f"gradients of unit {unit} are added in step {self.state.step}")
+
+    def norm_known(self, step: int, overflow: bool) -> None:
+        pass
+
+    def step_updated(self, step: int) -> None:
         pass
 
 
@@ -206,44 +219,43 @@ def walked(
     """The transport, and how many pushes the rank remembered after each step."""
     size = plan.schedule.ranks
     transport = Noting(rank + ring * size, size * plan.rings, like)
-    walk = (ReplicaExecutor if plan.replicated else Executor)(
-        plan, rank, RingView(transport, size) if plan.rings > 1 else transport, torch.device("cpu"), warmup
-    )
-    walk.owner = Owning(walk, transport, clipped, updates_per_unit)
-    started, remembered = [], []
-
-    def on_pass(unit: int, flat: torch.Tensor, first: bool) -> None:
-        started.extend([unit] if first else [])
-        transport.writes(flat, f"gradients of unit {unit} are added in step {walk.step}")
+    seen = RingView(transport, size) if plan.rings > 1 else transport
+    state = RankState(plan, rank, seen, Buffers(plan.regions, seen))
+    owner, observer = Owning(state, transport, clipped, updates_per_unit), Observer(state, transport)
+    views = lambda unit: ([torch.zeros(1)], [torch.zeros(1)])  # noqa: E731
+    residency = RESIDENCIES[type(plan)].params
+    walk = Executor(state, residency, owner, views, observer, torch.device("cpu"), warmup)
+    part, buffers, messages = walk.owner_part, state.buffers, walk.messages
+    keep_sum, refresh, release = part.keep_sum, walk.actions.get(Kind.REFRESH_PARAM), walk.actions[Kind.RELEASE_PARAM]
 
     def kept(a: Any, view: torch.Tensor) -> None:
-        Executor._keep_sum(walk, a, view)
-        there = walk.buffers.view(plan.o_region, plan.o_layout(0)[a.unit], a.nbytes)
+        keep_sum(a, view)
+        there = buffers.view(plan.o_region, plan.o_layout(0)[a.unit], a.nbytes)
         with transport.owner_stream():  # the mark behind it is made in there
-            walk._sum_ends[a.unit].over |= {
+            part._sum_ends[a.unit].over |= {
                 transport.reads(view, f"unit {a.unit} is copied to its owner's sums"),
                 transport.writes(there, f"unit {a.unit} comes to where its owner uses it"),
             }
 
     def applied(a: Any) -> None:
-        walk._apply_version(a)
-        region, view = walk._place(a)
+        refresh(a)
+        region, view = messages.place(a)
         if region != "R":
             transport.reads(view, f"unit {a.unit} is copied from {region}")
-            transport.writes(walk.buffers.view("R", a.into[1], a.nbytes), f"unit {a.unit} is copied into R")
+            transport.writes(buffers.view("R", a.into[1], a.nbytes), f"unit {a.unit} is copied into R")
             if a.peer is None:
-                walk._own_read_end = transport.mark()
+                part.read_ended()
 
     def done(a: Any) -> None:
         if a.unit in walk.params:
             transport.reads(walk.params[a.unit], f"the {'backward' if a.backward else 'forward'} uses unit {a.unit}")
-        walk._done(a)
+        release(a)
 
-    walk.on_pass = on_pass
-    walk._keep_sum = kept
-    walk._do |= {Kind.RELEASE_PARAM: done, Kind.RELEASE_PERSISTENT_PARAM: done}
-    if plan.replicated:
-        walk._do[Kind.REFRESH_PARAM] = applied
+    part.keep_sum = kept
+    walk.actions |= {Kind.RELEASE_PARAM: done, Kind.RELEASE_PERSISTENT_PARAM: done}
+    if refresh is not None:
+        walk.actions[Kind.REFRESH_PARAM] = applied
+    remembered = []
     walk.begin()
     for step in range(STEPS):
         for _ in range(plan.schedule.rounds):
@@ -252,12 +264,12 @@ def walked(
             walk.end_round()
         walk.add_loss(torch.zeros(()))
         walk.end_step()
-        remembered.append(sum(map(len, walk._reading.values())))
+        remembered.append(messages.reads.count())
         if step in (warmup - 1, FLUSHED_AFTER):
             walk.flush()
             walk.begin()
     trained = [i for i in [PERSISTENT, *range(len(plan.units))] if (i != PERSISTENT or plan.persistent) and plan.unit(i).g_bytes]
-    assert sorted(started) == sorted(trained * STEPS if rank == 0 else []), "each sum is started once a step, by rank 0"
+    assert sorted(observer.started) == sorted(trained * STEPS if rank == 0 else []), "each sum is started once a step, by rank 0"
     return transport, remembered
 
 
@@ -295,15 +307,15 @@ def test_nothing_is_written_while_it_is_read(seed: int, like: str) -> None:
 
 
 def test_a_sum_that_is_overwritten_while_it_is_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = Executor._keep_sum
+    keep = OwnerExecutor.keep_sum
 
-    def forgetful(self: Executor, a: Any, view: torch.Tensor) -> None:
+    def forgetful(self: OwnerExecutor, a: Any, view: torch.Tensor) -> None:
         keep(self, a, view)
-        self._reading[self._kept_under(a.region, a.offset)].pop()
+        self.messages.reads._reading[a.region].pop()
 
     plan = Plan(Schedule(3, 2, 2), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(6)))
     assert not walked(plan, 2, 0, "peer", False, True, 0)[0].wrong
-    monkeypatch.setattr(Executor, "_keep_sum", forgetful)
+    monkeypatch.setattr(OwnerExecutor, "keep_sum", forgetful)
     assert any("while unit" in w and "is copied" in w for w in walked(plan, 2, 0, "peer", False, True, 0)[0].wrong)
 
 
@@ -316,11 +328,11 @@ def test_an_owner_alone_does_not_sum_where_it_still_reads() -> None:
 
 def test_a_wait_that_is_left_out_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan(Schedule(3, 2, 2), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(6)))
-    monkeypatch.setattr(Executor, "_free_copy", lambda *a: None)
+    monkeypatch.setattr(OwnerExecutor, "_wait_copy", lambda *a: None)
     assert any("the owner writes unit" in w for r in range(3) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong)
     monkeypatch.undo()
-    readers = Executor._readers
-    monkeypatch.setattr(Executor, "_readers", lambda walk, region, *a: [] if region == "PG" else readers(walk, region, *a))
+    take = PendingReads.take
+    monkeypatch.setattr(PendingReads, "take", lambda reads, region, *a: [] if region == "PG" else take(reads, region, *a))
     wrong = [w for r in range(3) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong]
     assert any(w.startswith("G from rank") for w in wrong) or any("gradients of unit" in w for w in wrong)
 
@@ -335,7 +347,7 @@ def test_what_lands_where_an_owner_still_reads_its_sums_is_seen(monkeypatch: pyt
             for like in ("peer", "nccl")
             for clipped in (False, True)
         )
-    monkeypatch.setattr(Executor, "_sums_used", lambda walk: None)
+    monkeypatch.setattr(OwnerExecutor, "_sums_used", lambda walk: None)
     for plan in plans:
         wrong = [w for r in range(4) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong]
         assert any(" lands (" in w and "while the owner reads the sum" in w for w in wrong), wrong[:5]

@@ -9,6 +9,7 @@ import torch
 from deepspeed_cdp.cli.main import main
 from deepspeed_cdp.cli.plan import messages
 from deepspeed_cdp.cli.timeline import pairs, read
+from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.plan.actions import Kind
 from deepspeed_cdp.runtime import trace
@@ -38,11 +39,11 @@ def record(
             for m in range(settings.rounds):
                 with runtime.forward():
                     loss = models.loss(module, kind, models.batch(kind, step, m, rank))
-                runtime.optimizer.scale_if_loss(loss / settings.rounds).backward()
+                CyclicOptimizer(runtime).scale_if_loss(loss / settings.rounds).backward()
                 runtime.end_backward()
             runtime.step()
         found = recorder.stop()
-        received = runtime.messages()
+        received = runtime.counters.messages()
         state = {k: v.clone() for k, v in runtime.whole_state().items()}
         runtime.close(True)
         return found, runtime, state, received
@@ -80,9 +81,9 @@ def test_every_pass_and_message_once_and_training_is_the_same(kind, settings):
         owner = [e["name"] for e in found["traceEvents"] if e.get("cat") == "owner"]
         assert owner.count("norm") == owner.count("update") == STEPS
         averaged = [e["args"]["unit"] for e in found["traceEvents"] if e.get("cat") == "owner" and e["name"] == "average"]
-        assert averaged == list(plan.averaged(rank)) * STEPS
+        assert averaged == list(plan.eager_units(rank)) * STEPS
         executor = runtimes[rank].executor
-        assert "release" not in vars(executor) and executor._do[Kind.WAIT_PARAM] == executor._read
+        assert "release" not in vars(executor) and executor.actions[Kind.WAIT_PARAM] == executor.residency.wait
     plain = train(kind, ranks, settings, sgd, 1 + STEPS)
     assert all(torch.equal(states[0][k], v) for k, v in plain["state"].items())
 

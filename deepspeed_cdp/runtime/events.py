@@ -1,0 +1,29 @@
+"""Named events between the parts of a rank's runtime, passed to their constructors."""
+
+from typing import Protocol
+
+import torch
+
+
+class Events(Protocol):
+    """What the executor, the owner's part and the parameter hooks tell the ``Runtime``, which passes it on."""
+
+    def params_released(self, unit: int) -> None:
+        """A pass of the unit is over: its parameters are about to be overwritten."""
+
+    def grads_complete(self, unit: int, grad_sum: torch.Tensor, empty: bool) -> None:
+        """The unit's backward is over: this rank's gradients must be added to its running sum.
+
+        Args:
+            grad_sum: uint8, 1-D; the unit's flat sum.
+            empty: this rank starts the sum; memory that no fused product has written yet is uninitialized.
+        """
+
+    def norm_known(self, step: int, overflow: bool) -> None:
+        """The gradient norm of ``step`` is known, and whether it is not finite; before its update (``dp`` and v1 only)."""
+
+    def step_updated(self, step: int) -> None:
+        """The update of ``step`` is complete on this rank."""
+
+    def used_outside(self, how: str) -> None:
+        """The module was used outside the engine's own calls. ``how``: "was called", for example."""

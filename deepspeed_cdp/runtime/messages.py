@@ -1,0 +1,151 @@
+"""A rank's messages as its program names them: where they lie, which are under way, and which still read from a buffer."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.plan.actions import Action, Kind, Post
+from deepspeed_cdp.runtime.program import ActionLocation
+from deepspeed_cdp.runtime.state import RankState
+from deepspeed_cdp.transport.base import Ticket, Where
+
+
+class PendingReads:
+    """Transfers and copies that still read from this rank's buffers: whoever writes there must wait for them first."""
+
+    def __init__(self, by_offset: frozenset[str]):
+        """
+        Args:
+            by_offset: regions in which each message has one place of its own, so that ranges need not be compared.
+        """
+        self._by_offset = by_offset
+        self._reading: dict[str, list[tuple[int, int, Any]]] = {}  # region -> (offset, bytes, ticket)
+
+    def clear(self) -> None:
+        self._reading.clear()
+
+    def count(self) -> int:
+        """How many are remembered."""
+        return sum(map(len, self._reading.values()))
+
+    def _key(self, region: str, offset: int) -> str:
+        return f"{region}{offset}" if region in self._by_offset else region
+
+    def add(self, region: str, offset: int, nbytes: int, ticket: Any) -> None:
+        """``ticket``: a push, or the mark behind a copy."""
+        self._reading.setdefault(self._key(region, offset), []).append((offset, nbytes, ticket))
+
+    def take(self, region: str, offset: int, nbytes: int) -> list[Any]:
+        """Tickets of what may still read from these bytes. They are forgotten here; the caller waits for them."""
+        key = self._key(region, offset)
+        reading = self._reading.get(key)
+        if not reading:
+            return []
+        found, left, end = [], [], offset + nbytes
+        for entry in reading:
+            at, size, ticket = entry
+            if at >= end or offset >= at + size:
+                left.append(entry)
+                continue
+            found.append(ticket)
+            # the rest of its range may be written from another stream, which would not have waited
+            if at < offset:
+                left.append((at, offset - at, ticket))
+            if end < at + size:
+                left.append((end, at + size - end, ticket))
+        self._reading[key] = left  # stays short: every place that is read is written again
+        return found
+
+
+class Messages:
+    """Posts, pushes and waits of one rank, addressed by the plan's regions.
+
+    Attributes:
+        reads: what still reads from the buffers.
+    """
+
+    def __init__(self, state: RankState, by_offset: frozenset[str] = frozenset()):
+        """
+        Args:
+            by_offset: see ``PendingReads``.
+        """
+        self.state, self.transport, self.buffers = state, state.transport, state.buffers
+        self.reads = PendingReads(by_offset)
+        self._arrivals: dict[tuple[str, int, int, int, bool], Ticket] = {}  # stream, step, round, unit, backward
+
+    def clear(self) -> None:
+        """After a reset of the transport: nothing is under way."""
+        self._arrivals.clear()
+        self.reads.clear()
+
+    def drain(self) -> None:
+        """Before the end, without a flush: let the last step's finished sums in, for rank N-1 may wait until they are taken."""
+        if self.transport.host_waits:  # elsewhere closing waits for all steps of all ranks
+            with suppress(HandoffError):  # the peer has failed, and says so itself
+                for key in [k for k in self._arrivals if k[0] == "O" and k[1] < self.state.step]:
+                    self._arrivals.pop(key).wait(f"rank {self.transport.label}, closing")
+
+    # ---- places ---------------------------------------------------------------------------------------------------------
+    def _region(self, region: str, step: int, round: int, version: int) -> str:
+        if region == "H":
+            return f"H{(step * self.state.schedule.rounds + round) % 2}"
+        return self.state.plan.copy_region(step + version) if region == "V" else region
+
+    def place(self, a: Action) -> tuple[str, torch.Tensor]:
+        """Region and bytes (uint8, 1-D) of the action's unit in this step."""
+        region = self._region(a.region, self.state.step, a.round, a.version)
+        return region, self.buffers.view(region, a.offset, a.nbytes)
+
+    # ---- messages -------------------------------------------------------------------------------------------------------
+    def post(self, post: Post, where: Where) -> None:
+        """Grant the credit for one message: it may land as soon as nothing reads from its place any more."""
+        step = self.state.step + post.ahead
+        region = self._region(post.region, step, post.round, 0)
+        readers = self.reads.take(region, post.offset, post.nbytes)
+        origin = -1
+        if post.origin >= 0:
+            origin = self.buffers.address(self.state.plan.copy_region(step + post.version), post.origin)
+        view = self.buffers.view(region, post.offset, post.nbytes)
+        ticket = self.transport.post(post.stream, post.src, view, readers, where, origin)
+        self._arrivals[post.stream, step, post.round, post.unit, post.backward] = ticket
+
+    def post_all(self, a: Action) -> None:
+        """Grant the credits that the action carries."""
+        if a.posts:
+            where = ActionLocation(self.state, a)
+            for post in a.posts:
+                self.post(post, where)
+
+    def push(self, a: Action, after: Ticket | None = None) -> None:
+        """Send the action's bytes; ``after``: the message that brought them, if they are forwarded as they came."""
+        region, view = self.place(a)
+        into = -1
+        if a.into[0]:
+            into = self.buffers.address(self._region(a.into[0], self.state.step, a.into[2], 0), a.into[1])
+        ticket = self.transport.push(a.stream, a.peer, view, after, into)
+        self.reads.add(region, a.offset, a.nbytes, ticket)
+
+    def start_peer(self, a: Action) -> None:
+        """Begin this rank's side of a message that the peer initiates."""
+        self.transport.start_peer(a.stream, a.peer, a.kind == Kind.START_RECV)
+
+    def wait(self, a: Action) -> Ticket | None:
+        """Wait for the action's message; None if it has none."""
+        if a.peer is None:
+            return None
+        ticket = self._arrivals.pop((a.stream, self.state.step, a.round, a.unit, a.backward))
+        ticket.wait(ActionLocation(self.state, a))
+        return ticket
+
+    def wait_finished(self, a: Action, unit: int) -> None:
+        """Wait for the unit's finished sum (stream ``O``) of the step that ``a`` is about."""
+        state = self.state
+        ticket = self._arrivals.pop(("O", state.step + a.version, state.schedule.rounds - 1, unit, True))
+        ticket.wait(ActionLocation(state, a))
+
+    def wait_readers(self, a: Action, region: str, offset: int, nbytes: int) -> None:
+        """Wait until nothing reads from these bytes any more."""
+        for ticket in self.reads.take(region, offset, nbytes):
+            ticket.wait(ActionLocation(self.state, a))

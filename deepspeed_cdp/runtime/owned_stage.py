@@ -1,0 +1,48 @@
+"""Where the tensors of the owned stage lie in a rank's buffers: published parameters and finished gradient sums, as views."""
+
+from collections.abc import Mapping
+
+import torch
+
+from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
+from deepspeed_cdp.runtime.state import RankState
+
+
+class OwnedStage:
+    """Views of the owned stage's parameters by name.
+
+    Attributes:
+        published: by published copy, every parameter in its own dtype.
+        sums: by unit, the finished gradient sum of every trained parameter, over all rings, in the dtype of sums.
+        ring_sums: by unit, those of the own ring, in the same order; the same tensors where there is one ring.
+    """
+
+    def __init__(self, state: RankState, layouts: Mapping[int, FlatLayout]):
+        """
+        Args:
+            layouts: by unit index, PERSISTENT included.
+        """
+        plan, stage, buffers = state.plan, state.owned_stage, state.buffers
+        units = plan.v_layout(stage)[0]
+
+        def views(region: str, offsets: Mapping[int, int]) -> dict[int, dict[str, torch.Tensor]]:
+            return {
+                i: {
+                    s.name: s.sum(buffers.view(region, offsets[i], plan.unit(i).g_bytes))
+                    for s in layouts[i].slots
+                    if s.sum_offset >= 0
+                }
+                for i in units
+            }
+
+        def published(copy: int, i: int, s: Slot) -> torch.Tensor:
+            return s.value(buffers.view(plan.copy_region(copy), plan.copy_layout(stage)[0][i], plan.unit(i).p_bytes))
+
+        self.published = [{s.name: published(c, i, s) for i in units for s in layouts[i].slots} for c in range(plan.copies)]
+        own = views(plan.o_region, plan.o_layout(stage))
+        self.sums = own if plan.rings == 1 else views("X", plan.x_layout(stage)[0])
+        self.ring_sums = {i: list(sums.values()) for i, sums in own.items()}
+
+    def cross_ring_views(self, unit: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """A unit's sums over all rings, and those of the own ring."""
+        return list(self.sums[unit].values()), self.ring_sums[unit]

@@ -1,0 +1,88 @@
+"""Hooks on the module where every rank keeps all parameters (plan/replicated.py)."""
+
+from typing import Any
+
+import torch
+
+from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
+from deepspeed_cdp.runtime.param_hooks import BACKWARD, FORWARD, ParamHooks
+
+
+class ReplicaHooks(ParamHooks):
+    """``ParamHooks`` for parameters that stay in the replica: hooks execute the program, and bind nothing.
+
+    ``param.data`` is a view of region ``R`` from the start to the end.
+    """
+
+    always_there = True
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        assert isinstance(self.executor.plan, ReplicatedPlan)
+        offsets = self.executor.plan.replica[0]
+        for i, pairs in self.slots.items():
+            flat = self._bound[i] = self.executor.buffers.view("R", offsets[i], self.executor.plan.unit(i).p_bytes)
+            for p, s in pairs:
+                p.data = s.value(flat)
+
+    def remove(self) -> None:
+        """Take the hooks off; using parameters of several versions is refused from now on."""
+        stays = self.executor.newest or not self._handles
+        self._empty = {}
+        super().remove()
+        if not stays:
+            for m in self._root.modules():
+                if m is self._root or m._parameters:
+                    m.register_forward_pre_hook(_refuse, prepend=True)
+                    m.register_state_dict_pre_hook(_refuse)
+
+    def released(self, p: torch.nn.Parameter) -> bool:
+        """Whether the parameter may lack the version that is wanted now: in a pass its unit's, between steps the newest."""
+        if self.mode in (FORWARD, BACKWARD):
+            return self._unit_of[p] not in self.executor.params
+        return not self.executor.newest
+
+    def bind(self, i: int, flat: torch.Tensor) -> None:
+        """They are bound for good."""
+
+    def unbind(self, i: int) -> None:
+        """They stay."""
+        self._drop_unwanted(i)
+
+    def release_all(self) -> None:
+        for pairs in self.slots.values():
+            for p, _ in pairs:
+                p.grad = None
+
+    def forget_views(self) -> None:
+        """No view is of memory that goes."""
+
+    def _begin_saving(self) -> bool:
+        return False  # tensors that autograd saves stay where they are
+
+    def add_grads(self, i: int, grad_sum: torch.Tensor, empty: bool) -> None:
+        if i != PERSISTENT and i not in self.visited and any(p.grad is not None for p, _ in self.slots[i]):
+            raise self._read_outside(i)
+        super().add_grads(i, grad_sum, empty)
+
+    def end_backward(self) -> None:
+        super().end_backward()
+        for i, pairs in self.slots.items():
+            if i not in self.visited and any(p.grad is not None and s.sum_offset >= 0 for p, s in pairs):
+                raise self._read_outside(i)
+
+    def _read_outside(self, i: int) -> ValueError:
+        name, step = self.executor.plan.unit(i).name, self.executor.global_step
+        return ValueError(
+            f"parameters of {name!r} got gradients in step {step}, but its module was not called in the forward, "
+            "so they were read from outside it, perhaps at another version; list the modules that are called in "
+            f"cyclic.units, without {name!r}"
+        )
+
+
+def _refuse(module: torch.nn.Module, *_: Any) -> None:
+    raise ValueError(
+        f"a {type(module).__name__} was used after engine.destroy(), which came without engine.flush(), so its "
+        "parameters are of several versions; call engine.flush() on every rank before"
+    )
