@@ -1,7 +1,7 @@
 """For mkdocs: README.md is the home page, and what it and the pages link to must exist.
 
-In the repository links are paths. A link to a page becomes one within the site; a link to any other file, which the site does not
-hold, becomes its text; a link to nothing is a warning, so that a strict build fails.
+In the repository links are paths. A link to a page becomes a link within the site. A link to another file becomes its text, since
+the site does not hold that file. A link to nothing is a warning, so a strict build fails.
 """
 
 import os
@@ -14,21 +14,6 @@ from mkdocs.structure.files import File
 
 log = get_plugin_logger("links")
 _LINK = re.compile(r"(?<!!)\[((?:`[^`]*`|[^\[\]`])+)\]\((?!https?://|mailto:)([^()\s#]+)(#[^()\s]*)?\)")
-
-
-def on_config(config: Any) -> Any:
-    """Take the pages of ``extra.if_there`` that are not written yet out of the nav."""
-    missing = {name for name in config.extra["if_there"] if not (Path(config.docs_dir) / name).exists()}
-
-    def there(entries: list[Any]) -> list[Any]:
-        return [
-            {k: there(v) if isinstance(v, list) else v for k, v in e.items()} if isinstance(e, dict) else e
-            for e in entries
-            if not isinstance(e, str) or e not in missing
-        ]
-
-    config.nav = there(config.nav)
-    return config
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -2,12 +2,10 @@
 
 A line ``<!-- rows: KIND; RUN, part, part; RUN ... -->`` begins a table, ``<!-- end of rows -->`` ends it. KIND is a function in
 `KINDS`. RUN is a folder of benchmarks/results. The parts select the settings whose heading (`benchmarks.rows.describe`) has all
-of them, for example ``llama-1.3b, micro-batch 4``. A part ``only ENGINE ENGINE`` selects engines. ``--plots`` also draws the
-plots under docs/images anew.
+of them, for example ``llama-1.3b, micro-batch 4``. A part ``only ENGINE ENGINE`` selects engines.
 tests/unit/test_docs_numbers.py checks that the committed tables are the ones that this script makes.
 """
 
-import argparse
 import csv
 import os
 import re
@@ -23,7 +21,6 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import rows  # noqa: E402
 
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "learning.md")
-IMAGES = ROOT / "docs" / "images"
 BLOCK = re.compile(r"<!-- rows: ([^>]*?) -->\n.*?<!-- end of rows -->", re.DOTALL)
 
 ENGINES = {
@@ -133,7 +130,7 @@ def speed(sources: Sequence[str], page: Path) -> str:
                 s.place,
                 s.label,
                 _show(s.ms("compute"), ".1f"),
-                f"**{s.ms('cdp-v2'):.1f}** ({min(times):.1f} to {max(times):.1f})",
+                f"**{s.ms('cdp-v2'):.1f}** ({min(times):.0f} to {max(times):.0f})",
                 _ratio(s.ms("compute"), s.ms("cdp-v2"), ".1%").replace("%", " %"),
                 *(_ratio(s.ms(rival), s.ms("cdp-v2"), ".2f") for rival in rivals),
                 _recorded(s.run, page),
@@ -237,14 +234,15 @@ def headline(sources: Sequence[str], page: Path) -> str:
             cells = [format(known[n], form) if n in known else "" for n in names]
             best = min(known, key=known.get)
             body.append([label + what, *(f"**{c}**" if n == best else c for n, c in zip(names, cells))])
-            label = ""
+            label = "its "
     gpt = _gpt(learned)["gpt", "1"]
     plain, cyclic, warm = (_test_loss(gpt[rule]) for rule in ("dp", "cdp-v2", "cdp-v2-warmup"))
     trained = gpt["dp"][0]
     label = f"small GPT from scratch, AdamW, {trained['steps']} steps: test loss"
     body.append([label, f"{cyclic:.2f} ({warm:.2f} with `warmup_steps`)", *[f"**{plain:.2f}**"] * 3])
-    where = f"{s.place} (NVLink), bf16, AdamW, sequence length {s.first['sequence']}, torch {s.first['torch']}, DeepSpeed "
-    where += f"{s.first['deepspeed']}, commit {s.first['commit']}, {_recorded(s.run, page)}."
+    where = f"{s.place} of one host (NVLink), bf16, AdamW, sequence length {s.first['sequence']}, torch {s.first['torch']}, "
+    where += f"DeepSpeed {s.first['deepspeed']}, commit {s.first['commit']}, {_recorded(s.run, page)}; "
+    where += "empty cells were not recorded."
     what = f"{int(trained['parameters']):,} parameters, {trained['ranks']} ranks, {len({r['seed'] for r in gpt['dp']})} seeds, "
     what += f'{_recorded(learned, page)}. FSDP2 and ZeRO-3 are plain data parallelism, recorded as `"rule": "dp"`.'
     head = ["lower is better", *(ENGINES[name] for name in names)]
@@ -275,25 +273,9 @@ def render(text: str, page: Path) -> str:
     return BLOCK.sub(made, text)
 
 
-def draw() -> list[Path]:
-    """The plots of recorded runs that lie under docs/images, drawn anew. benchmarks.learning --docs draws its own."""
-    from benchmarks import plots
-
-    drawn = []
-    for folder in sorted(p.parent for p in rows.RESULTS.glob("*/results.csv")):
-        if shown := {p.name for p in IMAGES.glob(f"{folder.name}_*.png")}:
-            for path in plots.draw(folder, IMAGES, f"{folder.name}_", kinds=("png",)):
-                drawn.append(path) if path.name in shown else path.unlink()
-    return drawn
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--plots", action="store_true", help="also draw the plots under docs/images anew")
     for page in PAGES:
         page.write_text(render(page.read_text(), page))
-    if parser.parse_args().plots:
-        draw()
 
 
 if __name__ == "__main__":
