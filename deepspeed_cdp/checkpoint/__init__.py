@@ -1,4 +1,5 @@
-"""Saving and loading: this package's files, DeepSpeed's formats, exports. Files are written atomically and checked before use.
+"""Saving, loading and converting checkpoints: this package's format, DeepSpeed's ZeRO-3 and universal formats, fp32 weights.
 
-Imports ``plan``, ``optim``, ``runtime`` and ``pipeline``.
+A checkpoint is written atomically and checked before it is loaded. Imports ``optim``, ``runtime`` and ``pipeline``; engines
+(``integration``) pass themselves in, as the protocols of ``common``, ``save_load`` and ``pipeline`` say.
 """

@@ -1,24 +1,28 @@
-"""What checkpoints of rings (checkpoint/save_load.py) and pipelines (checkpoint/save_load.py) share: collective, atomic,
-checked before use."""
+"""What checkpoints of rings (``save_load``) and of pipelines (``pipeline``) share.
+
+Saving and loading are collective. Saving is atomic: a checkpoint gets its name once it is complete. Loading checks everything on
+all ranks before any rank changes anything.
+"""
 
 import copy
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from deepspeed.utils import logger
 
-from deepspeed_cdp.checkpoint.files import beside, check_tag, read_latest, replace_folder, write_text
-from deepspeed_cdp.checkpoint.format import MANIFEST, manifest_text, pack_state
+from deepspeed_cdp.checkpoint.files import check_tag, hidden_sibling, read_latest, replace_folder, write_text
+from deepspeed_cdp.checkpoint.format import MANIFEST, TensorSpec, manifest_text, pack_state
+from deepspeed_cdp.checkpoint.manifest import COUNTERS
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.optim.state import fit_counts, spread_counts
 
-Gather = Callable[[Any, str], list[Any]]
+Gather = Callable[[Any, str], list[Any]]  # collective: (this rank's value, where for the error) -> all ranks' values, in order
 
-ELEMENTWISE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}  # state that has its parameter's shape
+ELEMENTWISE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}  # state with the shape of its parameter
 
 SCRIPT = '''"""Writes a checkpoint's weights in fp32: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] (--help)."""
 
@@ -31,8 +35,54 @@ if __name__ == "__main__":
 '''
 
 
+class EngineState(Protocol):
+    """What a checkpoint saves and restores of an engine.
+
+    Attributes:
+        global_steps, global_samples, skipped_steps, micro_steps: DeepSpeed's counters (``COUNTERS``).
+        lr_scheduler: its state is saved if it has ``state_dict``, and loaded if it has ``load_state_dict``; may be None.
+    """
+
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    micro_steps: int
+    lr_scheduler: Any
+
+
+class LoadOptions(NamedTuple):
+    """The flags of ``load_checkpoint``.
+
+    Attributes:
+        strict: parameters and buffers of checkpoint and model must have the same names.
+        optimizer: load the optimizer's state, norms, losses and loss scale.
+        scheduler: load the lr scheduler's state.
+        counters: load the engine's counters.
+    """
+
+    strict: bool
+    optimizer: bool
+    scheduler: bool
+    counters: bool
+
+    @classmethod
+    def of(cls, strict: bool, optimizer_states: bool, scheduler_states: bool, module_only: bool) -> "LoadOptions":
+        """From the arguments of ``load_checkpoint``; ``module_only`` overrides the other flags."""
+        return cls(strict, optimizer_states and not module_only, scheduler_states and not module_only, not module_only)
+
+
+def counters_of(engine: EngineState) -> dict[str, int]:
+    """The counters that a manifest holds."""
+    return {c: getattr(engine, c) for c in COUNTERS}
+
+
+def scheduler_state(engine: EngineState) -> Any:
+    """The lr scheduler's state dict, or None."""
+    return engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
+
+
 # ---- saving -----------------------------------------------------------------------------------------------------------------
-def save_together(
+def save_on_all_ranks(
     save_dir: str,
     tag: str,
     rank: int,
@@ -42,13 +92,14 @@ def save_together(
     write: Callable[[str], dict[str, Any]],
     manifest: Callable[[list[dict[str, Any]]], dict[str, Any]],
 ) -> None:
-    """Collective: every rank writes into a folder beside the final one, which takes its place once all is there.
+    """Collective: every rank writes into a temporary folder, which is renamed to DIR/TAG once all files are on the disk.
 
     Args:
-        gather: (value, where) -> the values of all ranks.
-        write: (folder) -> what this rank has to say for the manifest; manifest: of what all ranks have said.
+        write: (folder) -> this rank's contribution to the manifest.
+        manifest: (contributions of all ranks, in rank order) -> the manifest.
+        save_latest: write DIR/latest, too.
     Raises:
-        CheckpointError: on every rank, with what went wrong on which; the checkpoint before is untouched.
+        CheckpointError: on every rank; it names the failed rank and its error. The previous checkpoint is untouched.
     """
     tags = sorted(set(gather(tag, where)))
     if len(tags) > 1:
@@ -56,15 +107,15 @@ def save_together(
             f"tag is {tag!r} on rank {rank} but the ranks have {tags}; give the same tag on every rank (nothing was saved)"
         )
     final = os.path.join(save_dir, tag)
-    working = beside(final, "saving")
+    working = hidden_sibling(final, "saving")
 
-    def together(action: Callable[[], Any]) -> list[Any]:
-        """Do it on every rank; all of them go on, or all of them raise what went wrong on one."""
+    def run_on_all_ranks(action: Callable[[], Any]) -> list[Any]:
+        """All ranks' results of ``action``; if it fails on one rank, every rank raises that error."""
         result, problem = None, None
         try:
             result = action()
         except Exception as error:
-            problem = words(error)
+            problem = error_text(error)
         everyone = gather([result, problem], where)
         problems = [f"rank {r}: {x[1]}" for r, x in enumerate(everyone) if x[1]]
         if problems:
@@ -80,19 +131,23 @@ def save_together(
 
     def finish() -> None:
         if rank == 0:
-            write_text(os.path.join(working, MANIFEST), manifest_text(manifest(everyone)))
+            write_text(os.path.join(working, MANIFEST), manifest_text(manifest(contributions)))
             write_text(os.path.join(save_dir, "zero_to_fp32.py"), SCRIPT)
             replace_folder(working, final)
             if save_latest:
                 write_text(os.path.join(save_dir, "latest"), tag)
 
-    together(prepare)
-    everyone = together(lambda: write(working))
-    together(finish)  # no rank goes on before the checkpoint is there
+    run_on_all_ranks(prepare)
+    contributions = run_on_all_ranks(lambda: write(working))
+    run_on_all_ranks(finish)  # no rank returns before the checkpoint has its name
 
 
-def place_of(save_dir: str | None, tag: str | None, global_steps: int) -> tuple[str, str]:
-    """(folder, tag) of a checkpoint to be saved, checked."""
+def save_location(save_dir: str | None, tag: str | None, global_steps: int) -> tuple[str, str]:
+    """The validated (folder, tag) of a checkpoint to be saved; the default tag is ``global_stepN``.
+
+    Raises:
+        ValueError: ``save_dir`` is empty, or the tag leaves the folder.
+    """
     if not save_dir:
         raise ValueError(f"save_dir is {save_dir!r}; it must name a folder; give one to save_checkpoint()")
     return os.fspath(save_dir), check_tag(str(tag if tag is not None else f"global_step{global_steps}"))
@@ -101,7 +156,12 @@ def place_of(save_dir: str | None, tag: str | None, global_steps: int) -> tuple[
 def pack_stage(
     masters: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """(tensors, metadata) of a stage's file."""
+    """(tensors, metadata) of a stage's file.
+
+    Args:
+        masters: fp32 master parameters by name; ``optimizer.state`` is keyed by them.
+        frozen: frozen parameters by name.
+    """
     tensors: dict[str, torch.Tensor] = {f"param/{n}": p.detach() for n, p in masters.items()}
     tensors |= {f"frozen/{n}": t for n, t in frozen.items()}
     names = {p: n for n, p in masters.items()}
@@ -114,25 +174,34 @@ def pack_stage(
 
 
 def saved_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a state dict holds."""
+    """The persistent buffers, by name."""
     left_out = {f"{path}.{name}".lstrip(".") for path, m in module.named_modules() for name in m._non_persistent_buffers_set}
     return {n: b for n, b in module.named_buffers() if n not in left_out}
 
 
-def words(error: Exception) -> str:
+def error_text(error: Exception) -> str:
+    """An error for the message to all ranks; unexpected types are named."""
     return str(error) if isinstance(error, (CheckpointError, ValueError)) else f"{type(error).__name__}: {error}"
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------------------
-def found_together(load_dir: str, tag: str | None, latest: str, rank: int, gather: Gather, where: str) -> str | None:
-    """Collective: the checkpoint's folder, or None if no tag is given and there is no file that names the newest."""
+def find_on_all_ranks(load_dir: str, tag: str | None, latest: str, rank: int, gather: Gather, where: str) -> str | None:
+    """Collective: the folder of the checkpoint to load, the same on all ranks.
+
+    Args:
+        tag: None: the tag in file DIR/``latest``.
+    Returns:
+        DIR/TAG; None if there is neither a tag nor the file.
+    Raises:
+        CheckpointError: on every rank: the tag is invalid, or differs between ranks.
+    """
     problem = None
     try:
         tag = check_tag(str(tag)) if tag is not None else read_latest(load_dir, latest)
     except Exception as error:
-        tag, problem = None, words(error)
+        tag, problem = None, error_text(error)
     everyone = gather([tag, problem], where)
-    raise_together(load_dir, [x for _, x in everyone])
+    raise_on_all_ranks(load_dir, [x for _, x in everyone])
     tags = {x for x, _ in everyone}
     if len(tags) > 1:
         raise CheckpointError(
@@ -147,34 +216,46 @@ def found_together(load_dir: str, tag: str | None, latest: str, rank: int, gathe
     return None if tag is None else os.path.join(load_dir, tag)
 
 
+def raise_on_all_ranks(folder: str, problems: list[str | None]) -> None:
+    """Raise CheckpointError if any rank has a problem.
+
+    Args:
+        problems: by rank; None: no problem. Every rank passes the same list.
+    """
+    told = [f"rank {r}: {x}" for r, x in enumerate(problems) if x]
+    if told:
+        raise CheckpointError(f"checkpoint {folder!r} was not loaded, and nothing was changed ({'; '.join(told)})")
+
+
 def refuse_custom_load(custom_load_fn: Any) -> None:
+    """Raise ValueError if the script passes ``custom_load_fn``."""
     if custom_load_fn is not None:
         raise ValueError(
             "custom_load_fn is given, but the cyclic engine loads by parameter name; leave it out of load_checkpoint()"
         )
 
 
-def raise_together(folder: str, problems: list[str | None]) -> None:
-    told = [f"rank {r}: {x}" for r, x in enumerate(problems) if x]
-    if told:
-        raise CheckpointError(f"checkpoint {folder!r} was not loaded, and nothing was changed ({'; '.join(told)})")
-
-
-def fits(folder: str, what: str, kind: Any, mine: torch.Tensor) -> None:
-    """Told from the file's header, before anything is allocated."""
-    if tuple(kind.shape) != tuple(mine.shape):
+def check_tensor(folder: str, what: str, saved: TensorSpec, mine: torch.Tensor) -> None:
+    """Raise CheckpointError unless shapes agree and both dtypes are floating point, or neither is. Reads no tensor."""
+    if tuple(saved.shape) != tuple(mine.shape):
         raise CheckpointError(
-            f"{what} is {tuple(kind.shape)} in {folder} and {tuple(mine.shape)} in the model; load it into the "
+            f"{what} is {tuple(saved.shape)} in {folder} and {tuple(mine.shape)} in the model; load it into the "
             "model it was saved from"
         )
-    if kind.dtype.is_floating_point != mine.is_floating_point():
-        raise CheckpointError(f"{what} is {kind.dtype} in {folder} and {mine.dtype} in the model")
+    if saved.dtype.is_floating_point != mine.is_floating_point():
+        raise CheckpointError(f"{what} is {saved.dtype} in {folder} and {mine.dtype} in the model")
 
 
-def fit_states(
+def adapt_states(
     folder: str, optimizer: torch.optim.Optimizer, masters: Mapping[str, torch.Tensor], states: Mapping[str, dict[str, Any]]
 ) -> None:
-    """Make saved states those of this optimizer, or raise CheckpointError, so that no step fails on them later."""
+    """Convert saved states, in place, to the types that this optimizer's ``step()`` takes.
+
+    Args:
+        masters: the optimizer's parameters by name; states: of each, by name.
+    Raises:
+        CheckpointError: elementwise state does not have its parameter's shape.
+    """
     for name in masters.keys() & states.keys():
         state = states[name]
         fit_counts(optimizer, state)
@@ -187,31 +268,32 @@ def fit_states(
                 )
 
 
-def options_like(folder: str, theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Every option of a saved group is of the kind that the optimizer's group has."""
-    for key in theirs.keys() & mine.keys() - {"params"}:
-        _like(folder, key, theirs[key], mine[key])
+def check_group_options(folder: str, saved: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless each option of a saved param group has the type of the optimizer's own option."""
+    for key in saved.keys() & mine.keys() - {"params"}:
+        if not _same_type(saved[key], mine[key]):
+            raise CheckpointError(
+                f"the optimizer's {key!r} is {ascii(saved[key])[:80]} in {folder} and {mine[key]!r} in the optimizer; "
+                "build it as it was, or pass load_optimizer_states=False"
+            )
 
 
-def _like(folder: str, key: str, value: Any, mine: Any) -> None:
-    """A group's option is of the kind that the optimizer has, so that no step fails on it later."""
+def _same_type(value: Any, mine: Any) -> bool:
+    """Whether ``value`` can take the place of ``mine``: both numbers, both sequences of one length, or of one class."""
 
     def number(x: Any) -> bool:
         return isinstance(x, (int, float, torch.Tensor)) and not isinstance(x, bool)
 
     if isinstance(mine, (list, tuple)):
-        good = isinstance(value, (list, tuple)) and len(value) == len(mine) and all(map(number, value)) == all(map(number, mine))
-    else:
-        good = mine is None or value is None or (number(value) if number(mine) else isinstance(value, type(mine)))
-    if not good:
-        raise CheckpointError(
-            f"the optimizer's {key!r} is {ascii(value)[:80]} in {folder} and {mine!r} in the optimizer; "
-            "build it as it was, or pass load_optimizer_states=False"
-        )
+        return isinstance(value, (list, tuple)) and len(value) == len(mine) and all(map(number, value)) == all(map(number, mine))
+    return mine is None or value is None or (number(value) if number(mine) else isinstance(value, type(mine)))
 
 
-def try_scheduler(scheduler: Any, state: Any, folder: str) -> None:
-    """A scheduler may refuse a state only while it loads it: so load it, and put the old one back."""
+def check_scheduler(engine: EngineState, state: Any, folder: str) -> None:
+    """Raise CheckpointError if the lr scheduler rejects ``state``. A trial load tells; the scheduler's own state is put back."""
+    scheduler = engine.lr_scheduler
+    if state is None or not hasattr(scheduler, "load_state_dict"):
+        return
     before = copy.deepcopy(scheduler.state_dict())
     try:
         scheduler.load_state_dict(copy.deepcopy(state))
@@ -223,3 +305,24 @@ def try_scheduler(scheduler: Any, state: Any, folder: str) -> None:
         ) from error
     finally:
         scheduler.load_state_dict(before)
+
+
+def load_scheduler(engine: EngineState, state: Any) -> None:
+    """Load the lr scheduler's state, if there are both."""
+    if state is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
+        engine.lr_scheduler.load_state_dict(state)
+
+
+def restore_options(saved: Mapping[str, Any], group: dict[str, Any], *others: dict[str, Any]) -> None:
+    """Write saved options into a param group, except ``params``; a tuple stays a tuple.
+
+    Args:
+        others: further groups that take those options that they have.
+    """
+    for key, value in saved.items():
+        if key == "params":
+            continue
+        group[key] = value = tuple(value) if isinstance(group.get(key), tuple) else value
+        for other in others:
+            if key in other:
+                other[key] = value

@@ -1,7 +1,7 @@
-"""DeepSpeed's own checkpoints as sources of whole tensors: those of ZeRO-3, and universal ones of ZeRO-3.
+"""Readers of DeepSpeed's own checkpoints: ZeRO-3's, and universal checkpoints made from ZeRO-3's.
 
-They are torch pickles. They are read with ``weights_only`` (plain data, tensors and three harmless classes of DeepSpeed's), and
-mapped, so that reading one parameter touches that parameter's bytes only.
+The files are torch pickles. ``torch.load(weights_only=True)`` reads them and allows three classes of DeepSpeed that run no code.
+The files are memory-mapped, so reading one parameter reads that parameter's bytes only.
 """
 
 import math
@@ -15,13 +15,13 @@ from typing import Any
 import torch
 
 from deepspeed_cdp.checkpoint.files import load_plain
-from deepspeed_cdp.checkpoint.format import COUNTERS, MANIFEST, Cyclic, Kind, Stored
+from deepspeed_cdp.checkpoint.format import COUNTERS, MANIFEST, CheckpointReader, CyclicReader, TensorSpec
 from deepspeed_cdp.errors import CheckpointError
 
-_NAME = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
+_FILE_NAME = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_(model|optim)_states\.pt")
 _MODEL_KEYS = ("module", "buffer_names", "param_shapes", "shared_params", "dp_world_size", "global_steps")
-# What DeepSpeed itself puts beside client_state's entries.
-_DEEPSPEEDS = {
+# Keys that DeepSpeed writes itself; all others come from client_state.
+_DEEPSPEED_KEYS = {
     *_MODEL_KEYS,
     "optimizer",
     "frozen_param_shapes",
@@ -42,11 +42,11 @@ _DEEPSPEEDS = {
 }
 
 
-def open_stored(folder: str) -> Stored:
-    """The checkpoint in a folder (DIR/TAG), whichever format it has.
+def open_checkpoint(folder: str) -> CheckpointReader:
+    """Open the checkpoint in ``folder`` (DIR/TAG), and detect its format: this package's own, ZeRO-3 or universal.
 
     Raises:
-        CheckpointError: there is none that can be read; the message names the file.
+        CheckpointError: the folder holds no readable checkpoint; the message names the file.
     """
     try:
         return _detect(folder)
@@ -54,20 +54,20 @@ def open_stored(folder: str) -> Stored:
         raise CheckpointError(f"{folder} holds no checkpoint that makes sense ({type(error).__name__}: {error})") from error
 
 
-def _detect(folder: str) -> Stored:
+def _detect(folder: str) -> CheckpointReader:
     names = set(os.listdir(folder)) if os.path.isdir(folder) else set()
     if MANIFEST in names or not names:
-        return Cyclic(folder)  # says what is missing
+        return CyclicReader(folder)  # its error names the missing file
     if os.path.isdir(os.path.join(folder, "zero")):
-        return Universal(folder)
-    if any(_NAME.fullmatch(name) for name in names):
-        return Zero3(folder)
+        return UniversalReader(folder)
+    if any(_FILE_NAME.fullmatch(name) for name in names):
+        return Zero3Reader(folder)
     if any(name.endswith("_states.pt") for name in names):
         raise CheckpointError(
             f"{folder} is a DeepSpeed checkpoint, but not of ZeRO-3; load its weights "
             "(DeepSpeed's zero_to_fp32 reads them) into the model before deepspeed.initialize()"
         )
-    return Cyclic(folder)
+    return CyclicReader(folder)
 
 
 def _allowed() -> list[Any]:
@@ -75,7 +75,7 @@ def _allowed() -> list[Any]:
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     def member(kind: Any, name: Any) -> Any:
-        """What Python before 3.11.4 pickles an enum's member as a ``getattr`` of: this one enum's members, and nothing else."""
+        """Stands in for ``getattr``, with which Python before 3.11.4 pickles enum members; allows members of one enum only."""
         if kind is not ZeroStageEnum or name not in ZeroStageEnum.__members__:
             raise pickle.UnpicklingError(f"getattr of {kind!r} and {name!r}")
         return ZeroStageEnum[name]
@@ -93,13 +93,14 @@ def _load(path: str, keys: Iterable[str]) -> dict[str, Any]:
     return value
 
 
-class _DeepSpeed(Stored):
-    """What ZeRO-3's and universal checkpoints share: the files of model states."""
+class _DeepSpeedReader(CheckpointReader):
+    """The part that ZeRO-3 and universal checkpoints share: the model-state files."""
 
     def _read_models(self, folder: str, paths: list[str]) -> None:
-        """
+        """Read the metadata of the model-state files.
+
         Args:
-            paths: of model states, by rank.
+            paths: of the model-state files, by rank.
         """
         self.folder, self.ranks, self._paths = folder, len(paths), list(paths)
         self._models = [_load(path, _MODEL_KEYS) for path in paths]
@@ -107,10 +108,10 @@ class _DeepSpeed(Stored):
         if first.get("ds_autoep_layers") or first.get("autoep_layers") or first.get("num_experts"):
             raise CheckpointError(f"{paths[0]} holds expert-parallel layers, which are not read; keep experts whole")
         self._shapes = [{n: tuple(s) for n, s in group.items()} for group in first["param_shapes"] or []]  # by sub-group
-        self.trained = {n: Kind(s, torch.float32) for group in self._shapes for n, s in group.items()}
+        self.trained = {n: TensorSpec(s, torch.float32) for group in self._shapes for n, s in group.items()}
         self.shared, fragments = dict(first["shared_params"] or {}), first.get("frozen_param_fragments")
         self.frozen_left_out = first.get("frozen_param_shapes") is None
-        self.frozen = {n: Kind(tuple(s), fragments[n].dtype) for n, s in (first.get("frozen_param_shapes") or {}).items()}
+        self.frozen = {n: TensorSpec(tuple(s), fragments[n].dtype) for n, s in (first.get("frozen_param_shapes") or {}).items()}
         for path, model in zip(paths, self._models):
             lacking = [n for n in self.frozen if not isinstance((model.get("frozen_param_fragments") or {}).get(n), torch.Tensor)]
             lacking += [n for n in first["buffer_names"] if not isinstance(model["module"].get(n), torch.Tensor)]
@@ -121,15 +122,15 @@ class _DeepSpeed(Stored):
             for name, (shape, _) in self.frozen.items():
                 if model["frozen_param_fragments"][name].numel() * len(paths) < math.prod(shape):
                     raise CheckpointError(f"{path} has too little of parameter {name!r}")
-        self.buffers = {n: Kind(tuple(first["module"][n].shape), first["module"][n].dtype) for n in first["buffer_names"]}
+        self.buffers = {n: TensorSpec(tuple(first["module"][n].shape), first["module"][n].dtype) for n in first["buffer_names"]}
         dtypes = {t.dtype for n, t in first["module"].items() if n in self.trained and isinstance(t, torch.Tensor)}
         self.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
         self.counters = {c: first[c] for c in COUNTERS if isinstance(first.get(c), int)}
-        self.client_state = {k: v for k, v in first.items() if k not in _DEEPSPEEDS}
+        self.client_state = {k: v for k, v in first.items() if k not in _DEEPSPEED_KEYS}
         self.lr_scheduler = first.get("lr_scheduler")
 
     def _read_groups(self, path: str, optimizer: dict[str, Any]) -> None:
-        """Groups of sub-groups, which torch numbers, to groups of names."""
+        """Set ``groups``: the optimizer's param groups hold numbers of sub-groups; replace those by parameter names."""
         self.groups = []
         for group in optimizer["param_groups"]:
             if not all(isinstance(i, int) and 0 <= i < len(self._shapes) for i in group["params"]):
@@ -142,7 +143,7 @@ class _DeepSpeed(Stored):
         self.loss_scale = plain(scaler) if scaler is not None else None
 
     def verify(self, rank: int, ranks: int, names: Iterable[str]) -> None:
-        """DeepSpeed keeps no digests, but zip files have a CRC per tensor."""
+        """Check the CRCs that the zip format keeps per tensor; DeepSpeed saves no other checksums."""
         for i, path in enumerate(sorted(self._paths)):
             if i % ranks == rank:
                 _check_crc(path)
@@ -166,19 +167,41 @@ def _check_crc(path: str) -> None:
         raise CheckpointError(f"{path} is damaged: the CRC of its part {bad!r} is wrong")
 
 
-class Zero3(_DeepSpeed):
-    """What stock ZeRO-3's ``save_checkpoint`` wrote: each rank's part of a parameter is at the same place of its flat groups."""
+class Zero3Reader(_DeepSpeedReader):
+    """A checkpoint of stock ZeRO-3. A parameter's shard has the same offset and size in the flat groups of every rank."""
 
     format = "zero3"
 
     def __init__(self, folder: str):
         """
         Raises:
-            CheckpointError: a file is missing, damaged or of another checkpoint.
+            CheckpointError: a file is missing or damaged, or belongs to another checkpoint.
         """
+        models, optims = self._find_files(folder)
+        ranks = len(models)
+        self._read_models(folder, models)
+        self._paths += optims
+        self._optims = [_load(path, ("optimizer_state_dict",))["optimizer_state_dict"] for path in optims]
+        self._places: dict[str, tuple[int, int, int]] = {}  # name -> sub-group, offset and number of elements of a rank's shard
+        sizes = []
+        for i, group in enumerate(self._shapes):
+            offset = 0
+            for name, shape in group.items():
+                part = -(-math.prod(shape) // ranks)
+                self._places[name] = (i, offset, part)
+                offset += part
+            sizes.append(offset)
+        for path, optim in zip(optims, self._optims):
+            self._check_optimizer(path, optim, ranks, sizes)
+        self._read_groups(optims[0], self._optims[0]["optimizer_state_dict"])
+        self._read_scaler(self._optims[0].get("loss_scaler"))
+
+    @staticmethod
+    def _find_files(folder: str) -> tuple[list[str], list[str]]:
+        """Paths of the model-state and of the optimizer-state files, by rank."""
         found: dict[str, dict[int, str]] = {"model": {}, "optim": {}}
         for name in sorted(os.listdir(folder)):
-            if match := _NAME.fullmatch(name):
+            if match := _FILE_NAME.fullmatch(name):
                 _, rank, slice_, kind = match.groups()
                 path = os.path.join(folder, name)
                 if int(slice_):
@@ -196,23 +219,7 @@ class Zero3(_DeepSpeed):
             if lacking := [r for r in range(ranks) if r not in paths]:
                 prefix = "" if kind == "model" else "[bf16_]"
                 raise CheckpointError(f"{folder}/{prefix}zero_pp_rank_{lacking[0]}_mp_rank_00_{kind}_states.pt is missing")
-        self._read_models(folder, [found["model"][r] for r in range(ranks)])
-        optims = [found["optim"][r] for r in range(ranks)]
-        self._paths += optims
-        self._optims = [_load(path, ("optimizer_state_dict",))["optimizer_state_dict"] for path in optims]
-        self._places: dict[str, tuple[int, int, int]] = {}  # sub-group, offset and elements of a rank's part
-        sizes = []
-        for i, group in enumerate(self._shapes):
-            offset = 0
-            for name, shape in group.items():
-                part = -(-math.prod(shape) // ranks)
-                self._places[name] = (i, offset, part)
-                offset += part
-            sizes.append(offset)
-        for path, optim in zip(optims, self._optims):
-            self._check_optimizer(path, optim, ranks, sizes)
-        self._read_groups(optims[0], self._optims[0]["optimizer_state_dict"])
-        self._read_scaler(self._optims[0].get("loss_scaler"))
+        return [found["model"][r] for r in range(ranks)], [found["optim"][r] for r in range(ranks)]
 
     @staticmethod
     def _check_optimizer(path: str, optim: dict[str, Any], ranks: int, sizes: list[int]) -> None:
@@ -254,17 +261,17 @@ class Zero3(_DeepSpeed):
         return result
 
 
-class Universal(_DeepSpeed):
-    """DeepSpeed's universal format as its ``ds_to_universal.py`` makes it of ZeRO-3: a folder per trained parameter."""
+class UniversalReader(_DeepSpeedReader):
+    """A universal checkpoint that DeepSpeed's ``ds_to_universal.py`` made from ZeRO-3's: one folder per trained parameter."""
 
     format = "universal"
 
     def __init__(self, folder: str):
         """
         Raises:
-            CheckpointError: a file is missing, damaged or of another checkpoint.
+            CheckpointError: a file is missing or damaged, or belongs to another checkpoint.
         """
-        names = sorted((int(m[2]), n) for n in os.listdir(folder) if (m := _NAME.fullmatch(n)) and m[4] == "model")
+        names = sorted((int(m[2]), n) for n in os.listdir(folder) if (m := _FILE_NAME.fullmatch(n)) and m[4] == "model")
         if not names:
             raise CheckpointError(
                 f"{os.path.join(folder, 'zero_pp_rank_0_mp_rank_00_model_states.pt')} is missing (of universal "

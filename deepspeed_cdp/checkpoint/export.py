@@ -1,4 +1,7 @@
-"""Writing a checkpoint in other formats, parameter by parameter: fp32 weights, ZeRO-3, universal, this package's own."""
+"""Conversion of a checkpoint, parameter by parameter, to fp32 weights, to ZeRO-3's, the universal or this package's format.
+
+Each ``write_`` function fills a temporary folder and renames it once everything is written.
+"""
 
 import json
 import math
@@ -11,27 +14,29 @@ from typing import Any
 
 import torch
 
-from deepspeed_cdp.checkpoint.files import beside, replace_folder, save_plain, save_tensors, write_text
-from deepspeed_cdp.checkpoint.format import MANIFEST, Kind, Stored, manifest_text, pack_state, plain_options
+from deepspeed_cdp.checkpoint.files import hidden_sibling, replace_folder, save_plain, save_tensors, write_text
+from deepspeed_cdp.checkpoint.format import MANIFEST, CheckpointReader, TensorSpec, manifest_text, pack_state, plain_options
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.version import __version__
 
-Tick = Callable[[str], None]  # called with each parameter's name
-SHARD = 5 * 10**9  # bytes in a file, unless told
-WEIGHTS = r"model.*\.safetensors(\.index\.json)?"  # what write_fp32 writes
+Progress = Callable[[str], None]  # called with the name of each parameter that has been read
+DEFAULT_SHARD_BYTES = 5 * 10**9  # bytes per file by default
+WEIGHT_FILES = r"model.*\.safetensors(\.index\.json)?"  # names of the files that write_fp32 writes
 
 
 @contextmanager
-def _folder(final: str, replace: bool, source: str, only: str = "") -> Iterator[str]:
-    """A folder to fill, which takes the final name if all went well.
+def _output_folder(final: str, replace: bool, source: str, only: str = "") -> Iterator[str]:
+    """A temporary folder, which is renamed to ``final`` if the block raises nothing, and deleted otherwise.
 
     Args:
-        replace: whether there may be something already.
-        source: what is being read; it must not go.
-        only: a pattern; a folder that holds anything else is not replaced.
+        replace: ``final`` may exist already.
+        source: the folder that is being read; ``final`` must not be or contain it.
+        only: regular expression of file names; an existing folder with any other file is not replaced.
+    Raises:
+        CheckpointError: ``final`` must not be replaced.
     """
-    there, here = os.path.realpath(source), os.path.realpath(final)
-    if os.path.commonpath([there, here]) == here:
+    output = os.path.realpath(final)
+    if os.path.commonpath([os.path.realpath(source), output]) == output:
         raise CheckpointError(f"{final} is or holds {source}, which is being read; choose another folder")
     others = [x for x in os.listdir(final) if not re.fullmatch(only, x)] if only and replace and os.path.isdir(final) else []
     if others:
@@ -40,7 +45,7 @@ def _folder(final: str, replace: bool, source: str, only: str = "") -> Iterator[
         )
     if os.path.exists(final) and not replace and (not os.path.isdir(final) or os.listdir(final)):
         raise CheckpointError(f"{final} exists; choose another folder, or pass --overwrite")
-    working = beside(os.path.abspath(final), "saving")
+    working = hidden_sibling(os.path.abspath(final), "saving")
     shutil.rmtree(working, ignore_errors=True)
     os.makedirs(working)
     try:
@@ -51,47 +56,55 @@ def _folder(final: str, replace: bool, source: str, only: str = "") -> Iterator[
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------------------
-def weights(stored: Stored, exclude_frozen: bool = False) -> dict[str, tuple[Kind, Callable[[], torch.Tensor]]]:
-    """The state dict, not read yet: kind and reader by name; floating-point tensors in fp32, rank 0's buffers, tied names too."""
+def weights(stored: CheckpointReader, exclude_frozen: bool = False) -> dict[str, tuple[TensorSpec, Callable[[], torch.Tensor]]]:
+    """The state dict as (spec, function that reads the tensor) by name.
 
-    def kind(of: Kind) -> Kind:
-        return Kind(of.shape, torch.float32 if of.dtype.is_floating_point else of.dtype)
+    Floating-point tensors are converted to fp32. Buffers are rank 0's. Tied parameters appear under all their names.
+    """
+
+    def exported(of: TensorSpec) -> TensorSpec:
+        return TensorSpec(of.shape, torch.float32 if of.dtype.is_floating_point else of.dtype)
 
     parameters = {**({} if exclude_frozen else stored.frozen), **stored.trained}
-    result = {n: (kind(k), lambda n=n, k=k: stored.buffer(n, 0).to(kind(k).dtype)) for n, k in stored.buffers.items()}
-    result |= {n: (kind(k), lambda n=n, k=k: stored.value(n).to(kind(k).dtype)) for n, k in parameters.items()}
+    result = {n: (exported(k), lambda n=n, k=k: stored.buffer(n, 0).to(exported(k).dtype)) for n, k in stored.buffers.items()}
+    result |= {n: (exported(k), lambda n=n, k=k: stored.value(n).to(exported(k).dtype)) for n, k in parameters.items()}
     return result | {other: result[n] for other, n in stored.shared.items() if n in result}
 
 
 def write_fp32(
-    stored: Stored,
+    stored: CheckpointReader,
     out: str,
-    max_bytes: int = SHARD,
+    max_bytes: int = DEFAULT_SHARD_BYTES,
     exclude_frozen: bool = False,
     replace: bool = False,
-    tick: Tick = lambda name: None,
+    progress: Progress = lambda name: None,
 ) -> dict[str, Any]:
-    """``model.safetensors``, or several and ``model.safetensors.index.json`` if they would be larger than ``max_bytes``.
+    """Write fp32 weights: ``model.safetensors``, or several files and an index if one would exceed ``max_bytes``.
 
-    Tied names are written each, so that a strict ``load_state_dict`` takes the files. One file's tensors are in memory, twice.
+    Tied parameters are written under each name, so a strict ``load_state_dict`` accepts the files. Memory: twice one file.
+
+    Returns:
+        files, tensors, bytes: their numbers.
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or ``out`` must not be replaced.
     """
     shards: list[dict[str, Callable[[], torch.Tensor]]] = [{}]
     used = total = 0
-    for name, (kind, read) in weights(stored, exclude_frozen).items():
-        size = math.prod(kind.shape) * kind.dtype.itemsize
+    for name, (spec, read) in weights(stored, exclude_frozen).items():
+        size = math.prod(spec.shape) * spec.dtype.itemsize
         if shards[-1] and used + size > max_bytes:
             shards.append({})
             used = 0
         shards[-1][name] = read
         used, total = used + size, total + size
     index = {}
-    with _folder(out, replace, stored.folder, WEIGHTS) as folder:
+    with _output_folder(out, replace, stored.folder, WEIGHT_FILES) as folder:
         for i, shard in enumerate(shards):
             name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
             tensors = {}
             for n, read in shard.items():
                 tensors[n] = read()
-                tick(n)
+                progress(n)
             save_tensors(folder, name, tensors, {"format": "pt"})
             index |= dict.fromkeys(shard, name)
         if len(shards) > 1:
@@ -104,15 +117,25 @@ def write_fp32(
 
 # ---- this package's own -----------------------------------------------------------------------------------------------------
 def write_cyclic(
-    stored: Stored, out: str, max_bytes: int = SHARD, replace: bool = False, tick: Tick = lambda name: None
+    stored: CheckpointReader,
+    out: str,
+    max_bytes: int = DEFAULT_SHARD_BYTES,
+    replace: bool = False,
+    progress: Progress = lambda name: None,
 ) -> dict[str, Any]:
-    """What the engine's ``save_checkpoint`` would have written, in as many stage files as ``max_bytes`` needs."""
+    """Write this package's own format, with stage files of about ``max_bytes``.
+
+    Returns:
+        files, parameters: their numbers.
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or ``out`` must not be replaced.
+    """
     files: dict[str, Any] = {}
-    with _folder(out, replace, stored.folder) as folder:
+    with _output_folder(out, replace, stored.folder) as folder:
         tensors: dict[str, torch.Tensor] = {}
         trees: dict[str, Any] = {}
 
-        def put() -> None:
+        def write_stage() -> None:
             name = f"stage_{sum(n.startswith('stage_') for n in files):03d}.safetensors"
             files[name] = save_tensors(folder, name, tensors, {"state": json.dumps(trees)})
             tensors.clear()
@@ -122,11 +145,11 @@ def write_cyclic(
             tensors[("param/" if name in stored.trained else "frozen/") + name] = stored.value(name)
             if name in stored.trained and stored.groups is not None:
                 trees[name] = {k: pack_state(v, f"state/{name}/{k}", tensors) for k, v in stored.state(name).items()}
-            tick(name)
+            progress(name)
             if sum(t.numel() * t.itemsize for t in tensors.values()) >= max_bytes:
-                put()
+                write_stage()
         if tensors or not files:
-            put()
+            write_stage()
         for rank in range(stored.ranks):
             name = f"buffers_{rank:03d}.safetensors"
             files[name] = save_tensors(folder, name, {n: stored.buffer(n, rank) for n in stored.buffers}, {})
@@ -153,7 +176,8 @@ def write_cyclic(
 
 
 # ---- DeepSpeed's formats ----------------------------------------------------------------------------------------------------
-def _groups(stored: Stored) -> list[dict[str, Any]]:
+def _optimizer_groups(stored: CheckpointReader) -> list[dict[str, Any]]:
+    """The optimizer's param groups with trained parameters only; each trained parameter must be in one."""
     if not stored.groups:
         raise CheckpointError(f"{stored.folder} has no optimizer state, which DeepSpeed's formats need; use to-fp32")
     groups = [{**g, "params": [n for n in g["params"] if n in stored.trained]} for g in stored.groups]
@@ -162,11 +186,15 @@ def _groups(stored: Stored) -> list[dict[str, Any]]:
     return [{k: tuple(v) if k == "betas" and isinstance(v, list) else v for k, v in g.items()} for g in groups]
 
 
-def _states(stored: Stored, names: list[str], tick: Tick) -> Iterator[tuple[str, dict[str, torch.Tensor], dict[str, Any]]]:
-    """By parameter: state of its shape (with the master, as fp32) and the rest, which must be the same for all of them.
+def _flat_states(
+    stored: CheckpointReader, names: list[str], progress: Progress
+) -> Iterator[tuple[str, dict[str, torch.Tensor], dict[str, Any]]]:
+    """Optimizer state for DeepSpeed's flat groups.
 
+    Yields:
+        Per parameter: its name; tensors of its shape by key, with the fp32 master under ``fp32``; and all other state.
     Raises:
-        CheckpointError: the state is not of a kind that flat groups can hold.
+        CheckpointError: the other state differs between ``names``, or is not one number per key.
     """
     first: tuple[str, dict[str, Any]] | None = None
     for name in names:
@@ -188,11 +216,11 @@ def _states(stored: Stored, names: list[str], tick: Tick) -> Iterator[tuple[str,
                 f"one for all ({plain} is not {first[1]}); use to-fp32, or to-cyclic"
             )
         yield name, flat, rest
-        tick(name)
+        progress(name)
 
 
-def _model_states(stored: Stored, shapes: list[dict[str, tuple]], rank: int, ranks: int) -> dict[str, Any]:
-    """DeepSpeed's file of model states for one of ``ranks``."""
+def _model_states(stored: CheckpointReader, shapes: list[dict[str, tuple]], rank: int, ranks: int) -> dict[str, Any]:
+    """The contents of DeepSpeed's model-state file of ``rank``, one of ``ranks``."""
 
     def part(name: str) -> torch.Tensor:
         value = stored.value(name).reshape(-1)
@@ -230,6 +258,11 @@ def _model_states(stored: Stored, shapes: list[dict[str, tuple]], rank: int, ran
 def _optimizer_state(
     ranks: int, state: dict[int, Any], groups: list[dict[str, Any]], members: list[list[int]], loss_scale: dict[str, Any] | None
 ) -> dict[str, Any]:
+    """The part of DeepSpeed's optimizer-state file that both of its formats share.
+
+    Args:
+        state: by sub-group; members: numbers of the sub-groups of each of ``groups``.
+    """
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     from deepspeed_cdp.optim.loss_scale import scaler_of
@@ -245,8 +278,14 @@ def _optimizer_state(
     }
 
 
-def _sub_groups(stored: Stored, groups: list[dict[str, Any]], ranks: int, size: int) -> tuple[list[list[str]], list[list[int]]]:
-    """As ZeRO-3 cuts groups: a sub-group ends when a rank's part reaches ``sub_group_size``. Names, and numbers by group."""
+def _sub_groups(
+    stored: CheckpointReader, groups: list[dict[str, Any]], ranks: int, size: int
+) -> tuple[list[list[str]], list[list[int]]]:
+    """Cut param groups into sub-groups as ZeRO-3 does: one ends once a rank's shard has ``size`` elements.
+
+    Returns:
+        Parameter names by sub-group, and the numbers of each group's sub-groups.
+    """
     subs: list[list[str]] = []
     members: list[list[int]] = []
     for group in groups:
@@ -264,40 +303,57 @@ def _sub_groups(stored: Stored, groups: list[dict[str, Any]], ranks: int, size: 
     return subs, members
 
 
+def _flat_groups(
+    stored: CheckpointReader, subs: list[list[str]], rank: int, ranks: int, progress: Progress
+) -> tuple[list[torch.Tensor], dict[int, Any]]:
+    """One rank's flat fp32 masters by sub-group, and the optimizer's state by number of the sub-group."""
+    flats: list[torch.Tensor] = []
+    states: dict[int, Any] = {}
+    for i, names in enumerate(subs):
+        size = sum(-(-math.prod(stored.trained[n].shape) // ranks) for n in names)
+        own: dict[str, torch.Tensor] = {}
+        offset, rest = 0, {}
+        for _, tensors, others in _flat_states(stored, names, progress):
+            rest = others  # the same for all names
+            part = -(-tensors["fp32"].numel() // ranks)
+            for key, value in tensors.items():
+                shard = value.reshape(-1)[rank * part : (rank + 1) * part]  # the last ranks' may be shorter, or empty
+                if key not in own:
+                    own[key] = torch.zeros(size, dtype=value.dtype)
+                own[key][offset : offset + shard.numel()] = shard
+            offset += part
+        flats.append(own.pop("fp32"))
+        if own or rest:
+            states[i] = {**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in rest.items()}, **own}
+    return flats, states
+
+
 def write_zero3(
-    stored: Stored, out: str, ranks: int, sub_group_size: int = 10**9, replace: bool = False, tick: Tick = lambda name: None
+    stored: CheckpointReader,
+    out: str,
+    ranks: int,
+    sub_group_size: int = 10**9,
+    replace: bool = False,
+    progress: Progress = lambda name: None,
 ) -> dict[str, Any]:
-    """What stock ZeRO-3 on ``ranks`` ranks would have written. One rank's part is in memory at a time, and one parameter.
+    """Write the checkpoint that stock ZeRO-3 on ``ranks`` ranks loads. Memory: one rank's shards and one parameter.
 
     Args:
-        sub_group_size: ``zero_optimization.sub_group_size`` of the run that will load it; ZeRO-3 cuts its flat groups by it.
+        sub_group_size: ``zero_optimization.sub_group_size``, in elements, of the run that will load the checkpoint.
+    Returns:
+        ranks, files, parameters: their numbers.
+    Raises:
+        CheckpointError: the optimizer's state does not fit the format, or ``out`` must not be replaced.
     """
     from deepspeed import __version__ as deepspeed_version
 
-    groups = _groups(stored)
+    groups = _optimizer_groups(stored)
     subs, members = _sub_groups(stored, groups, ranks, sub_group_size)
     shapes = [{n: stored.trained[n].shape for n in sub} for sub in subs]
     prefix = "bf16_" if stored.dtype == torch.bfloat16 else ""
-    with _folder(out, replace, stored.folder) as folder:
+    with _output_folder(out, replace, stored.folder) as folder:
         for rank in range(ranks):
-            flats: list[torch.Tensor] = []
-            state: dict[int, Any] = {}
-            for i, sub in enumerate(subs):
-                size = sum(-(-math.prod(s) // ranks) for s in shapes[i].values())
-                own: dict[str, torch.Tensor] = {}
-                offset, rest = 0, {}
-                for _, flat, found in _states(stored, sub, tick):
-                    rest = found  # the same for all
-                    part = -(-flat["fp32"].numel() // ranks)
-                    for key, value in flat.items():
-                        mine = value.reshape(-1)[rank * part : (rank + 1) * part]  # the last ones may be short, or empty
-                        if key not in own:
-                            own[key] = torch.zeros(size, dtype=value.dtype)
-                        own[key][offset : offset + mine.numel()] = mine
-                    offset += part
-                flats.append(own.pop("fp32"))
-                if own or rest:
-                    state[i] = {**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in rest.items()}, **own}
+            flats, state = _flat_groups(stored, subs, rank, ranks, progress)
             optim = {**_optimizer_state(ranks, state, groups, members, stored.loss_scale), "fp32_flat_groups": flats}
             torch.save(
                 {"optimizer_state_dict": optim, "ds_config": {}, "ds_version": deepspeed_version},
@@ -311,9 +367,17 @@ def write_zero3(
     return {"ranks": ranks, "files": 2 * ranks, "parameters": len(stored.trained) + len(stored.frozen)}
 
 
-def write_universal(stored: Stored, out: str, replace: bool = False, tick: Tick = lambda name: None) -> dict[str, Any]:
-    """DeepSpeed's universal format, as ``ds_to_universal.py`` makes it of ZeRO-3. One parameter is in memory at a time."""
-    groups = _groups(stored)
+def write_universal(
+    stored: CheckpointReader, out: str, replace: bool = False, progress: Progress = lambda name: None
+) -> dict[str, Any]:
+    """Write the universal format that ``ds_to_universal.py`` makes from ZeRO-3's checkpoints. Memory: one parameter.
+
+    Returns:
+        parameters: their number; warnings: what stock DeepSpeed will not load from it.
+    Raises:
+        CheckpointError: the optimizer's state or a parameter's name does not fit the format, or ``out`` must not be replaced.
+    """
+    groups = _optimizer_groups(stored)
     if homeless := [n for n in stored.trained if os.path.basename(n) != n or n in ("", ".", "..") or "\0" in n]:
         raise CheckpointError(
             f"parameter {homeless[0]!r} of {stored.folder} cannot be the name of a folder, which the universal "
@@ -326,9 +390,9 @@ def write_universal(stored: Stored, out: str, replace: bool = False, tick: Tick 
         )
     subs, members = _sub_groups(stored, groups, 1, sum(math.prod(k.shape) for k in stored.trained.values()) + 1)
     state: dict[int, Any] = {}
-    with _folder(out, replace, stored.folder) as folder:
+    with _output_folder(out, replace, stored.folder) as folder:
         for i, sub in enumerate(subs):
-            for name, flat, state[i] in _states(stored, sub, tick):
+            for name, flat, state[i] in _flat_states(stored, sub, progress):
                 home = os.path.join(folder, "zero", name)
                 os.makedirs(home)
                 for key, value in flat.items():

@@ -1,4 +1,4 @@
-"""Files of checkpoints: written whole or not at all, checked before they are read, never executed."""
+"""Files of checkpoints: each is written completely or not at all, and reading one never executes code from it."""
 
 import hashlib
 import json
@@ -18,23 +18,32 @@ CHUNK = 1 << 22  # bytes read at a time
 
 # ---- writing ----------------------------------------------------------------------------------------------------------------
 def save_tensors(folder: str, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, Any]:
-    """Write a safetensors file and wait until it is on the disk; its entry for a manifest.
+    """Write a safetensors file and wait until it is on the disk.
 
-    The entry's ``tensors`` are dtype and shape by name, so that a reader knows them before it allocates anything.
+    Args:
+        tensors: on any device, contiguous or not; they are written as contiguous CPU copies.
+        metadata: text by key, for the file's header.
+    Returns:
+        The file's entry in a manifest: ``nbytes``, ``sha256``, and ``tensors`` ([dtype, shape] by name). A reader checks
+        dtypes and shapes against it before it allocates memory.
     """
     path = os.path.join(folder, name)
     whole = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
     save_file(whole, path, metadata or None)  # safetensors cannot read what it writes for empty metadata and no tensors
     with open(path, "rb+") as file:
         sync(file)
-    return {**entry(path), "tensors": {k: [str(v.dtype).removeprefix("torch."), list(v.shape)] for k, v in whole.items()}}
+    return {**file_entry(path), "tensors": {k: [str(v.dtype).removeprefix("torch."), list(v.shape)] for k, v in whole.items()}}
 
 
 def save_plain(folder: str, name: str, value: Any, what: str) -> dict[str, Any]:
-    """Write plain data and tensors by ``torch.save``; its entry for a manifest.
+    """Write plain data and tensors with ``torch.save`` and wait until the file is on the disk.
 
+    Args:
+        what: names the value in the error.
+    Returns:
+        The file's entry in a manifest, without tensors.
     Raises:
-        CheckpointError: it could not be read back with ``weights_only``; ``what`` names it.
+        CheckpointError: ``torch.load(weights_only=True)`` cannot read the file back.
     """
     path = os.path.join(folder, name)
     with open(path, "wb") as file:
@@ -44,16 +53,16 @@ def save_plain(folder: str, name: str, value: Any, what: str) -> dict[str, Any]:
         load_plain(path)
     except CheckpointError as error:
         raise CheckpointError(f"{what} cannot be saved so that it can be loaded: {error}") from None
-    return {**entry(path), "tensors": {}}
+    return {**file_entry(path), "tensors": {}}
 
 
-def entry(path: str) -> dict[str, Any]:
-    """Size and SHA-256 of a file."""
-    return {"nbytes": os.path.getsize(path), "sha256": digest(path)}
+def file_entry(path: str) -> dict[str, Any]:
+    """A file's size in bytes (``nbytes``) and hexadecimal SHA-256 (``sha256``)."""
+    return {"nbytes": os.path.getsize(path), "sha256": sha256_of_file(path)}
 
 
 def write_text(path: str, text: str) -> None:
-    """Replace a small file at one blow."""
+    """Write a small UTF-8 file and rename it into place, so that readers see the old text or the new, never a part."""
     with open(path + ".new", "w", encoding="utf-8") as file:
         file.write(text)
         sync(file)
@@ -68,27 +77,30 @@ def sync(file: Any) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """Wait until the names in a folder are on the disk, where the system can say so."""
+    """Wait until a folder's directory entries are on the disk, if the file system supports it."""
     try:
         handle = os.open(path or ".", os.O_RDONLY)
     except OSError:
         return
     try:
         os.fsync(handle)
-    except OSError:  # some network file systems
+    except OSError:  # some network file systems cannot sync a folder
         pass
     finally:
         os.close(handle)
 
 
-def beside(final: str, suffix: str) -> str:
-    """The hidden neighbour of a folder: ``.saving`` while it is written, ``.old`` while it is replaced."""
+def hidden_sibling(final: str, suffix: str) -> str:
+    """The path DIR/.TAG.SUFFIX for DIR/TAG. Suffix ``saving``: the folder being written; ``old``: the one being replaced."""
     return os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.{suffix}")
 
 
 def replace_folder(working: str, final: str) -> None:
-    """The finished folder takes the place of an older one of its name. A crash at any point leaves one of them, see ``there``."""
-    old = beside(final, "old")
+    """Rename ``working`` to ``final``, replacing an older folder of that name.
+
+    A crash at any point leaves one of the two complete, and ``existing_folder`` finds it.
+    """
+    old = hidden_sibling(final, "old")
     sync_folder(working)
     if os.path.exists(final):
         shutil.rmtree(old, ignore_errors=True)
@@ -98,15 +110,15 @@ def replace_folder(working: str, final: str) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def there(final: str) -> str:
-    """Where a checkpoint lies: under its name, or, if a crash came while it was being replaced, beside it."""
-    old = beside(final, "old")
+def existing_folder(final: str) -> str:
+    """The folder that holds checkpoint ``final``: its ``.old`` sibling if a crash interrupted ``replace_folder``, else itself."""
+    old = hidden_sibling(final, "old")
     return old if not os.path.exists(final) and os.path.isdir(old) else final
 
 
 # ---- reading ----------------------------------------------------------------------------------------------------------------
-def digest(path: str) -> str:
-    """SHA-256 of a file."""
+def sha256_of_file(path: str) -> str:
+    """Hexadecimal SHA-256 of a file's bytes."""
     result = hashlib.sha256()
     with open(path, "rb") as file:
         while part := file.read(CHUNK):
@@ -114,16 +126,16 @@ def digest(path: str) -> str:
     return result.hexdigest()
 
 
-def digest_json(value: Any) -> str:
-    """SHA-256 of plain data, whatever the order of its keys."""
+def sha256_of_json(value: Any) -> str:
+    """Hexadecimal SHA-256 of a JSON value; the order of keys does not matter."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def check_tag(tag: str) -> str:
-    """A tag that stays inside its folder.
+    """Return ``tag`` if it names a folder inside the checkpoint directory.
 
     Raises:
-        ValueError: it would leave it, or is empty.
+        ValueError: the tag is empty, absolute, or contains ``..``.
     """
     parts = tag.split("/")
     if not tag.strip() or os.path.isabs(tag) or "\0" in tag or any(part in ("", ".", "..") for part in parts):
@@ -132,10 +144,10 @@ def check_tag(tag: str) -> str:
 
 
 def read_latest(folder: str, name: str = "latest") -> str | None:
-    """The tag in DIR/latest, None if there is no such file.
+    """The tag in ``folder``/``name``; None if there is no such file.
 
     Raises:
-        CheckpointError: it holds no tag.
+        CheckpointError: the file holds no valid tag.
     """
     path = os.path.join(folder, name)
     if not os.path.isfile(path):
@@ -148,7 +160,7 @@ def read_latest(folder: str, name: str = "latest") -> str | None:
 
 
 def _numpy_globals() -> list[Any]:
-    """What numpy arrays and numbers in a client_state need, such as the state of numpy's random numbers."""
+    """The classes that unpickling numpy arrays and scalars needs, for example numpy's random state in ``client_state``."""
     import numpy
 
     core = getattr(numpy, "_core", None) or numpy.core
@@ -163,10 +175,12 @@ def _allowing(allowed: Iterable[Any]) -> Iterator[None]:
 
 
 def load_plain(path: str, allowed: Iterable[Any] = ()) -> Any:
-    """``torch.load`` without executing anything: plain data, tensors (mapped, not read), numpy arrays, and ``allowed`` classes.
+    """``torch.load(weights_only=True, mmap=True)`` on the CPU: plain data, tensors and numpy arrays.
 
+    Args:
+        allowed: further classes, for ``torch.serialization.safe_globals``.
     Raises:
-        CheckpointError: it is damaged, or holds other classes; the message names them.
+        CheckpointError: the file is damaged, or holds other classes; the message names them.
     """
     with _allowing(allowed):
         try:

@@ -1,4 +1,4 @@
-"""A checkpoint, whatever its format, as a source of whole tensors by parameter name; and the reader of this package's own."""
+"""``CheckpointReader`` reads whole tensors by parameter name, from any format; ``CyclicReader`` reads this package's own."""
 
 import json
 import os
@@ -10,40 +10,56 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import safe_open
 
-from deepspeed_cdp.checkpoint.files import digest, digest_json, load_plain
-from deepspeed_cdp.checkpoint.manifest import COUNTERS, check, dtype_of
+from deepspeed_cdp.checkpoint.files import load_plain, sha256_of_file, sha256_of_json
+from deepspeed_cdp.checkpoint.manifest import COUNTERS, check_manifest, dtype_of
 from deepspeed_cdp.errors import CheckpointError
 
-__all__ = ["COUNTERS", "MANIFEST", "Cyclic", "Kind", "Stored", "manifest_text", "pack_state", "plain_options", "unpack_state"]
+__all__ = [
+    "COUNTERS",
+    "MANIFEST",
+    "CheckpointReader",
+    "CyclicReader",
+    "TensorSpec",
+    "manifest_text",
+    "pack_state",
+    "plain_options",
+    "unpack_state",
+]
 MANIFEST, FORMAT = "cyclic.json", 1
 
 
-class Kind(NamedTuple):
-    """What is known of a tensor before it is read."""
+class TensorSpec(NamedTuple):
+    """A tensor's shape and dtype, known before the tensor is read."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
-class Stored(ABC):
-    """One checkpoint. Opening it reads what is small; tensors are read one by one, on demand, on the CPU.
+class CheckpointReader(ABC):
+    """One checkpoint, open for reading. Opening reads the metadata; each tensor is read on demand, onto the CPU.
 
     Attributes:
-        folder: where it lies; format: a word for messages.
-        trained, frozen: kinds by parameter name; trained ones in the order of the groups, fp32.
-        buffers: kinds by name; shared: other names of tied parameters, to the name they are stored under.
-        frozen_left_out: it was saved with ``exclude_frozen_parameters``.
-        groups: the optimizer's groups, options and, as ``params``, names; None if there is no optimizer state.
-        loss_scale: ``LossScale.state_dict()`` of an fp16 run, if it is known.
-        counters: some of COUNTERS; client_state, lr_scheduler: as saved. ranks: how many wrote it.
-        dtype: of the model's parameters.
+        format: the format's name.
+        folder: the checkpoint's folder, DIR/TAG.
+        trained: specs of trained parameters by name, in the order of the optimizer's groups; their values are fp32.
+        frozen: specs of frozen parameters by name.
+        buffers: specs of buffers by name.
+        shared: further names of tied parameters, each with the name that holds the value.
+        frozen_left_out: the checkpoint was saved with ``exclude_frozen_parameters``.
+        groups: the optimizer's param groups, with parameter names under ``params``; None: no optimizer state.
+        counters: those of ``COUNTERS`` that were saved.
+        client_state: as given to ``save_checkpoint``; set by ``verify`` in this package's own format.
+        lr_scheduler: the scheduler's state dict, or None; set by ``verify`` in this package's own format.
+        ranks: number of ranks that saved their buffers.
+        dtype: dtype of the model's parameters in training.
+        loss_scale: ``LossScale.state_dict()`` of an fp16 run; None if unknown.
     """
 
     format: str
     folder: str
-    trained: dict[str, Kind]
-    frozen: dict[str, Kind]
-    buffers: dict[str, Kind]
+    trained: dict[str, TensorSpec]
+    frozen: dict[str, TensorSpec]
+    buffers: dict[str, TensorSpec]
     shared: dict[str, str]
     frozen_left_out: bool
     groups: list[dict[str, Any]] | None
@@ -54,23 +70,23 @@ class Stored(ABC):
     dtype: torch.dtype
     loss_scale: dict[str, Any] | None = None
 
-    def __enter__(self) -> "Stored":
+    def __enter__(self) -> "CheckpointReader":
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
 
     def close(self) -> None:  # noqa: B027
-        """Close its files, if it keeps any open."""
+        """Close the open files, if any."""
 
     def name_of(self, name: str) -> str | None:
-        """The name that a parameter is stored under, None if it is not there."""
+        """The name under which parameter ``name`` is stored; None: the checkpoint does not have it."""
         name = name if name in self.trained or name in self.frozen else self.shared.get(name, name)
         return name if name in self.trained or name in self.frozen else None
 
     @abstractmethod
     def verify(self, rank: int, ranks: int, names: Iterable[str]) -> None:
-        """Check the contents of this rank's share of the files, and of those that ``names`` are read from.
+        """Check the contents of files: every ``ranks``-th one, and all files that hold parameters ``names``.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -78,27 +94,30 @@ class Stored(ABC):
 
     @abstractmethod
     def value(self, name: str) -> torch.Tensor:
-        """A parameter, trained (fp32) or frozen."""
+        """A whole parameter: fp32 if trained, in its own dtype if frozen."""
 
     @abstractmethod
     def state(self, name: str) -> dict[str, Any]:
-        """The optimizer's state of a trained parameter; tensors of the parameter's shape, others, and plain values."""
+        """The optimizer's state of a trained parameter, as in ``optimizer.state[p]``; {} if none was saved."""
 
     @abstractmethod
     def buffer(self, name: str, rank: int) -> torch.Tensor:
-        """A buffer as ``rank`` had it (modulo the number of ranks that wrote it)."""
+        """A buffer, as rank ``rank % ranks`` saved it."""
 
     def scalars(self, stages: Any) -> torch.Tensor | None:
-        """Norms and losses of the last steps, if they were kept for these very stages."""
+        """Norms and losses of the last steps (float64, 1-D); None unless they were saved with exactly these ``stages``."""
         return None
 
 
 # ---- optimizer state as tensors and JSON --------------------------------------------------------------------------------------
 def pack_state(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """A JSON tree of ``value``, whose tensors go into ``tensors`` under names that start with ``path``.
+    """Convert optimizer state to a JSON tree that refers to its tensors by name.
 
+    Args:
+        path: prefix of the tensors' names.
+        tensors: receives the tensors.
     Raises:
-        ValueError: it holds something else than tensors, numbers, strings, None, lists, tuples and dicts of these.
+        ValueError: ``value`` holds anything but tensors, numbers, strings, None, lists, tuples and dicts of these.
     """
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
@@ -118,10 +137,12 @@ def pack_state(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def unpack_state(tree: Any, read: Any) -> Any:
-    """The value of ``pack_state``'s tree; ``read`` gives a tensor by name.
+    """The inverse of ``pack_state``.
 
+    Args:
+        read: (name) -> tensor.
     Raises:
-        ValueError, TypeError: it is no such tree.
+        ValueError, TypeError: ``tree`` does not come from ``pack_state``.
     """
     ((kind, content),) = tree.items() if isinstance(tree, dict) else [(None, None)]
     if kind == "tensor":
@@ -136,7 +157,7 @@ def unpack_state(tree: Any, read: Any) -> Any:
 
 
 def plain_options(group: dict[str, Any]) -> dict[str, Any]:
-    """A group's options as JSON can carry them. Others (functions, say) are the script's to give again, and left out."""
+    """The options of a param group that JSON can represent. Others, such as functions, are left out: the script sets them."""
     result = {}
     for key, value in group.items():
         value = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -150,20 +171,20 @@ def plain_options(group: dict[str, Any]) -> dict[str, Any]:
 
 # ---- this package's own format ------------------------------------------------------------------------------------------------
 def manifest_text(manifest: dict[str, Any]) -> str:
-    """The manifest's file: what it says, and a digest of it."""
+    """The text of ``cyclic.json``: the manifest, its format number and its SHA-256."""
     manifest = json.loads(json.dumps({"format": FORMAT, **manifest}))
-    return json.dumps({**manifest, "sha256": digest_json(manifest)}, indent=1)
+    return json.dumps({**manifest, "sha256": sha256_of_json(manifest)}, indent=1)
 
 
-class Cyclic(Stored):
-    """What ``save_checkpoint`` of the cyclic engine wrote."""
+class CyclicReader(CheckpointReader):
+    """A checkpoint that the cyclic engine saved."""
 
     format = "cyclic"
 
     def __init__(self, folder: str):
         """
         Raises:
-            CheckpointError: no manifest, or a damaged one; a file is missing, outside, or has the wrong size.
+            CheckpointError: the manifest is missing or damaged, or a file is missing, outside the folder, or of another size.
         """
         self.folder = folder
         self._stack, self._opened = ExitStack(), {}
@@ -177,15 +198,17 @@ class Cyclic(Stored):
                 raise CheckpointError(
                     f"{path} is damaged: it has {os.path.getsize(path)} bytes and the manifest says {entry['nbytes']}"
                 )
-        self._homes = {key: name for name, entry in self._files.items() if name.startswith("stage_") for key in entry["tensors"]}
-        kinds = {key: _kind(self._files[name]["tensors"][key]) for key, name in self._homes.items()}
+        self._file_of = {
+            key: name for name, entry in self._files.items() if name.startswith("stage_") for key in entry["tensors"]
+        }
+        specs = {key: _spec(self._files[name]["tensors"][key]) for key, name in self._file_of.items()}
         order = [n for group in manifest["groups"] for n in group]
-        known = {key[len("param/") :]: kind for key, kind in kinds.items() if key.startswith("param/")}
+        known = {key[len("param/") :]: spec for key, spec in specs.items() if key.startswith("param/")}
         self.trained = {n: known[n] for n in (*order, *known) if n in known}
-        self.frozen = {key[len("frozen/") :]: kind for key, kind in kinds.items() if key.startswith("frozen/")}
+        self.frozen = {key[len("frozen/") :]: spec for key, spec in specs.items() if key.startswith("frozen/")}
         self._buffer_files = sorted(name for name in self._files if name.startswith("buffers_"))
-        # (a pipeline's stages have different ones)
-        self.buffers = {k: _kind(v) for name in self._buffer_files for k, v in self._files[name]["tensors"].items()}
+        # In a pipeline, the stages' buffer files hold different buffers.
+        self.buffers = {k: _spec(v) for name in self._buffer_files for k, v in self._files[name]["tensors"].items()}
         self.pipeline: dict[str, Any] = manifest.get("pipeline", {})
         self.shared, self.frozen_left_out = manifest["shared"], manifest["frozen_left_out"]
         self.counters, self.ranks = manifest["counters"], len(self._buffer_files)
@@ -200,8 +223,8 @@ class Cyclic(Stored):
         try:
             with open(path, encoding="utf-8") as file:
                 manifest = json.load(file)
-            whole = manifest.pop("sha256") == digest_json(manifest)
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # not JSON, not UTF-8, not a manifest
+            whole = manifest.pop("sha256") == sha256_of_json(manifest)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):  # not JSON, not UTF-8, or not an object
             whole = False
         if not whole:
             raise CheckpointError(f"{path} is damaged: it is not what was written")
@@ -210,7 +233,7 @@ class Cyclic(Stored):
                 f"{path} has format {manifest.get('format')!r} and this version reads {FORMAT}; load it with "
                 f"deepspeed_cdp {manifest.get('deepspeed_cdp')}"
             )
-        check(manifest, path)
+        check_manifest(manifest, path)
         return manifest
 
     def close(self) -> None:
@@ -218,11 +241,11 @@ class Cyclic(Stored):
         self._opened.clear()
 
     def verify(self, rank: int, ranks: int, names: Iterable[str]) -> None:
-        read = {self._homes[key] for n in names for key in (f"param/{n}", f"frozen/{n}") if key in self._homes}
+        read = {self._file_of[key] for n in names for key in (f"param/{n}", f"frozen/{n}") if key in self._file_of}
         read |= {self._buffer_file(rank), "client.pt"}
         for i, name in enumerate(sorted(self._files)):
             path = os.path.join(self.folder, name)
-            if (name in read or i % ranks == rank) and digest(path) != self._files[name]["sha256"]:
+            if (name in read or i % ranks == rank) and sha256_of_file(path) != self._files[name]["sha256"]:
                 raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's")
         path = os.path.join(self.folder, "client.pt")
         client = load_plain(path)
@@ -234,62 +257,65 @@ class Cyclic(Stored):
         return self._buffer_files[rank % len(self._buffer_files)]
 
     def _open(self, name: str) -> Any:
-        """A safetensors file whose header says what the manifest says."""
+        """An open safetensors file; its header agrees with the manifest."""
         if name not in self._opened:
             path = os.path.join(self.folder, name)
             try:
                 file = self._stack.enter_context(safe_open(path, "pt"))
                 slices = {key: file.get_slice(key) for key in file.keys()}
-                kinds = {key: Kind(tuple(x.get_shape()), _SAFETENSORS.get(x.get_dtype())) for key, x in slices.items()}
+                specs = {key: TensorSpec(tuple(x.get_shape()), _SAFETENSORS.get(x.get_dtype())) for key, x in slices.items()}
             except Exception as error:
                 raise CheckpointError(f"{path} is damaged ({error})") from error
-            if kinds != {key: _kind(entry) for key, entry in self._files[name]["tensors"].items()}:
+            if specs != {key: _spec(entry) for key, entry in self._files[name]["tensors"].items()}:
                 raise CheckpointError(f"{path} does not hold the tensors that the manifest says")
             self._opened[name] = file
         return self._opened[name]
 
     def _tensor(self, key: str) -> torch.Tensor:
-        return self._open(self._homes[key]).get_tensor(key)
+        return self._open(self._file_of[key]).get_tensor(key)
 
     def value(self, name: str) -> torch.Tensor:
         return self._tensor(f"param/{name}" if name in self.trained else f"frozen/{name}")
 
     def state(self, name: str) -> dict[str, Any]:
-        home = self._homes[f"param/{name}"]
+        file = self._file_of[f"param/{name}"]
         try:
-            if home not in self._trees:
-                self._trees[home] = json.loads(self._open(home).metadata()["state"])
-            return {k: unpack_state(v, self._tensor) for k, v in self._trees[home].get(name, {}).items()}
+            if file not in self._trees:
+                self._trees[file] = json.loads(self._open(file).metadata()["state"])
+            return {k: unpack_state(v, self._tensor) for k, v in self._trees[file].get(name, {}).items()}
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{os.path.join(self.folder, home)} has no state of an optimizer that makes sense for {name!r} "
+                f"{os.path.join(self.folder, file)} has no state of an optimizer that makes sense for {name!r} "
                 f"({type(error).__name__}: {ascii(error)[:80]})"
             ) from error
 
     def buffer(self, name: str, rank: int) -> torch.Tensor:
         own = self._buffer_file(rank)
-        home = next(f for f in (own, *self._buffer_files) if name in self._files[f]["tensors"])
-        return self._open(home).get_tensor(name)
+        file = next(f for f in (own, *self._buffer_files) if name in self._files[f]["tensors"])
+        return self._open(file).get_tensor(name)
 
     def scalars(self, stages: Any) -> torch.Tensor | None:
-        if json.loads(json.dumps(stages)) != self._manifest["stages"] or "scalars" not in self._homes:
+        if json.loads(json.dumps(stages)) != self._manifest["stages"] or "scalars" not in self._file_of:
             return None
-        found, wanted = _kind(self._files[self._homes["scalars"]]["tensors"]["scalars"]), Kind((len(stages) + 5,), torch.float64)
+        found, wanted = (
+            _spec(self._files[self._file_of["scalars"]]["tensors"]["scalars"]),
+            TensorSpec((len(stages) + 5,), torch.float64),
+        )
         if found != wanted:
             raise CheckpointError(
-                f"{os.path.join(self.folder, self._homes['scalars'])} has norms and losses of "
+                f"{os.path.join(self.folder, self._file_of['scalars'])} has norms and losses of "
                 f"{found.shape} {found.dtype}, which must be {wanted.shape} {wanted.dtype}"
             )
         return self._tensor("scalars")
 
 
-def _kind(entry: Sequence[Any]) -> Kind:
-    """Of an entry that ``check`` has seen."""
+def _spec(entry: Sequence[Any]) -> TensorSpec:
+    """The spec of a manifest's [dtype, shape], which ``check_manifest`` has validated."""
     dtype, shape = entry
-    return Kind(tuple(shape), dtype_of(dtype))
+    return TensorSpec(tuple(shape), dtype_of(dtype))
 
 
-_SAFETENSORS = {  # dtypes as safetensors' headers name them
+_SAFETENSORS = {  # torch dtypes by their names in safetensors headers
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,

@@ -1,6 +1,7 @@
-"""What a manifest (``cyclic.json``) may say. A digest finds accidents; this finds what was never written by this package.
+"""Validation of a checkpoint's manifest, ``cyclic.json``.
 
-Everything is checked before a file is opened or memory is taken, so that whoever reads on meets only the types named here.
+The manifest's SHA-256 detects damage; this module detects contents that ``save_checkpoint`` never writes. Validation runs before
+any other file is opened and before memory is allocated, so readers may rely on the types checked here.
 """
 
 import math
@@ -13,16 +14,17 @@ import torch
 from deepspeed_cdp.errors import CheckpointError
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
-MOST = 2**62  # no count or size is larger
+MAX_COUNT = 2**62  # upper bound of every count and size
 
 
-def check(manifest: Mapping[str, Any], path: str) -> None:
-    """Refuse what cannot be.
+def check_manifest(manifest: Mapping[str, Any], path: str) -> None:
+    """Validate every key.
 
     Args:
-        path: the manifest's, for the message.
+        manifest: the parsed JSON object.
+        path: the manifest's path, for the message.
     Raises:
-        CheckpointError: a key is missing, or has a value of another kind than ``save_checkpoint`` writes.
+        CheckpointError: a key is missing, or its value is not of the type that ``save_checkpoint`` writes.
     """
     wrong = next(_faults(manifest), None)
     if wrong:
@@ -31,17 +33,17 @@ def check(manifest: Mapping[str, Any], path: str) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """A whole number of at least 0."""
-    return type(value) is int and 0 <= value <= MOST
+    """Whether ``value`` is an int from 0 to ``MAX_COUNT``."""
+    return type(value) is int and 0 <= value <= MAX_COUNT
 
 
 def dtype_of(name: Any) -> torch.dtype | None:
-    """The dtype of this name; None if there is none."""
+    """The torch dtype of a name such as ``"bfloat16"``; None if there is none."""
     dtype = getattr(torch, name, None) if isinstance(name, str) and name.isidentifier() else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-Fault = tuple[str, Any, str]  # key, value, what it must be
+Fault = tuple[str, Any, str]  # key, value, required type
 
 
 def _faults(m: Mapping[str, Any]) -> Iterator[Fault]:
@@ -109,7 +111,7 @@ def _names(value: Any) -> bool:
 
 
 def _scale(scale: Any) -> Iterator[Fault]:
-    """What ``LossScale.state_dict`` gives: of a fixed scale, or of a dynamic one with what it counts."""
+    """``LossScale.state_dict()``: of a fixed scale, or of a dynamic scale with its counters."""
     if scale is None:
         return
     if not isinstance(scale, dict) or not all(type(v) in (bool, int, float) for v in scale.values()):
@@ -129,5 +131,5 @@ def _scale(scale: Any) -> Iterator[Fault]:
         if scale.get("dynamic")
         else ("cur_scale",)
     )
-    if "dynamic" not in scale or not all(key in scale for key in needed) or not 0 < scale["cur_scale"] <= MOST:
+    if "dynamic" not in scale or not all(key in scale for key in needed) or not 0 < scale["cur_scale"] <= MAX_COUNT:
         yield "loss_scale", scale, f"an object with dynamic, {', '.join(needed)}"

@@ -1,4 +1,4 @@
-"""Checkpoints of the engine: one safetensors file per owner, keyed by parameter name, and a manifest. Written atomically.
+"""Checkpoints of the ring engine: one safetensors file per stage owner, keyed by parameter name, and a manifest.
 
 ::
 
@@ -9,44 +9,67 @@
     DIR/TAG/buffers_000.safetensors ...     each rank's buffers
     DIR/TAG/client.pt                       client_state, lr scheduler; read with weights_only
 
-Saving flushes, so what is written is an ordinary synchronous state, and resuming is bitwise equal to continuing. Because files
-are keyed by name, any number of ranks, partition or rule can read them. Loading takes DeepSpeed's own formats too
-(checkpoint/deepspeed_formats.py).
+Saving flushes first, so the files hold an ordinary synchronous state, and resuming is bitwise equal to continuing. Files are
+keyed by name, so any number of ranks, partition or rule can read them. Loading reads DeepSpeed's own formats, too
+(checkpoint/deepspeed_formats.py). See docs/checkpoints.md.
 """
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from deepspeed_cdp.checkpoint.common import (
-    fit_states,
-    fits,
-    found_together,
-    options_like,
+    EngineState,
+    LoadOptions,
+    adapt_states,
+    check_group_options,
+    check_scheduler,
+    check_tensor,
+    counters_of,
+    error_text,
+    find_on_all_ranks,
+    load_scheduler,
     pack_stage,
-    place_of,
-    raise_together,
+    raise_on_all_ranks,
     refuse_custom_load,
-    save_together,
+    restore_options,
+    save_location,
+    save_on_all_ranks,
     saved_buffers,
-    try_scheduler,
-    words,
+    scheduler_state,
 )
-from deepspeed_cdp.checkpoint.deepspeed_formats import open_stored
-from deepspeed_cdp.checkpoint.files import save_plain, save_tensors, there
-from deepspeed_cdp.checkpoint.format import COUNTERS, Stored, plain_options
+from deepspeed_cdp.checkpoint.deepspeed_formats import open_checkpoint
+from deepspeed_cdp.checkpoint.files import existing_folder, save_plain, save_tensors
+from deepspeed_cdp.checkpoint.format import CheckpointReader, plain_options
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.version import __version__
 
 if TYPE_CHECKING:
-    from deepspeed_cdp.integration.engine import CyclicEngine
     from deepspeed_cdp.runtime.runtime import Runtime
+
+_FIX = "load it into the model it was saved from, or pass load_module_strict=False"
+
+
+class RingEngine(EngineState, Protocol):
+    """What a ring's checkpoint needs of the engine.
+
+    Attributes:
+        optimizer_group_names: names of the trained parameters of each param group, on every rank all of them.
+    """
+
+    optimizer_group_names: list[list[str]]
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per step."""
+
+    def load_universal_checkpoint(self) -> bool:
+        """Whether the config asks for DeepSpeed's universal format."""
 
 
 # ---- saving -----------------------------------------------------------------------------------------------------------------
 def save(
-    engine: "CyclicEngine",
+    engine: RingEngine,
     runtime: "Runtime",
     save_dir: str,
     tag: str | None,
@@ -55,10 +78,10 @@ def save(
     exclude_frozen: bool,
 ) -> bool:
     """Collective; see ``CyclicEngine.save_checkpoint``."""
-    save_dir, tag = place_of(save_dir, tag, engine.global_steps)
+    save_dir, tag = save_location(save_dir, tag, engine.global_steps)
     runtime.flush()
     rank = runtime.transport.label
-    save_together(
+    save_on_all_ranks(
         save_dir,
         tag,
         rank,
@@ -71,9 +94,10 @@ def save(
     return True
 
 
-def _manifest(engine: "CyclicEngine", runtime: "Runtime", everyone: list[dict], exclude_frozen: bool) -> dict[str, Any]:
+def _manifest(engine: RingEngine, runtime: "Runtime", everyone: list[dict], exclude_frozen: bool) -> dict[str, Any]:
+    """The manifest, from what ``_write`` returned on each rank."""
     groups = range(len(everyone[0]["options"]))
-    # An optimizer may keep a count in its groups, and leave those alone in which this rank owns nothing.
+    # An optimizer may keep a step count in a group's options, and update it only if the rank owns parameters of the group.
     options = [next((x for x in everyone if x["owns"][g]), everyone[0])["options"][g] for g in groups]
     return {
         "deepspeed_cdp": __version__,
@@ -83,28 +107,27 @@ def _manifest(engine: "CyclicEngine", runtime: "Runtime", everyone: list[dict], 
         "dtype": str(next(runtime.module.parameters()).dtype).removeprefix("torch."),
         "groups": engine.optimizer_group_names,
         "options": options,
-        "shared": _shared(runtime.module),
+        "shared": _tied_names(runtime.module),
         "frozen_left_out": exclude_frozen,
-        "counters": {c: getattr(engine, c) for c in COUNTERS},
+        "counters": counters_of(engine),
         "loss_scale": runtime.scale.state_dict(),
         "files": {name: entry for x in everyone for name, entry in x["files"].items()},
     }
 
 
-def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
-    """This rank's files; their entries in the manifest, and the options of its groups."""
+def _write(engine: RingEngine, runtime: "Runtime", folder: str, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
+    """Write this rank's files.
+
+    Returns:
+        files: their manifest entries; options: of each param group; owns: whether this rank owns parameters of the group.
+    """
     owner, rank = runtime.owner, runtime.transport.label
     files = {} if runtime.transport.ring else _write_stage(runtime, folder, exclude_frozen)
-    buffers = f"buffers_{rank:03d}.safetensors"  # those of batch norm, say, differ between all ranks
+    buffers = f"buffers_{rank:03d}.safetensors"  # every rank's own: batch norm's statistics, say, differ between ranks
     files[buffers] = save_tensors(folder, buffers, saved_buffers(runtime.module), {})
     if rank == 0:
-        scheduler = engine.lr_scheduler.state_dict() if hasattr(engine.lr_scheduler, "state_dict") else None
-        files["client.pt"] = save_plain(
-            folder,
-            "client.pt",
-            {"client_state": client_state, "lr_scheduler": scheduler},
-            "client_state or the lr scheduler's state",
-        )
+        content = {"client_state": client_state, "lr_scheduler": scheduler_state(engine)}
+        files["client.pt"] = save_plain(folder, "client.pt", content, "client_state or the lr scheduler's state")
     return {
         "files": files,
         "options": [plain_options({k: v for k, v in g.items() if k != "params"}) for g in owner.optimizer.param_groups],
@@ -113,17 +136,17 @@ def _write(engine: "CyclicEngine", runtime: "Runtime", folder: str, client_state
 
 
 def _write_stage(runtime: "Runtime", folder: str, exclude_frozen: bool) -> dict[str, Any]:
-    """The owned stage's file and its entry; with several rings all have the same, and ring 0 writes it."""
+    """Write the owned stage's file; returns its manifest entry. Several rings have equal stages, so only ring 0 writes."""
     owner = runtime.owner
     stage = f"stage_{runtime.plan.schedule.owned(runtime.executor.rank):03d}.safetensors"
-    tensors, about = pack_stage(owner.masters, {} if exclude_frozen else owner.frozen, owner.optimizer)
+    tensors, metadata = pack_stage(owner.masters, {} if exclude_frozen else owner.frozen, owner.optimizer)
     if stage == "stage_000.safetensors":
         tensors["scalars"] = runtime.executor.metrics.kept
-    return {stage: save_tensors(folder, stage, tensors, about)}
+    return {stage: save_tensors(folder, stage, tensors, metadata)}
 
 
-def _shared(module: torch.nn.Module) -> dict[str, str]:
-    """Other names of tied parameters, to the first."""
+def _tied_names(module: torch.nn.Module) -> dict[str, str]:
+    """Further names of tied parameters, each with the parameter's first name."""
     first: dict[torch.nn.Parameter, str] = {}
     names = [(n, first.setdefault(p, n)) for n, p in module.named_parameters(remove_duplicate=False)]
     return {n: known for n, known in names if n != known}
@@ -131,7 +154,7 @@ def _shared(module: torch.nn.Module) -> dict[str, str]:
 
 # ---- loading ----------------------------------------------------------------------------------------------------------------
 def load(
-    engine: "CyclicEngine",
+    engine: RingEngine,
     runtime: "Runtime",
     load_dir: str,
     tag: str | None,
@@ -141,74 +164,55 @@ def load(
     module_only: bool,
     custom_load_fn: Any,
 ) -> tuple[str | None, dict | None]:
-    """Collective; see ``CyclicEngine.load_checkpoint``. All files are checked on every rank before anything is changed."""
+    """Collective; see ``CyclicEngine.load_checkpoint``. All ranks check all files before any rank changes anything."""
     refuse_custom_load(custom_load_fn)
+    options = LoadOptions.of(strict, optimizer_states, scheduler_states, module_only)
     rank, gather, load_dir = runtime.transport.label, runtime.transport.gather, os.fspath(load_dir)
     where = f"rank {rank}, step {runtime.executor.global_step}, loading a checkpoint from {load_dir!r}"
-    optimizer_states, scheduler_states = optimizer_states and not module_only, scheduler_states and not module_only
     latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
-    folder = found_together(load_dir, tag, latest, rank, gather, where)
+    folder = find_on_all_ranks(load_dir, tag, latest, rank, gather, where)
     if folder is None:
         return None, None
     found, problem = None, None
     try:
-        with open_stored(there(folder)) as stored:
-            found = _read(engine, runtime, stored, strict, optimizer_states, scheduler_states)
+        with open_checkpoint(existing_folder(folder)) as stored:
+            found = _read(engine, runtime, stored, options)
     except Exception as error:
-        problem = words(error)
-    raise_together(folder, gather(problem, where))
+        problem = error_text(error)
+    raise_on_all_ranks(folder, gather(problem, where))
     runtime.scatter()
     runtime.flush()
-    _apply(engine, runtime, found, optimizer_states, scheduler_states, module_only)
+    _apply(engine, runtime, found, options)
     runtime.transport.reset(where)
     runtime.restart()
     return folder, found["client_state"]
 
 
-def _read(
-    engine: "CyclicEngine", runtime: "Runtime", stored: Stored, strict: bool, optimizer_states: bool, scheduler_states: bool
-) -> dict[str, Any]:
-    """What this rank needs, checked and in memory; nothing is changed."""
+def _read(engine: RingEngine, runtime: "Runtime", stored: CheckpointReader, options: LoadOptions) -> dict[str, Any]:
+    """This rank's part of the checkpoint, checked and in memory; changes nothing."""
     owner, rank, folder = runtime.owner, runtime.transport.label, stored.folder
-    every = {n for n, _ in runtime.module.named_parameters()}
-    trained = {n for stage in runtime.plan.stages for n in stage}
-    homes = {n: stored.name_of(n) for n in every}
-    missing = {n for n in every if homes[n] is None and not (stored.frozen_left_out and n not in trained)}
-    unexpected = ({*stored.trained, *stored.frozen} - set(homes.values())) if strict else set()
-    tied = {n: homes[known] for n, known in _shared(runtime.module).items() if n in unexpected and homes.get(known)}
-    unexpected -= tied.keys()
-    fix = "load it into the model it was saved from, or pass load_module_strict=False"
-    if strict and missing:
-        raise CheckpointError(f"{folder} has no parameter {min(missing)!r} ({len(missing)} missing); {fix}")
-    if unexpected:
-        raise CheckpointError(f"{folder} has {min(unexpected)!r}, which the model lacks ({len(unexpected)} such); {fix}")
-    own = {n: owner.masters.get(n, owner.frozen.get(n)) for n in (*owner.masters, *owner.frozen) if homes[n] is not None}
-    kinds = {**stored.trained, **stored.frozen}
+    sources, duplicates = _match_names(runtime, stored, options.strict)
+    own = {n: p for n, p in {**owner.masters, **owner.frozen}.items() if sources[n] is not None}
+    specs = {**stored.trained, **stored.frozen}
     for name, mine in own.items():
-        fits(folder, f"parameter {name!r}", kinds[homes[name]], mine)
-    buffers = saved_buffers(runtime.module)
-    if strict and (different := buffers.keys() ^ stored.buffers.keys()):
-        where = "the model" if min(different) in buffers else folder
-        raise CheckpointError(f"buffer {min(different)!r} is only in {where}; {fix}")
-    common = buffers.keys() & stored.buffers.keys()
-    for name in common:
-        fits(folder, f"buffer {name!r}", stored.buffers[name], buffers[name])
+        check_tensor(folder, f"parameter {name!r}", specs[sources[name]], mine)
+    common = _match_buffers(runtime, stored, options.strict)
     groups = owner.optimizer.param_groups
-    if optimizer_states and (stored.groups is None or len(stored.groups) != len(groups)):
+    if options.optimizer and (stored.groups is None or len(stored.groups) != len(groups)):
         raise CheckpointError(
             f"{folder} has {len(stored.groups or ())} parameter groups and the optimizer {len(groups)}; build "
             "the optimizer as it was, or pass load_optimizer_states=False"
         )
-    mine = {homes[n] for n in own}
+    read = {sources[n] for n in own}
     ranks = runtime.transport.size * runtime.transport.rings
-    stored.verify(rank, ranks, [*mine, *(n for n, home in tied.items() if home in mine)])
-    for name, home in tied.items():
-        if home in mine and not torch.equal(stored.value(name), stored.value(home)):
-            raise CheckpointError(f"{folder} has two values for {name!r} and {home!r}, one parameter in the model; {fix}")
+    stored.verify(rank, ranks, [*read, *(n for n, source in duplicates.items() if source in read)])
+    for name, source in duplicates.items():
+        if source in read and not torch.equal(stored.value(name), stored.value(source)):
+            raise CheckpointError(f"{folder} has two values for {name!r} and {source!r}, one parameter in the model; {_FIX}")
     found = {
-        "values": {n: stored.value(homes[n]) for n in own},
+        "values": {n: stored.value(sources[n]) for n in own},
         "buffers": {n: stored.buffer(n, rank) for n in common},
-        "state": {n: stored.state(homes[n]) for n in owner.masters if optimizer_states and homes[n] in stored.trained},
+        "state": {n: stored.state(sources[n]) for n in owner.masters if options.optimizer and sources[n] in stored.trained},
         "groups": stored.groups,
         "scalars": stored.scalars(runtime.plan.stages),
         "counters": stored.counters,
@@ -216,47 +220,78 @@ def _read(
         "lr_scheduler": stored.lr_scheduler,
         "loss_scale": stored.loss_scale,
     }
-    fit_states(folder, owner.optimizer, owner.masters, found["state"])
-    for mine, theirs in zip(groups, stored.groups if optimizer_states else ()):
-        options_like(folder, theirs, mine)
-    if scheduler_states and hasattr(engine.lr_scheduler, "load_state_dict") and found["lr_scheduler"] is not None:
-        try_scheduler(engine.lr_scheduler, found["lr_scheduler"], folder)
+    adapt_states(folder, owner.optimizer, owner.masters, found["state"])
+    for mine, saved in zip(groups, stored.groups if options.optimizer else ()):
+        check_group_options(folder, saved, mine)
+    if options.scheduler:
+        check_scheduler(engine, found["lr_scheduler"], folder)
     return found
 
 
-def _apply(
-    engine: "CyclicEngine",
-    runtime: "Runtime",
-    found: dict[str, Any],
-    optimizer_states: bool,
-    scheduler_states: bool,
-    module_only: bool,
-) -> None:
+def _match_names(runtime: "Runtime", stored: CheckpointReader, strict: bool) -> tuple[dict[str, str | None], dict[str, str]]:
+    """Match the model's parameters with those of the checkpoint.
+
+    Returns:
+        sources: for each parameter of the model its name in the checkpoint, or None.
+        duplicates: names that the checkpoint holds as separate parameters but the model ties, each with the name that is loaded.
+    Raises:
+        CheckpointError: ``strict``, and the names differ.
+    """
+    every = {n for n, _ in runtime.module.named_parameters()}
+    trained = {n for stage in runtime.plan.stages for n in stage}
+    sources = {n: stored.name_of(n) for n in every}
+    missing = {n for n in every if sources[n] is None and not (stored.frozen_left_out and n not in trained)}
+    unexpected = ({*stored.trained, *stored.frozen} - set(sources.values())) if strict else set()
+    duplicates = {n: sources[known] for n, known in _tied_names(runtime.module).items() if n in unexpected and sources.get(known)}
+    unexpected -= duplicates.keys()
+    if strict and missing:
+        raise CheckpointError(f"{stored.folder} has no parameter {min(missing)!r} ({len(missing)} missing); {_FIX}")
+    if unexpected:
+        raise CheckpointError(f"{stored.folder} has {min(unexpected)!r}, which the model lacks ({len(unexpected)} such); {_FIX}")
+    return sources, duplicates
+
+
+def _match_buffers(runtime: "Runtime", stored: CheckpointReader, strict: bool) -> set[str]:
+    """Names of the buffers to load.
+
+    Raises:
+        CheckpointError: a buffer's shape or dtype differs, or ``strict`` and the names differ.
+    """
+    buffers = saved_buffers(runtime.module)
+    if strict and (different := buffers.keys() ^ stored.buffers.keys()):
+        where = "the model" if min(different) in buffers else stored.folder
+        raise CheckpointError(f"buffer {min(different)!r} is only in {where}; {_FIX}")
+    common = buffers.keys() & stored.buffers.keys()
+    for name in common:
+        check_tensor(stored.folder, f"buffer {name!r}", stored.buffers[name], buffers[name])
+    return common
+
+
+def _apply(engine: RingEngine, runtime: "Runtime", found: dict[str, Any], options: LoadOptions) -> None:
+    """Copy what ``_read`` found into the masters, buffers, optimizer, scheduler and counters."""
     owner = runtime.owner
     with torch.no_grad():
         for name, value in found["values"].items():
             (owner.masters if name in owner.masters else owner.frozen)[name].copy_(value)
-        own = dict(runtime.module.named_buffers())
+        buffers = dict(runtime.module.named_buffers())
         for name, value in found["buffers"].items():
-            own[name].copy_(value)
-    if optimizer_states:
+            buffers[name].copy_(value)
+    if options.optimizer:
         for group, saved in zip(owner.optimizer.param_groups, found["groups"]):
-            for key, value in saved.items():
-                if key != "params":
-                    group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+            restore_options(saved, group)
         for name, master in owner.masters.items():
             owner.optimizer.state.pop(master, None)
             if state := found["state"].get(name):
                 owner.put_state(name, state)
         vector = runtime.executor.metrics.kept
         vector.zero_() if found["scalars"] is None else vector.copy_(found["scalars"])
-    if scheduler_states and found["lr_scheduler"] is not None and hasattr(engine.lr_scheduler, "load_state_dict"):
-        engine.lr_scheduler.load_state_dict(found["lr_scheduler"])
-    if not module_only:
+    if options.scheduler:
+        load_scheduler(engine, found["lr_scheduler"])
+    if options.counters:
         for counter, value in found["counters"].items():
             setattr(engine, counter, value)
-        micro = engine.gradient_accumulation_steps()  # a step begins anew, whatever number of micro-batches it had
+        micro = engine.gradient_accumulation_steps()  # the next step starts with its first micro-batch
         engine.micro_steps = found["counters"].get("micro_steps", engine.global_steps * micro) // micro * micro
         runtime.executor.global_step = engine.global_steps
-    runtime.executor.metrics.resume(runtime.executor.global_step, optimizer_states and found["scalars"] is not None)
-    runtime.scale.restart(runtime.executor.global_step, found["loss_scale"] if optimizer_states else None)
+    runtime.executor.metrics.resume(runtime.executor.global_step, options.optimizer and found["scalars"] is not None)
+    runtime.scale.restart(runtime.executor.global_step, found["loss_scale"] if options.optimizer else None)

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from deepspeed_cdp.checkpoint import export
-from deepspeed_cdp.checkpoint.deepspeed_formats import open_stored
-from deepspeed_cdp.checkpoint.files import check_tag, read_latest, there, write_text
-from deepspeed_cdp.checkpoint.format import Stored
+from deepspeed_cdp.checkpoint.deepspeed_formats import open_checkpoint
+from deepspeed_cdp.checkpoint.files import check_tag, existing_folder, read_latest, write_text
+from deepspeed_cdp.checkpoint.format import CheckpointReader
 from deepspeed_cdp.cli.output import size, whole
 from deepspeed_cdp.errors import CheckpointError
 
@@ -35,14 +35,14 @@ def get_fp32_state_dict_from_zero_checkpoint(
         return {name: read() for name, (_, read) in export.weights(stored, exclude_frozen_parameters).items()}
 
 
-def _open(checkpoint_dir: str, tag: str | None) -> Stored:
+def _open(checkpoint_dir: str, tag: str | None) -> CheckpointReader:
     """The checkpoint of a tag, or the latest, with every file checked."""
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointError(f"{checkpoint_dir} is not a folder")
     tag = check_tag(tag) if tag else read_latest(checkpoint_dir) or read_latest(checkpoint_dir, "latest_universal")
     if tag is None:
         raise CheckpointError(f"{os.path.join(checkpoint_dir, 'latest')} is missing; pass --tag with a folder in it")
-    stored = open_stored(there(os.path.join(checkpoint_dir, tag)))
+    stored = open_checkpoint(existing_folder(os.path.join(checkpoint_dir, tag)))
     stored.tag = tag
     stored.verify(0, 1, list(stored.trained))
     return stored
@@ -79,7 +79,9 @@ def _parser(name: str) -> argparse.ArgumentParser:
         return one
 
     fp32 = command("to-fp32", "the weights in fp32, as safetensors, whole or in several files with an index")
-    fp32.add_argument("--max-shard-size", "--max_shard_size", type=_shard, default=export.SHARD, help="default: 5GB")
+    fp32.add_argument(
+        "--max-shard-size", "--max_shard_size", type=_shard, default=export.DEFAULT_SHARD_BYTES, help="default: 5GB"
+    )
     fp32.add_argument(
         "--exclude-frozen-parameters",
         "--exclude_frozen_parameters",
@@ -97,12 +99,12 @@ def _parser(name: str) -> argparse.ArgumentParser:
     )
     command("to-universal", "a universal checkpoint, for ZeRO-3 with any number of ranks: OUT/TAG and OUT/latest_universal")
     cyclic = command("to-cyclic", "a checkpoint of the cyclic engine: OUT/TAG and OUT/latest", aliases=["from-zero3"])
-    cyclic.add_argument("--max-shard-size", type=_shard, default=export.SHARD, help="default: 5GB")
+    cyclic.add_argument("--max-shard-size", type=_shard, default=export.DEFAULT_SHARD_BYTES, help="default: 5GB")
     command("check", "read every file and say what is in it", writes=False)
     return parser
 
 
-def _convert(stored: Stored, args: argparse.Namespace, tick: Callable[[str], None]) -> dict[str, Any]:
+def _convert(stored: CheckpointReader, args: argparse.Namespace, tick: Callable[[str], None]) -> dict[str, Any]:
     out, tag = getattr(args, "out", ""), stored.tag
     if args.command == "to-fp32":
         return export.write_fp32(stored, out, args.max_shard_size, args.exclude_frozen_parameters, args.overwrite, tick)

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from deepspeed_cdp.checkpoint import common
-from deepspeed_cdp.checkpoint.files import entry, there
+from deepspeed_cdp.checkpoint.files import existing_folder, file_entry
 from deepspeed_cdp.checkpoint.format import MANIFEST, manifest_text
 from deepspeed_cdp.errors import CheckpointError
 from support import models
@@ -111,7 +111,7 @@ def test_no_failure_while_saving_spoils_the_last_good_checkpoint(pool, tmp_path)
     before = unpack(pool.run(1, loads_state, str(tmp_path), timeout=120)[0])
     dead = pool.run_failing(2, killed_between_renames, str(tmp_path), timeout=120)
     assert dead[0] == -signal.SIGKILL
-    assert not (tmp_path / "good").exists() and there(str(tmp_path / "good")).endswith(".good.old")
+    assert not (tmp_path / "good").exists() and existing_folder(str(tmp_path / "good")).endswith(".good.old")
     for state in pool.run(2, loads_good, str(tmp_path), timeout=120):
         same(unpack(state), before)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["good", "latest", "runs", "zero_to_fp32.py"]
@@ -228,7 +228,7 @@ def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
             odd = {k: v[:1].clone() if k.endswith("/exp_avg") and v.dim() > 1 else v for k, v in tensors.items()}
             save_file(odd, path, trees)
             kinds = {k: [str(v.dtype)[6:], list(v.shape)] for k, v in odd.items()}
-            rewrite(path.parent, lambda m, n=path.name, p=path, k=kinds: m["files"][n].update(entry(str(p)), tensors=k))
+            rewrite(path.parent, lambda m, n=path.name, p=path, k=kinds: m["files"][n].update(file_entry(str(p)), tensors=k))
 
     whole_files = {path: path.read_bytes() for path in (root / "good").glob("stage_*")} if rank == 0 else {}
     attempt("moments", moments)
@@ -240,7 +240,7 @@ def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
     def foreign_scheduler() -> None:
         path = root / "good" / "client.pt"
         torch.save({"client_state": {}, "lr_scheduler": {"nothing": "of WarmupLR's"}}, path)
-        rewrite(root / "good", lambda m: m["files"]["client.pt"].update(entry(str(path))))
+        rewrite(root / "good", lambda m: m["files"]["client.pt"].update(file_entry(str(path))))
 
     client = (root / "good" / "client.pt").read_bytes()
     attempt("scheduler", foreign_scheduler)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from deepspeed_cdp.checkpoint.deepspeed_formats import open_stored
+from deepspeed_cdp.checkpoint.deepspeed_formats import open_checkpoint
 from deepspeed_cdp.cli import convert
 from deepspeed_cdp.errors import CheckpointError
 from support.engine_work import Job, farthest, pack, same, start, train, unpack, whole
@@ -263,12 +263,12 @@ def test_nothing_in_a_checkpoint_is_executed(stock, ours, tmp_path):
         path = folder / f"global_step{FIRST}" / name
         torch.save({"optimizer_state_dict": Evil(str(tmp_path / "executed"))}, path)
         if name == "client.pt":  # a manifest that agrees
-            from deepspeed_cdp.checkpoint.files import entry
+            from deepspeed_cdp.checkpoint.files import file_entry
             from deepspeed_cdp.checkpoint.format import MANIFEST, manifest_text
 
             manifest = json.loads((path.parent / MANIFEST).read_text())
             del manifest["sha256"]
-            manifest["files"][name].update(entry(str(path)))
+            manifest["files"][name].update(file_entry(str(path)))
             (path.parent / MANIFEST).write_text(manifest_text(manifest))
         text = run("check", str(folder), code=1)["error"]
         assert name in text and "posix.mkdir" in text and not (tmp_path / "executed").exists(), text
@@ -321,11 +321,11 @@ def test_foreign_folders_and_wrong_arguments(stock, tmp_path):
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "mp_rank_00_model_states.pt").write_bytes(b"")
     with pytest.raises(CheckpointError, match="not of ZeRO-3"):
-        open_stored(str(tmp_path / "two"))
+        open_checkpoint(str(tmp_path / "two"))
     shutil.copytree(stock[0] / "rooted" / step, tmp_path / "mixed")
     shutil.copy(stock[0] / "conv" / step / "zero_pp_rank_1_mp_rank_00_model_states.pt", tmp_path / "mixed")
     with pytest.raises(CheckpointError, match="rank_1_mp_rank_00_model_states.pt does not belong to"):
-        open_stored(str(tmp_path / "mixed"))
+        open_checkpoint(str(tmp_path / "mixed"))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").write_text("")
     assert "--overwrite" in run("to-fp32", str(stock[0] / "conv"), str(tmp_path / "full"), code=1)["error"]

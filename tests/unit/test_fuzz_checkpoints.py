@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from deepspeed_cdp.checkpoint import export
-from deepspeed_cdp.checkpoint.deepspeed_formats import open_stored
-from deepspeed_cdp.checkpoint.files import check_tag, entry, save_plain, save_tensors
+from deepspeed_cdp.checkpoint.deepspeed_formats import open_checkpoint
+from deepspeed_cdp.checkpoint.files import check_tag, file_entry, save_plain, save_tensors
 from deepspeed_cdp.checkpoint.format import COUNTERS, MANIFEST, manifest_text, pack_state, unpack_state
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.model.materialize import keys_of
@@ -136,7 +136,7 @@ def changed(data: Any, tree: Any) -> Any:
 def use(folder: Path) -> bool:
     """Read all that there is, as loading and converting do. False if it was refused, as it may be."""
     try:
-        with open_stored(str(folder)) as stored:
+        with open_checkpoint(str(folder)) as stored:
             for path in stored._files:
                 assert os.path.dirname(os.path.realpath(folder / path)) == os.path.realpath(folder), path
             stored.verify(0, 1, [*stored.trained, *stored.frozen])
@@ -173,7 +173,7 @@ def use(folder: Path) -> bool:
 def test_the_checkpoint_itself_is_read(tmp_path):
     make(tmp_path / "t")
     assert use(tmp_path / "t")
-    with open_stored(str(tmp_path / "t")) as stored:
+    with open_checkpoint(str(tmp_path / "t")) as stored:
         assert stored.state("w")["more"] == [1, (None, "x")] and stored.counters["global_steps"] == 4
 
 
@@ -198,7 +198,7 @@ def test_trees_of_optimizer_state(tmp_path_factory, data):
         text = file.metadata()["state"]
     other = data.draw(st.one_of(st.none(), st.text(max_size=6), st.builds(lambda: json.dumps(changed(data, json.loads(text))))))
     save_file(load_file(path), path, {} if other is None else {"state": other})
-    manifest["files"][path.name].update(entry(str(path)))
+    manifest["files"][path.name].update(file_entry(str(path)))
     (folder / MANIFEST).write_text(manifest_text(manifest))
     use(folder)
 
@@ -222,7 +222,7 @@ def test_what_tensor_files_say(tmp_path_factory, data):
         save_file(tensors, path, {"state": "{}"})
         if data.draw(st.booleans()):  # and the manifest says so, too
             manifest["files"][path.name]["tensors"][name] = [str(dtype).removeprefix("torch."), list(tensors[name].shape)]
-    manifest["files"][path.name].update(entry(str(path)))
+    manifest["files"][path.name].update(file_entry(str(path)))
     (folder / MANIFEST).write_text(manifest_text(manifest))
     use(folder)
 
@@ -236,7 +236,7 @@ def test_clients_pickles(tmp_path_factory, data):
         data.draw(JSON.filter(lambda x: "\ud800" not in repr(x).encode().decode("unicode_escape", "replace"))),
         folder / "client.pt",
     )
-    manifest["files"]["client.pt"].update(entry(str(folder / "client.pt")))
+    manifest["files"]["client.pt"].update(file_entry(str(folder / "client.pt")))
     (folder / MANIFEST).write_text(manifest_text(manifest))
     use(folder)
 
@@ -286,7 +286,7 @@ def test_names_of_parameters_do_not_leave_the_folder_when_written(tmp_path, name
     manifest["groups"], manifest["shared"], manifest["stages"] = [[name], ["v"]], {}, None
     (folder / MANIFEST).write_text(manifest_text(manifest))
     before = {p for p in tmp_path.rglob("*")}
-    with open_stored(str(folder)) as stored:
+    with open_checkpoint(str(folder)) as stored:
         assert torch.equal(stored.value(name), torch.ones(2, 3)), "it can be read"
         with pytest.raises(CheckpointError, match="cannot be the name of a folder"):
             export.write_universal(stored, str(tmp_path / "in" / "out"))
@@ -319,7 +319,7 @@ def test_any_damage_is_named(tmp_path_factory, data):
         rest = bytes([good[at] ^ data.draw(st.integers(1, 255))]) + good[at + 1 :] if how == "flip" else b""
         path.write_bytes(good[:at] + rest)
     try:
-        with open_stored(str(folder)) as stored:
+        with open_checkpoint(str(folder)) as stored:
             stored.verify(0, 1, ["w"])
     except CheckpointError as error:
         assert path.name in str(error)
