@@ -114,7 +114,7 @@ def memory(row: Recorded) -> float:
     plan, work, _ = planned(s["model"], int(s["ranks"]))
     owned = max(sum(work[i].parameters for i in plan.members(stage)) for stage in range(plan.schedule.ranks))
     if row.run in BEFORE_ONE_BUFFER:
-        plan = replace(plan, schedule=replace(plan.schedule, threshold=2 * plan.schedule.ranks - 1), sums_apart=True)
+        plan = replace(plan, schedule=replace(plan.schedule, threshold=2 * plan.schedule.ranks - 1), separate_sums=True)
     return sum(plan.memory().values()) + 12 * owned + activations(s["model"], int(s["micro_batch"]), int(s["sequence"]))
 
 

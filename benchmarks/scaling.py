@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from benchmarks import models, predict
 from deepspeed_cdp.analysis.timing import waves
-from deepspeed_cdp.analysis.timing.baselines import rivals
+from deepspeed_cdp.analysis.timing.baselines import baselines
 from deepspeed_cdp.analysis.timing.events import simulate
 from deepspeed_cdp.analysis.timing.times import Hardware, times
 
@@ -53,7 +53,7 @@ def expected(name: str, micro_batch: int, ranks: int) -> Expected:
     setting = {"model": name, "ranks": str(ranks), "micro_batch": str(micro_batch), "sequence": str(SEQUENCE)}
     memory = predict.memory(predict.Recorded("", setting, compute, 0.0, 0.0))
     sizes = [unit.p_bytes for unit in plan.units]
-    others = {r.name: r.seconds for r in rivals(work, sizes, [unit.g_bytes for unit in plan.units], ranks, Hardware(), compute)}
+    others = {r.name: r.seconds for r in baselines(work, sizes, [unit.g_bytes for unit in plan.units], ranks, Hardware(), compute)}
     return Expected(_title(name, micro_batch, source), str(ranks), compute, simulate(plan, given).period(), late, memory, others)
 
 

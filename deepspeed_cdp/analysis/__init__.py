@@ -1,4 +1,4 @@
-"""The paper's results: the oracle, the learning simulator, activation memory, the cost table, predicted step times.
+"""The paper's results: the oracle, the learning simulator, activation memory, the cost table, and predicted step times.
 
-Imports ``plan`` and ``model``; no part of training imports it.
+It imports ``plan`` and ``model``. No part of training imports it.
 """

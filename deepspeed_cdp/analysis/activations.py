@@ -1,12 +1,12 @@
-"""Activation memory over time (the paper's Figure 4): what autograd keeps for the backward, and what N workers keep together.
+"""Activation memory over time (the paper's Figure 4): bytes that autograd saves for the backward, of one worker and of N.
 
-``track`` runs one forward and backward of any model, on any device (meta too: no memory, no arithmetic), and notes the live bytes
-whenever autograd saves a tensor or lets one go. ``Profile`` extrapolates to N workers that run at the same time or, as under the
-cyclic schedule, each 1/N of a step after the one before (Section 4.1: constant, and about half for large N if the curve is a
-triangle).
+``track`` runs one forward and backward of any model on any device, also on meta, which takes no memory and no arithmetic. It
+records the live bytes whenever autograd saves or frees a tensor. ``Profile`` extrapolates to N workers: all at the same time,
+or, as under the cyclic schedule, each 1/N of a step after the one before. The sum of the latter is constant for a triangular
+curve, and about half for large N (Section 4.1).
 
-What counts: every storage that a saved-tensor hook sees, once, however many tensors share it; not parameters, buffers or their
-views, which are there anyway. What a kernel needs only while it runs, and gradients on their way, are not in it.
+Every storage that a saved-tensor hook sees counts once. Parameters, buffers and their views do not count, as they are always
+there. Nor do temporary buffers of kernels and gradients.
 """
 
 import time
@@ -23,7 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deepspeed_cdp.model.discover import _MORE_FLOPS, Example
 
-POINTS = 2048  # where totals of several workers are evaluated
+POINTS = 2048  # points of a step at which the total of several workers is evaluated
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,11 @@ class Profile:
     """Live activation bytes of one forward and backward of one worker.
 
     Attributes:
-        times: fractions of the whole, ascending, from 0 to 1; live: bytes from that time on, 0 at the end.
+        times: fractions of the forward and backward, ascending from 0 to 1.
+        live: bytes from each of these times on; 0 at the end.
         turn: the fraction at which the forward ends.
-        clock: what fractions are of: "flops" or "seconds"; total: of these, in all.
+        clock: the unit of time: "flops" or "seconds".
+        total: duration in this unit.
     """
 
     times: tuple[float, ...]
@@ -44,31 +46,33 @@ class Profile:
 
     @property
     def peak(self) -> int:
-        """Most live bytes of one worker."""
+        """The most live bytes of one worker."""
         return max(self.live)
 
     def at(self, x: float) -> int:
-        """Live bytes at a fraction of the step (any real number: steps repeat)."""
+        """Live bytes at a fraction of the step; any real number, since steps repeat."""
         return self.live[bisect_right(self.times, x % 1.0) - 1]
 
     def together(self, workers: int) -> int:
-        """Most live bytes of ``workers`` that run at the same time."""
+        """The most live bytes of ``workers`` that run at the same time."""
         return workers * self.peak
 
     def in_turn(self, workers: int) -> list[int]:
-        """Live bytes of ``workers``, each 1/N of a step after the one before, at 1/POINTS, 2/POINTS, ... of a step and where
-        one's peak is; it repeats every 1/N."""
+        """Live bytes of ``workers``, each 1/N of a step after the one before, at POINTS of a step and at one worker's peak.
+
+        The total repeats every 1/N of a step.
+        """
         peak = self.times[self.live.index(self.peak)]
         places = [i / POINTS for i in range(POINTS)] + [peak]
         return [sum(self.at(x + i / workers) for i in range(workers)) for x in places]
 
     def saving(self, workers: int) -> float:
-        """By which fraction the cyclic schedule's peak is lower."""
+        """The fraction by which the cyclic schedule lowers the peak."""
         return 1 - max(self.in_turn(workers)) / self.together(workers)
 
 
 class _Kept:
-    """A saved tensor; tells when autograd lets it go."""
+    """A saved tensor, which calls ``gone`` when autograd frees it."""
 
     __slots__ = ("tensor", "gone")
 
@@ -80,12 +84,12 @@ class _Kept:
 
 
 class Tracker:
-    """Counts what autograd saves, while its hooks are on; events are (clock, live bytes)."""
+    """Counts the bytes that autograd saves while its hooks are on; events are (clock, live bytes)."""
 
     def __init__(self, ignore: Iterable[torch.Tensor], clock: Callable[[], float]):
         self.clock, self.live, self.events = clock, 0, [(clock(), 0)]
         self._ignored = {self._key(t): t for t in ignore}
-        self._users: dict[int, int] = {}  # storage -> how many saved tensors use it
+        self._users: dict[int, int] = {}  # storage -> number of saved tensors that use it
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> int:
@@ -137,8 +141,8 @@ def track(module: torch.nn.Module, example: Example, clock: str = "flops") -> Pr
 
     Args:
         example: arguments on the module's device.
-        clock: "flops": operations of products, convolutions and attention done so far, the same on every device; "seconds":
-            the wall clock (on a GPU the device is waited for at each event, so it is slow).
+        clock: "flops": operations of matrix products, convolutions and attention so far, the same on every device; "seconds":
+            the wall clock, which is slow on a GPU, since each event synchronizes the device.
     Raises:
         ValueError: unknown clock, "seconds" on the meta device, or an output without gradient.
     """
@@ -184,8 +188,7 @@ def track(module: torch.nn.Module, example: Example, clock: str = "flops") -> Pr
 
 
 def _fake(t: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape on a CPU that computes nothing, where attention takes the fused kernel, as it does on GPUs; on
-    the meta device it would not."""
+    """A fake CPU tensor of the same shape: attention takes the fused kernel, as on GPUs, but not on the meta device."""
     made = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu")
     return torch.nn.Parameter(made, t.requires_grad) if isinstance(t, torch.nn.Parameter) else made
 
@@ -195,8 +198,8 @@ def _profile(events: list[tuple[float, int]], turn: float, end: float, clock: st
     scale = total or 1.0
     steps: dict[float, int] = {}
     for when, live in events:
-        steps[min((when - begin) / scale, 1.0)] = live  # the last of several at one time
-    # what is saved before the first product, say, shares its time; the peak must not be lost among them
+        steps[min((when - begin) / scale, 1.0)] = live  # the last of several events at one time
+    # events before the first matrix product, for instance, share one time; keep the peak among them
     when, live = max(events, key=lambda e: e[1])
     at = min((when - begin) / scale, 1.0)
     steps[at], steps[1.0] = max(steps[at], live), 0

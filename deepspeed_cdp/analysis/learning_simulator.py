@@ -1,18 +1,21 @@
-"""N ranks' training in one process: cyclic data parallelism for people with one GPU, or none (design §3).
+"""N ranks' training in one process: cyclic data parallelism without several GPUs.
 
     theta_{t+1} = opt(theta_t, 1/N sum_r grad f_r(theta_hat_{r,t}))
 
-where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K, and theta_{t-1}^s otherwise. What is simulated is the learning,
-exactly; not the time. A step runs the ranks' micro-batches one after the other, as ``reference.train`` does, and comes to the
-same numbers. Unlike the oracle it is made to be used: an ordinary module, optimizer and scheduler, on any device, two copies of
-the parameters and no copy per micro-batch, on GPUs without a host synchronization, or as a CUDA graph (``captured``).
+where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K, and theta_{t-1}^s otherwise. It simulates learning exactly, and not
+time. A step runs the ranks' micro-batches one after the other, with the same results as the oracle, ``reference.train``.
+
+Unlike the oracle, it is made for users: it takes an ordinary module, optimizer and scheduler on any device. It keeps two
+copies of the parameters, and makes none per micro-batch. On GPUs it never synchronizes the host, and can run as a CUDA graph
+(``captured``).
 
     stages = stages_of(model, ranks=4)
     ring = Simulator(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), stages, "cdp-v2")
     for batches in data:                                                   # one micro-batch per rank
         losses = ring.step(batches, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]))
 
-Imports torch but not DeepSpeed. Not simulated: fp16 loss scaling, and that ``dp`` and ``cdp-v1`` skip steps that are not finite.
+It does not need DeepSpeed. Two things are not simulated: fp16 loss scaling, and skipping non-finite steps under ``dp`` and
+``cdp-v1``.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +33,14 @@ _EPSILON = 1e-6  # as in DeepSpeed's ZeRO-3 (stage3.py, unscale_and_clip_grads)
 
 
 def stages_of(module: nn.Module, ranks: int, example: discover.Example | None = None, method: str = "auto") -> list[list[str]]:
-    """The stages that the engine would cut a model into on ``ranks`` ranks: parameter names by stage.
+    """The engine's stages of a model on ``ranks`` ranks: parameter names by stage.
 
     Args:
-        example: arguments of one forward, which tells units' order and FLOPs.
+        example: arguments of one forward, which gives the order of units and their FLOPs.
         method: ``cyclic.partition_method``; ``auto`` is ``flops`` with an example, else ``parameters``.
 
     Raises:
-        ValueError: the model has fewer units than ranks, or no such method.
+        ValueError: the model has fewer units than ranks, or the method is unknown.
     """
     found = discover.find_units(module, ranks, example)
     groups = discover.stages(found, ranks, method)
@@ -48,7 +51,7 @@ def stages_of(module: nn.Module, ranks: int, example: discover.Example | None = 
 
 
 def threshold_of(rule: str | int, ranks: int, stages: int) -> int:
-    """The K of a rule: dp 0, cdp-v2 S-1, cdp-v1 R+S-1; ``schedule.threshold`` where ranks R and stages S are equally many.
+    """The K of a rule: dp 0, cdp-v2 S-1, cdp-v1 R+S-1; with as many ranks R as stages S, that of ``schedule.threshold``.
 
     Raises:
         ValueError: not a rule, or K outside 0..R+S-1.
@@ -65,13 +68,13 @@ def threshold_of(rule: str | int, ranks: int, stages: int) -> int:
 
 
 class Simulator:
-    """A ring of ranks, simulated.
+    """A simulated ring of ranks.
 
     Attributes:
-        module: the user's. Between steps it holds theta_t and rank 0's buffers, so evaluate and save as ever.
-        optimizer: the user's.
-        ranks: R, the micro-batches in flight.
-        stages: S, their number.
+        module: the user's module. Between steps it holds theta_t and rank 0's buffers, so evaluation and saving need no change.
+        optimizer: the user's optimizer.
+        ranks: R, the number of micro-batches in flight.
+        stages: S, the number of stages.
         threshold: K.
         steps: updates so far (t).
     """
@@ -89,14 +92,14 @@ class Simulator:
     ):
         """
         Args:
-            module: its parameters are the fp32 masters; for bf16 put ``torch.autocast`` into the loss.
-            optimizer: over the module's parameters. Set learning rates as ever; a scheduler's step follows ``step``.
-            stages: parameter names by stage, together all that require a gradient, each once; see ``stages_of``.
+            module: its parameters are the fp32 masters; for bf16, use ``torch.autocast`` in the loss.
+            optimizer: over the module's parameters. Step a scheduler after ``step``.
+            stages: parameter names by stage; each parameter with a gradient once (see ``stages_of``).
             rule: as ``cyclic.rule``.
-            ranks: default: as many as stages, which is what the engine can do. The paper's experiments have 8 ranks and 4 stages.
-            warmup_steps: so many first steps are made under ``dp``; the step after them reads one version, as after a flush.
-            clip: the largest gradient norm, 0 for no clipping. Under thresholds other than ``dp``'s and ``cdp-v1``'s a stage is
-                clipped by this step's norms of stages >= its own and the last step's of the others (§9).
+            ranks: default: as many as stages, as in the engine. The paper's experiments have 8 ranks and 4 stages.
+            warmup_steps: number of first steps under ``dp``; the step after them reads one version, as after a flush.
+            clip: the largest gradient norm; 0: no clipping. Under rules other than ``dp`` and ``cdp-v1``, a stage is clipped by
+                this step's norms of stages >= its own and the last step's norms of the others (docs/algorithm.md#norms).
 
         Raises:
             ValueError: a parameter is in no stage or in two, the rule is unknown, or a number is out of range.
@@ -121,15 +124,15 @@ class Simulator:
         self._buffers = [b for b in module.buffers()]
         own = [b.data for b in self._buffers]
         self._ranks_buffers = [own, *([b.clone() for b in own] for _ in range(self.ranks - 1))]
-        self._last: Tensor | None = None  # squared norms by stage, of the step before
+        self._last: Tensor | None = None  # squared norms by stage of the step before
 
     @property
     def delayed(self) -> bool:
-        """Whether the next step reads stale versions (not while warming up, nor under dp)."""
+        """Whether the next step reads stale versions: not in the warm-up, nor under dp."""
         return self.steps >= self.warmup_steps and self.threshold > 0
 
     def is_fresh(self, round: int, rank: int, stage: int) -> bool:
-        """Whether this micro-batch of the next step reads theta_t of the stage, forward and backward (§3)."""
+        """Whether this micro-batch of the next step reads theta_t of the stage, in forward and backward."""
         if not self.delayed:
             return True
         return self.threshold < self.ranks + self.stages - 1 and (round > 0 or rank + stage >= self.threshold)
@@ -142,7 +145,7 @@ class Simulator:
             loss: ``loss(module, batch)`` is a scalar.
 
         Returns:
-            the micro-batches' losses, (R k,), detached, on the module's device.
+            The losses of the micro-batches, of shape (R k,), detached, on the module's device.
         """
         self._before()
         losses = self._gradients(batches, loss)
@@ -152,20 +155,20 @@ class Simulator:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """As the engine does when it evaluates or saves (§10): the next step reads theta_t everywhere."""
+        """The next step reads theta_t everywhere, as it does when the engine evaluates or saves."""
         torch._foreach_copy_(_flat(self._stale), _flat(self._fresh))
 
     def captured(self, batches: Sequence[Any], loss: Loss) -> Callable[[Sequence[Any]], Tensor]:
-        """``step`` with all forwards and backwards in one CUDA graph, for small models, whose time is the host's.
+        """``step`` with all forwards and backwards in one CUDA graph, for small models, which are bound by the host.
 
-        Capturing trains on nothing, but run three steps or more before, so that libraries have set themselves up.
+        Capturing does not train. Run at least three steps before it, so that libraries have initialized.
 
         Args:
-            batches: like those to come in structure, shapes, dtypes and device.
+            batches: of the same structure, shapes, dtypes and device as those to come.
             loss: must not synchronize; random numbers come from the device's default generator.
 
         Returns:
-            ``step(batches)``, to be used while ``delayed`` stays what it is now. Its losses are overwritten by the next step.
+            ``step(batches)``, valid while ``delayed`` keeps its present value. The next step overwrites its losses.
         """
         self._before()
         leaves, shape = tree_flatten(tree_map(lambda x: x.clone(), list(batches)))
@@ -191,11 +194,11 @@ class Simulator:
 
     # ---- parts of a step --------------------------------------------------------------------------------------------------
     def _before(self) -> None:
-        if self.steps == self.warmup_steps:  # the warm-up ends in a flush
+        if self.steps == self.warmup_steps:  # the warm-up ends with a flush
             self.flush()
 
     def _gradients(self, batches: Sequence[Any], loss: Loss) -> Tensor:
-        """Averages over the ranks into every ``.grad``; a parameter that got none at all has zeros."""
+        """Averages gradients over the ranks into every ``.grad``; a parameter without a gradient gets zeros."""
         rounds, odd = divmod(len(batches), self.ranks)
         if odd or not rounds:
             raise ValueError(f"got {len(batches)} micro-batches for {self.ranks} ranks; give as many for each rank")
@@ -215,13 +218,13 @@ class Simulator:
         return torch.stack(losses)
 
     def _bind(self, round: int, rank: int) -> None:
-        """Point parameters and buffers at what this micro-batch reads."""
+        """Point parameters and buffers at the versions that this micro-batch reads."""
         for s, stage in enumerate(self._parameters):
             for parameter, value in zip(stage, self._fresh[s] if self.is_fresh(round, rank, s) else self._stale[s]):
                 parameter.data = value
         for buffer, value in zip(self._buffers, self._ranks_buffers[rank]):
             buffer.data = value
-        torch.clear_autocast_cache()  # it knows parameters by their identity, which stays
+        torch.clear_autocast_cache()  # its keys are parameter objects, which stay the same
 
     def _unbind(self) -> None:
         for parameter, value in zip(_flat(self._parameters), _flat(self._fresh)):
@@ -238,7 +241,7 @@ class Simulator:
         self.steps += 1
 
     def _clip(self) -> None:
-        """As ZeRO-3 does: divided by (norm + 1e-6) / clip where that is above one."""
+        """Divide gradients by (norm + 1e-6) / clip if that is above one, as ZeRO-3 does."""
         now = torch.stack([_square([p.grad for p in stage]) for stage in self._parameters if stage])
         exact = not self.delayed or self.threshold == self.ranks + self.stages - 1
         last = torch.zeros_like(now) if self._last is None else self._last
@@ -255,6 +258,6 @@ def _flat(stages: Sequence[Sequence[Any]]) -> list[Any]:
 
 def _square(gradients: list[Tensor]) -> Tensor:
     """The squared norm, float64."""
-    if gradients[0].device.type == "cpu":  # in double precision, as the oracle has it
+    if gradients[0].device.type == "cpu":  # in double precision, as in the oracle
         return torch.stack([g.double().square().sum() for g in gradients]).sum()
     return torch.stack(torch._foreach_norm(gradients)).double().square().sum()

@@ -1,26 +1,25 @@
-"""Table 1 of the paper as functions: what N micro-batches cost in memory, traffic and devices, with and without the cyclic
-schedule.
+"""Table 1 of the paper as functions: memory, traffic and devices for N micro-batches, with and without the cyclic schedule.
 
-Pure, no torch. Symbols, as in the paper:
+It needs no torch. Symbols, as in the paper:
 
 =========  ==========================================================================================================
 N          micro-batches in flight = stages of the model = workers
 Psi_P      bytes of the model's parameters
-Psi_A      bytes of the activations that one micro-batch keeps for its backward, whole model
-Psi_int    bytes of the activations that pass from one stage to the next, for one micro-batch
+Psi_A      bytes of the activations that one micro-batch saves for its backward, whole model
+Psi_int    bytes of the activations between two stages, for one micro-batch
 =========  ==========================================================================================================
 
-What each column counts:
+Columns:
 
-- *activations*, *parameters*: bytes on the device that has most; stages are equal; gradients and optimizer state come on top. (In
-  a pipeline that is the first stage, with N micro-batches in flight; the last has one, Psi_A/N.)
-- *volume*: bytes that a device receives in a training step. A sum over all devices counts twice, as a reduce-scatter and an
-  all-gather (as in the ZeRO paper, so ZeRO-DP is 3 Psi_P); factors (N-1)/N, which go to one, are left out.
-- *steps*: the most message rounds that have to follow one another between two time steps, a time step being the pass of one
-  stage: a collective over N devices takes about log2 N, a hand-off to a neighbour one.
+- *activations*, *parameters*: bytes on the device with the most. Stages are equal. Gradients and optimizer state come on top.
+  In a pipeline this device is the first stage, with N micro-batches in flight; the last stage has one, Psi_A/N.
+- *volume*: bytes that a device receives in a training step. An all-reduce counts as a reduce-scatter and an all-gather, as in the
+  ZeRO paper, so ZeRO-DP is 3 Psi_P. Factors (N-1)/N are left out, since they approach one.
+- *steps*: the most consecutive message rounds between two time steps, where a time step is the pass of one stage. A collective
+  over N devices takes about log2 N, a message to a neighbour one.
 
-Rows are named as in the paper's Figure 2 (2.a single device, 2.b devices with whole models, 2.c model and pipeline parallelism,
-2.d ZeRO-DP; i. simultaneous, ii. cyclic).
+Rows have the names of the paper's Figure 2: 2.a single device, 2.b devices with whole models, 2.c model and pipeline parallelism,
+2.d ZeRO-DP; i. simultaneous, ii. cyclic.
 """
 
 from dataclasses import asdict, dataclass
@@ -30,11 +29,11 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the closed forms need.
+    """Arguments of the closed forms.
 
     Attributes:
         n: N, at least 1.
-        psi_p, psi_a, psi_int: bytes, see the module's text.
+        psi_p, psi_a, psi_int: bytes, see the module's docstring.
     """
 
     n: int
@@ -48,11 +47,12 @@ class Cost:
     """One row of Table 1.
 
     Attributes:
-        figure: the panel of Figure 2 that shows it.
-        implementation: in words; cyclic: whether micro-batches follow one another with a delay.
-        devices: how many.
-        activations, parameters, volume: bytes per device, see the module's text.
-        steps: the most communication steps between two time steps.
+        figure: its panel of Figure 2.
+        implementation: in words.
+        cyclic: micro-batches follow one another with a delay.
+        devices: number of devices.
+        activations, parameters, volume: bytes per device, see the module's docstring.
+        steps: the most message rounds between two time steps.
         forms: the same columns as formulas.
     """
 
@@ -72,16 +72,15 @@ class Cost:
 
 
 def cyclic_activations(n: int) -> float:
-    """Activations of N micro-batches on one device under the cyclic schedule, in Psi_A: the sum of 1/N, 2/N, ..., N/N (Section
-    4.1).
+    """Activations of N micro-batches on one device under the cyclic schedule, in Psi_A (Section 4.1).
 
-    At any time the micro-batches have i/N of the model's activations live, each i once: constant, and half of N for large N.
+    At any time, the micro-batches hold 1/N, 2/N, ..., N/N of the model's activations. The sum is constant, and about N/2.
     """
     return (n + 1) / 2
 
 
 def collective_steps(n: int) -> int:
-    """Message rounds of a collective over n devices by a tree: log2 n, rounded up."""
+    """Message rounds of a tree collective over n devices: log2 n, rounded up."""
     return ceil(log2(n)) if n > 1 else 0
 
 

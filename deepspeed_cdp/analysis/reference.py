@@ -1,7 +1,7 @@
-"""The oracle: cyclic data parallelism as one straight-line loop in one process (design §3, §9).
+"""The oracle: cyclic data parallelism as one straight-line loop in one process.
 
-It shares no code with the runtime, moves no messages and keeps two versions of the parameters, so that what it returns can be
-read off the paper's definition::
+It shares no code with the runtime, sends no messages and keeps two versions of the parameters. So a reader can compare it with
+the paper's definition line by line::
 
     theta_{t+1} = opt(theta_t, 1/N sum_r grad f_r(theta_hat_{r,t}))
 
@@ -25,16 +25,17 @@ _EPSILON = 1e-6  # as in DeepSpeed's ZeRO-3 (stage3.py, unscale_and_clip_grads)
 
 @dataclass
 class Trained:
-    """What ``train`` returns.
+    """The result of ``train``.
 
     Attributes:
         masters: fp32 parameters after the last update, by name.
         losses: the loss (not divided by ``rounds``) of each micro-batch, by (step, round, rank).
         norms: by step, the global norm of the averaged gradient before clipping.
-        clip_norms: by step and stage, the norm that the stage was clipped by (§9): the global one, or the lagged one.
+        clip_norms: by step and stage, the norm that clips the stage: the global one, or the lagged one.
         buffers: by rank, the module's buffers (batch statistics) at the end.
         optimizer: the optimizer, with its state.
-        scales: by step, the loss scale; overflows: whether it was skipped.
+        scales: by step, the loss scale.
+        overflows: by step, whether it was skipped.
     """
 
     masters: dict[str, Tensor]
@@ -49,7 +50,7 @@ class Trained:
 
 @dataclass
 class _Versions:
-    """Masters after ``number`` updates and, unless a flush or the start came in between, after one update less."""
+    """Masters after ``number`` updates (fresh), and after one update less (stale); after a flush, both are the same."""
 
     fresh: dict[str, Tensor]
     stale: dict[str, Tensor]
@@ -58,12 +59,12 @@ class _Versions:
 
 
 def version(threshold: int, ranks: int, step: int, rnd: int, rank: int, stage: int, flushed_at: int = 0) -> int:
-    """The version of ``stage`` that ``rank`` reads, forward and backward, in round ``rnd`` of ``step`` (§3).
+    """The version of ``stage`` that ``rank`` reads in forward and backward of round ``rnd`` of ``step``.
 
     Args:
         threshold: K: 0 for dp, N-1 for cdp-v2, 2N-1 for cdp-v1.
         ranks: N, also the number of stages.
-        flushed_at: the version that everybody had after the last flush: t + 1 for one at the end of step t, 0 at the start.
+        flushed_at: the version of all ranks after the last flush: t + 1 for a flush at the end of step t, 0 at the start.
     """
     fresh = threshold < 2 * ranks - 1 and (rnd > 0 or rank + stage >= threshold)
     return step if fresh else max(step - 1, flushed_at)
@@ -87,32 +88,31 @@ def train(
     warmup_steps: int = 0,
     rings: int = 1,
 ) -> Trained:
-    """Train as N = len(stages) ranks would under threshold K, or ``rings`` times as many; one micro-batch after the other.
+    """Train as N = len(stages) ranks (times ``rings``) do under threshold K, one micro-batch after the other.
+
+    Gradient sums are made in the order in which the running sum travels: round by round, rank 0 first. The sum is then cast to
+    fp32 and divided by N. A parameter without any gradient gets zeros.
 
     Args:
-        module: a template, left as it is: its parameters give the start, its buffers every rank's start.
-        stages: the parameter names of each stage; together all parameters that require a gradient, each once.
+        module: a template with the initial parameters and buffers; it is not changed.
+        stages: the parameter names of each stage; each parameter with a gradient once.
         threshold: K (see ``version``).
         batches: ``batches(step, round, rank)`` is a micro-batch.
         loss: ``loss(call, batch)`` is the scalar loss; ``call`` is the module with the parameters and buffers to use.
         make_optimizer: makes the optimizer over (name, fp32 master) in the module's order.
         steps: the number of updates.
         rounds: micro-batches per rank and step (gradient accumulation); each loss is divided by it before its backward.
-        clip: the largest gradient norm; 0 is no clipping. With K = 0 or K = 2N-1 the norm is that of the whole gradient; else
-            stage s is clipped by this step's stages >= s and last step's stages < s (§9; before the first step zero).
-        flush_after: the steps at whose end the engine flushes (§10); the next step reads one version everywhere.
+        clip: the largest gradient norm; 0: no clipping. With K = 0 or K = 2N-1 the norm is that of the whole gradient. Otherwise
+            stage s is clipped by this step's norms of stages >= s and last step's norms of stages < s (zero in the first step).
+        flush_after: the steps at whose end the engine flushes; the next step reads one version everywhere.
         grad_dtype: the dtype in which micro-batch gradients are summed; default: each parameter's own.
         on_step: called with (step, optimizer) before each update, to set the learning rate.
         scaler: for fp16, DeepSpeed's loss scaler (``loss_scale``, ``update_scale(overflow)``); K = 0 or 2N-1 only. The scale of
-            step t follows from the overflows of the steps <= t - 1 with K = 0, of those <= t - 2 with K = 2N-1; but the step
-            after a flush sees all before.
-        rings: of N ranks each. World rank w is rank w % N of ring w // N and reads that rank's versions; ``batches`` and the
-            result have world ranks. The sums of the rings are added in their order, then divided by N times ``rings``.
-        warmup_steps: the first steps have K = 0; there is a flush before the others, which have ``threshold``.
-
-    GradAccumulation are made in the order in which the running sum travels: round by round, rank 0 first. The sum is then
-    cast to fp32 and
-    divided by N. A parameter that got no gradient at all gets zeros.
+            step t depends on the overflows of steps <= t - 1 with K = 0, of steps <= t - 2 with K = 2N-1. The step after a flush
+            sees all overflows before it.
+        rings: number of rings of N ranks. World rank w is rank w % N of ring w // N and reads that rank's versions; ``batches``
+            and the result have world ranks. The sums of the rings are added in order, then divided by N times ``rings``.
+        warmup_steps: number of first steps with K = 0; a flush follows, then steps with ``threshold``.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     listed = [name for stage in stages for name in stage if name in trained]
@@ -130,7 +130,7 @@ def train(
     last_squares = [0.0] * ranks
     result = Trained({}, {}, [], [], buffers, optimizer)
 
-    unheard: list[bool] = []  # overflows that the scaler has not been told of
+    unheard: list[bool] = []  # overflows that the scaler does not know yet
     configured = threshold
     for step in range(steps):
         threshold = configured if step >= warmup_steps else 0
@@ -176,7 +176,7 @@ def train(
         if on_step is not None:
             on_step(step, optimizer)
         overflow = not math.isfinite(sum(squares)) and threshold in (0, 2 * ranks - 1)
-        if not overflow:  # as ZeRO-3 does, a step without a norm is skipped
+        if not overflow:  # a step without a finite norm is skipped, as in ZeRO-3
             optimizer.step()
         unheard.append(overflow)
         result.scales.append(scale)
@@ -191,7 +191,7 @@ def train(
 
 
 def _clip_norms(threshold: int, now: Sequence[float], last: Sequence[float]) -> list[float]:
-    """The norm that each stage is clipped by, from the stages' squared norms in this step and the one before (§9)."""
+    """The norm that clips each stage, from the stages' squared norms in this step and the one before."""
     stages = range(len(now))
     if threshold in (0, 2 * len(now) - 1):
         return [math.sqrt(math.fsum(now))] * len(now)
@@ -199,7 +199,7 @@ def _clip_norms(threshold: int, now: Sequence[float], last: Sequence[float]) -> 
 
 
 def _added(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
-    """GradAccumulation of two rings, in this order; a parameter may have none in one of them."""
+    """The gradient sums of two rings, added in this order; a parameter may have none in one of them."""
     return {name: a[name] + b[name] if name in a and name in b else (a if name in a else b)[name] for name in {**a, **b}}
 
 

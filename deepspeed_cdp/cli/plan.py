@@ -5,7 +5,7 @@ from typing import Any
 
 from deepspeed_cdp.analysis.activations import track
 from deepspeed_cdp.analysis.timing import waves
-from deepspeed_cdp.analysis.timing.baselines import rivals
+from deepspeed_cdp.analysis.timing.baselines import baselines
 from deepspeed_cdp.analysis.timing.events import simulate
 from deepspeed_cdp.cli import prediction
 from deepspeed_cdp.cli.output import UserError, columns, human, milliseconds, show
@@ -73,7 +73,7 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
     }
     persistent = plan.persistent.p_bytes if plan.persistent else 0
     sizes = [u.p_bytes for u in plan.units]
-    others = rivals(
+    others = baselines(
         [*p.work, *([type(p.work[0])(0.0, p.persistent)] if persistent else [])],
         sizes + ([persistent] if persistent else []),
         [u.g_bytes for u in plan.units] + ([plan.persistent.g_bytes] if plan.persistent else []),

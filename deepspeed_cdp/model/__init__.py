@@ -1,4 +1,4 @@
-"""From a module to the plan's units: discovery, flat layouts of parameters, models whose values are elsewhere.
+"""The model: finding its units, their flat layouts, its plan, and models whose parameters are partitioned or on the meta device.
 
-Imports ``plan``.
+It imports ``plan``.
 """

@@ -1,11 +1,12 @@
-"""Finds the units (§2) of any nn.Module: called once per forward, as a whole, with parameters that are read nowhere else.
+"""Finds the units of any nn.Module: modules that run once per forward, with parameters that no other module reads.
 
-- the children of the outermost ModuleLists, Sequentials and ModuleDicts are units (a ModuleList inside one is not opened);
-- a module with such a container below it is a wrapper: it is opened, and parameters directly on it are persistent (§4);
-- every other module with parameters is one unit;
-- parameters shared between units, or between a unit and its surroundings, are persistent.
-An example batch refines this: a fake-tensor forward tells the order, the cost, what runs twice, and which parameters are
-read outside their module (MultiheadAttention reads out_proj.weight itself).
+- The children of the outermost ModuleLists, Sequentials and ModuleDicts are units; containers inside a unit are not opened.
+- A module above such a container is a wrapper. It is opened, and parameters directly on it are persistent.
+- Every other module with parameters is one unit.
+- Parameters shared between units, or between a unit and its surroundings, are persistent.
+
+A forward of an example batch on fake tensors refines this. It gives the execution order and the cost. It also shows modules that
+run twice, and parameters that are read outside their module (MultiheadAttention reads out_proj.weight itself).
 """
 
 import logging
@@ -30,15 +31,21 @@ from deepspeed_cdp.plan.partition import assign
 logger = logging.getLogger("deepspeed_cdp")
 
 _OWN = vars(nn.Module()).keys()  # the attributes every module has
-# FlopCounterMode knows the CUDA attention kernels; the CPU's is the same product
+# FlopCounterMode counts the CUDA attention kernels only; the CPU kernel does the same operations
 _MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
 
 
 @dataclass(frozen=True)
 class FoundUnit:
-    """`name` is its path in named_modules(), `parameters` the named_parameters() names it carries, in that order;
-    `cost_parameters` counts their elements. `flops` counts the example's forward from this unit's start to the next one's
-    (so work on persistent parameters, such as a tied head's, counts where it is done); 0 if never called, None without a trace.
+    """A unit of the model.
+
+    Attributes:
+        name: its path in named_modules().
+        parameters: its names from named_parameters(), in that order.
+        cost_parameters: number of their elements.
+        flops: operations in the example's forward from this unit's start to the next unit's. So work on persistent parameters
+            (such as a tied head's) counts where it is done. 0 if the unit is never called, None without a trace.
+        type_name: class of the module.
     """
 
     name: str
@@ -50,8 +57,12 @@ class FoundUnit:
 
 @dataclass(frozen=True)
 class FoundUnits:
-    """Units in execution order, and the persistent parameters' names in named_parameters() order; `persistent_cost` counts their
-    elements."""
+    """The units of a model in execution order, and its persistent parameters.
+
+    Attributes:
+        persistent: their names, in the order of named_parameters().
+        persistent_cost: number of their elements.
+    """
 
     units: tuple[FoundUnit, ...]
     persistent: tuple[str, ...]
@@ -68,10 +79,14 @@ class Example:
 
 @dataclass(frozen=True)
 class Trace:
-    """What one forward does. Modules are keyed by their path in named_modules(); those never called are absent.
+    """Record of one forward, by path in named_modules(); modules that are never called are absent.
 
-    `order` is the position of the first call, `calls` their number, `flops` the operations inside, `before` those done by
-    the model before the first call. `inside` maps each parameter that is read to the modules running at every read of it.
+    Attributes:
+        order: position of the module's first call.
+        calls: number of calls.
+        flops: operations inside the module.
+        before: operations of the model before the module's first call.
+        inside: for each parameter that is read, the modules that are running at every read of it.
     """
 
     order: dict[str, int] = field(default_factory=dict)
@@ -82,7 +97,7 @@ class Trace:
 
 
 def example_of(module: nn.Module) -> Example | None:
-    """The example a module carries: Lightning's `example_input_array` or HF's `dummy_inputs`; None when it has none."""
+    """The module's own example: Lightning's `example_input_array` or Hugging Face's `dummy_inputs`; None if it has none."""
     try:
         given = getattr(module, "example_input_array", None)
         if isinstance(given, Mapping):
@@ -95,14 +110,14 @@ def example_of(module: nn.Module) -> Example | None:
             return Example(kwargs={"pixel_values": torch.zeros(1, config.num_channels, config.image_size, config.image_size)})
         given = getattr(module, "dummy_inputs", None)
         return Example(kwargs=dict(given)) if isinstance(given, Mapping) else None
-    except Exception as error:  # both are properties with arbitrary code behind them
+    except Exception as error:  # both may be properties, which run arbitrary code
         logger.info("no example batch: %s: %s", type(error).__name__, error)
         return None
 
 
 @contextmanager
 def _unchanged(module: nn.Module) -> Iterator[None]:
-    """Puts back every attribute of every submodule, what its dicts, lists and sets hold, and the random states."""
+    """Restores every attribute of every submodule, the contents of its dicts, lists and sets, and the random states."""
     attributes = [(m, dict(m.__dict__)) for m in module.modules()]
     inner = [
         (v, v.items() if isinstance(v, dict) else v)
@@ -131,12 +146,12 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records module calls (through hooks) and which modules are running when an operator reads a parameter."""
+    """Records module calls (through hooks), and the modules that are running when an operator reads a parameter."""
 
     def __init__(self, names: dict[int, str], flops: FlopCounterMode) -> None:
         super().__init__()
         self.names, self.counter = names, flops
-        self.running: list[tuple[str, int]] = []  # (path, flops so far when it was entered)
+        self.running: list[tuple[str, int]] = []  # (path, operations before it was entered)
         self.trace = Trace()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -155,7 +170,7 @@ class _Recorder(TorchDispatchMode):
             self.running.append((path, self.counter.get_total_flops()))
 
         def leave(*_: Any) -> None:
-            while self.running:  # more than one only when the model caught an exception of a submodule
+            while self.running:  # pops more than one only after the model caught an exception of a submodule
                 name, before = self.running.pop()
                 if name == path:
                     self.trace.flops[path] = self.trace.flops.get(path, 0) + self.counter.get_total_flops() - before
@@ -166,14 +181,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def trace(module: nn.Module, example: Example) -> Trace | None:
-    """One forward in training mode on fake tensors: no memory, no arithmetic, and the module comes out as it went in.
+    """One forward in training mode on fake tensors, which takes no memory and no arithmetic; the module is left unchanged.
 
-    Returns None, and logs why at info level, when the forward fails or depends on the data.
+    If the forward fails or depends on the data, this returns None and logs the reason at info level.
     """
     with _unchanged(module):
         try:
             return _trace(module, example)
-        except Exception as error:  # whatever a user's forward raises
+        except Exception as error:  # a user's forward may raise anything
             reason = str(error).strip().partition("\n")[0]
             logger.info("no trace of %s: %s: %s", type(module).__name__, type(error).__name__, reason)
             return None
@@ -192,7 +207,7 @@ def _trace(module: nn.Module, example: Example) -> Trace:
     devices, dtypes = {p.device for p in parameters.values()}, {p.dtype for p in parameters.values() if p.is_floating_point()}
 
     def place(t: torch.Tensor) -> torch.Tensor:
-        """The example where a loader or engine would put it: on the model's device, in its floating-point type."""
+        """A tensor of the example, moved as a data loader or engine would: to the model's device and floating-point dtype."""
         fake = mode.from_tensor(t)
         with mode:
             dtype = next(iter(dtypes)) if t.is_floating_point() and len(dtypes) == 1 else t.dtype
@@ -201,8 +216,10 @@ def _trace(module: nn.Module, example: Example) -> Trace:
     args, kwargs = tree_map_only(torch.Tensor, place, (tuple(example.args), dict(example.kwargs)))
     compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in module.modules())
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    vars(module).update({h: type(vars(module)[h])() for h in ("_forward_pre_hooks", "_forward_hooks")})  # an engine's, not up yet
-    for path, m in module.named_modules():  # what is done to the modules here, _unchanged undoes
+    vars(module).update(
+        {h: type(vars(module)[h])() for h in ("_forward_pre_hooks", "_forward_hooks")}
+    )  # an engine's hooks: it is not ready yet
+    for path, m in module.named_modules():  # _unchanged restores the modules
         recorder.hook(path, m)
         m.training |= not module.training  # from_pretrained returns eval mode, where layers may take other paths
         for name in vars(m).keys() - _OWN:  # tensors that are neither parameters nor buffers, such as LSTM's _flat_weights
@@ -214,7 +231,7 @@ def _trace(module: nn.Module, example: Example) -> Trace:
 
 
 class _Tree:
-    """The module tree, by paths. All lists of parameters are first names in named_parameters() order."""
+    """The module tree, by paths. Lists of parameters hold their first names, in the order of named_parameters()."""
 
     def __init__(self, module: nn.Module, seen: Trace | None) -> None:
         self.seen, self.calls = seen, {} if seen is None else seen.calls
@@ -236,11 +253,12 @@ class _Tree:
         return tuple(sorted((self.first[id(p)] for p in self.modules[path].parameters()), key=self.index.__getitem__))
 
     def _children(self, path: str) -> tuple[str, ...]:
-        """Child modules with parameters. ParameterList and ParameterDict count as parameters of `path`."""
+        """Child modules with parameters. A ParameterList or ParameterDict is no child: its parameters are those of `path`."""
         paths = (self.path[id(m)] for _, m in self.modules[path].named_children())
         return tuple(p for p in paths if self.below(p) and (self.callable(p) or self.children(p)))
 
-    def own(self, path: str) -> bool:  # whether parameters sit directly on the module
+    def own(self, path: str) -> bool:
+        """Whether the module has parameters that belong to none of its children."""
         return bool(set(self.below(path)) - {name for child in self.children(path) for name in self.below(child)})
 
     def callable(self, path: str) -> bool:
@@ -252,7 +270,7 @@ class _Tree:
         return isinstance(m, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) and not isinstance(m, parametrize.ParametrizationList)
 
     def atomic(self, path: str) -> bool:
-        """Modules known to use their children's parameters themselves."""
+        """Whether the module cannot be opened: it has no children, or is known to use its children's parameters itself."""
         m = self.modules[path]
         return isinstance(m, nn.MultiheadAttention) or parametrize.is_parametrized(m) or not self.children(path)
 
@@ -263,12 +281,16 @@ class _Tree:
         return max(max(len(self.children(kid)) * self.container(kid), self.widest(kid)) for kid in self.children(path))
 
     def collect(self, path: str, whole: bool = False) -> list[str]:
-        """Candidate units at or below `path`. whole: it is inside an outermost container, so opened only if it must be."""
+        """Candidate units at or below `path`.
+
+        Args:
+            whole: the module is inside an outermost container, so it is opened only if it cannot be a unit.
+        """
         calls, wide = self.calls.get(path, 0), self.widest(path)
         if not self.below(path) or calls > 1:
             return []
         bypassed = calls == 0 and any(inner.startswith(path + ".") for inner in self.calls)
-        opened = not self.callable(path) or bypassed  # never called itself: it cannot be a unit
+        opened = not self.callable(path) or bypassed  # a module that is never called cannot be a unit
         if not whole and not self.atomic(path):
             opened |= self.container(path) or (wide > 0 and (wide > 1 or not self.own(path)))
         return self.inner(path, whole or self.container(path)) if opened else [path]
@@ -277,28 +299,30 @@ class _Tree:
         return list(dict.fromkeys(u for kid in self.children(path) for u in self.collect(kid, whole)))
 
     def finer(self, path: str) -> list[str]:
-        """The pieces of one unit: its children, or those of its only child, and so on; [] when it cannot be opened."""
+        """The parts of one unit: its children, or those of its only child, and so on; [] if it cannot be opened."""
         pieces = [] if self.atomic(path) else self.inner(path, True)
         return self.finer(pieces[0]) if len(pieces) == 1 else pieces
 
     def settle(self, paths: Iterable[str]) -> dict[str, tuple[str, ...]]:
-        """The parameters each unit may carry: named nowhere outside it and read nowhere outside it. Empty units vanish."""
+        """The parameters of each unit: those with no name and no read outside it. Units without parameters are dropped."""
         chosen = {}
         for path in paths:
             if self.calls.get(path, 0) > 1 or (self.seen is None and len(self.aliases[path]) > 1):
-                continue  # runs twice, or may (the same object under two names)
+                continue  # it runs twice, or may run twice (one object under two names)
             prefixes, inside = tuple(a and a + "." for a in self.aliases[path]), {} if self.seen is None else self.seen.inside
             keep = [n for n in self.below(path) if all(name.startswith(prefixes) for name in self.names[n])]
             chosen[path] = tuple(n for n in keep if n not in inside or path in inside[n])
         return {path: keep for path, keep in chosen.items() if keep}
 
     def size(self, names: Iterable[str]) -> int:
-        """Elements; ds_numel is the whole size of a parameter partitioned by zero.Init."""
+        """Number of elements; ds_numel is the whole size of a parameter partitioned by zero.Init."""
         return sum(int(getattr(p, "ds_numel", None) or p.numel()) for p in map(self.parameters.__getitem__, names))
 
     def split(self, chosen: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]] | None:
-        """Opens the largest unit that gives more units; one that leaves no parameter persistent if there is any. None: no
-        such unit."""
+        """Opens the largest unit whose opening gives more units; None if there is none.
+
+        Units whose opening makes no parameter persistent are preferred.
+        """
         fallback = None
         for path in sorted(chosen, key=lambda p: -self.size(chosen[p])):
             finer = self.settle(piece for p in chosen for piece in (self.finer(p) if p == path else [p]))
@@ -309,7 +333,7 @@ class _Tree:
         return fallback
 
     def named(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """The user's `cyclic.units`, checked."""
+        """Checks the user's `cyclic.units`."""
         known = {alias: path for path, aliases in self.aliases.items() for alias in aliases}
         paths: list[str] = []
         for name in names:
@@ -331,7 +355,7 @@ class _Tree:
         return self.settle(paths)
 
     def ordered(self, chosen: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-        """By first call; a unit that was not called stays right behind its predecessor in registration order."""
+        """Units by first call; a unit that was not called stays behind its predecessor in registration order."""
         last, keys = -1, {}
         for path in chosen:
             last = keys[path] = last if self.seen is None else self.seen.order.get(path, last)
@@ -342,7 +366,7 @@ class _Tree:
         if self.seen is not None:
             called = sorted(self.calls.keys() & chosen.keys(), key=self.seen.order.__getitem__)
             ends = [self.seen.before[p] for p in called[1:]] + [self.seen.flops[""]]
-            starts = [0] + ends[:-1]  # what runs before the first unit is the first unit's
+            starts = [0] + ends[:-1]  # the first unit counts the operations before it
             flops |= {p: end - start for p, start, end in zip(called, starts, ends, strict=True)} if called else {}
         units = [FoundUnit(p, n, self.size(n), flops[p], type(self.modules[p]).__name__) for p, n in chosen.items()]
         carried = {name for unit in units for name in unit.parameters}
@@ -358,9 +382,9 @@ def find_units(
     Every parameter is in exactly one unit or in `persistent`. The model is not changed; parameters may be frozen or empty.
 
     Args:
-        at_least: the number of stages; with fewer units, the largest are split into their children until there are enough.
-        example: one batch, for a trace; see `example_of`.
-        names: `cyclic.units`, module paths in execution order; parameters below none of them are persistent.
+        at_least: the number of stages; the largest units are split into their children until there are as many units.
+        example: one batch, for a trace (see `example_of`).
+        names: `cyclic.units`, module paths in execution order; parameters of other modules are persistent.
 
     Raises:
         ValueError: not enough units, or a wrong entry in `names`.
@@ -368,7 +392,7 @@ def find_units(
     assert at_least >= 1, f"at_least is {at_least}"
     tree = _Tree(module, None if example is None else trace(module, example))
     chosen = tree.settle(tree.collect("")) if names is None else tree.named(names)
-    if names is None and list(chosen) == [""]:  # the model as one unit: opened if it has several children
+    if names is None and list(chosen) == [""]:  # the model is one unit: open it if it has several children
         chosen = max(chosen, tree.settle(tree.finer("")), key=len)
     while names is None and len(chosen) < at_least:
         finer = tree.split(chosen)
@@ -389,8 +413,15 @@ def stages(units: FoundUnits, parts: int, method: str) -> tuple[tuple[int, ...],
     """Unit indices of each stage.
 
     Args:
-        method: `cyclic.partition_method`: `parameters` (persistent ones count as stage 0's), `uniform`, `type:REGEX` (searched in
-            class names), `flops` (needs a trace), or `auto`: flops when the units have them, else parameters.
+        method: `cyclic.partition_method`:
+
+            ============  =====================================================================
+            `parameters`  number of elements; persistent parameters count as stage 0's
+            `uniform`     number of units
+            `type:REGEX`  number of units whose class name matches
+            `flops`       operations of the traced example
+            `auto`        `flops` with a trace, otherwise `parameters`
+            ============  =====================================================================
 
     Raises:
         ValueError: unknown method, flops without a trace, fewer units than stages.

@@ -1,4 +1,4 @@
-"""The flat layout of a unit: where each parameter lies in the buffers that are handed off."""
+"""The flat layout of a unit: offsets of its parameters and gradient sums in one message."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """All slots of one unit; trained parameters first, so that the sums are packed too."""
+    """All slots of one unit. Trained parameters come first, so that the sums are contiguous too."""
 
     slots: tuple[Slot, ...]
     p_bytes: int
@@ -52,12 +52,12 @@ class FlatLayout:
 
 
 def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], trained: frozenset[str], sum_dtype: torch.dtype | None) -> FlatLayout:
-    """Offsets for one unit's parameters.
+    """Assigns offsets to one unit's parameters.
 
     Args:
         parameters: (name, tensor); only shape and dtype are read.
-        trained: names that have gradients and optimizer state.
-        sum_dtype: of the gradient sums; None for each parameter's own.
+        trained: names of parameters with gradients and optimizer state.
+        sum_dtype: dtype of the gradient sums; None: that of each parameter.
     Raises:
         ValueError: a trained parameter is complex.
     """
@@ -78,7 +78,7 @@ def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], trained: frozenset[s
 
 
 def plan_unit(modules: tuple[str, ...], stage: int, layout: FlatLayout) -> Unit:
-    """The plan's view of a unit: names and sizes."""
+    """The plan's unit: names and sizes."""
     name = " to ".join(dict.fromkeys((modules[0], modules[-1]))) if modules else ""
     trained = tuple(s.name for s in layout.trained)
     frozen = tuple(s.name for s in layout.slots if s.sum_offset < 0)

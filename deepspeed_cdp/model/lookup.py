@@ -1,4 +1,4 @@
-"""Looking through what a module is given, and where it keeps its parameters."""
+"""Searches a module's arguments for a tensor, and lists the places of its parameters."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_flatten
 
 
 def holds(tree: Any, x: torch.Tensor) -> bool:
-    """Whether ``x`` itself is in these arguments; much faster than flattening them where they are simple."""
+    """Whether the object ``x`` is in these arguments; much faster than flattening them if they are simple."""
     if tree is x:
         return True
     if isinstance(tree, (tuple, list)):
@@ -20,5 +20,5 @@ def holds(tree: Any, x: torch.Tensor) -> bool:
 
 
 def links(module: torch.nn.Module) -> list[tuple[dict[str, Any], str, Any]]:
-    """Where every module and parameter hangs."""
+    """(dict, name, value) for every submodule and parameter: ``dict[name]`` is the attribute that holds it."""
     return [(there, name, x) for m in module.modules() for there in (m._modules, m._parameters) for name, x in there.items()]

@@ -1,4 +1,4 @@
-"""From a module and the settings to the plan: units, stages, layouts."""
+"""Makes the plan of a module: units, stages and layouts."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -18,16 +18,18 @@ from deepspeed_cdp.plan.schedule import Schedule, threshold
 
 @dataclass(frozen=True)
 class Settings:
-    """What the runtime needs to know from ds_config.json.
+    """The runtime's settings, from ds_config.json.
 
     Attributes:
-        rule, partition_method, units, keep_after_forward, min_unit_bytes (min_unit_mb): of the ``cyclic`` block.
-        rounds: gradient_accumulation_steps; clip: gradient_clipping; sum_dtype: data_types.grad_accum_dtype or None.
-        loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None not to scale.
-        warmup_steps: the first steps of training under ``dp``.
-        offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
-        replicated: every rank keeps all parameters (ZeRO stages 0, 1 and 2), see plan/replicated.py.
-        gradient_accumulation_fusion: of the ``cyclic`` block: linear layers add their weights' gradients to the sums themselves.
+        rule, partition_method, units, keep_after_forward, warmup_steps, gradient_accumulation_fusion: of the ``cyclic`` block.
+        min_unit_bytes: its ``min_unit_mb`` in bytes.
+        rounds: gradient_accumulation_steps.
+        clip: gradient_clipping; 0: no clipping.
+        sum_dtype: data_types.grad_accum_dtype, or None.
+        loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None: no scaling.
+        offload: masters and optimizer state are in host memory.
+        pin: that memory is page-locked, for asynchronous copies.
+        replicated: every rank keeps all parameters, under ZeRO stages 0, 1 and 2 (plan/replicated.py).
     """
 
     rule: str | int = "cdp-v2"
@@ -58,10 +60,10 @@ def make_plan(
 
     Args:
         trained: names of the parameters that the optimizer updates.
-        ranks: in each of the ``rings``.
-        found: the module's units, by who has found them already.
+        ranks: number of ranks in each of the ``rings``.
+        found: the module's units, if they are known; else they are searched for.
     Raises:
-        ValueError: too few units, or a wrong rule, method or unit name.
+        ValueError: too few units, or a wrong rule, partition method or unit name.
     """
     schedule = Schedule(ranks, threshold(settings.rule, ranks), settings.rounds)
     if found is None:
@@ -81,7 +83,7 @@ def make_plan(
     if found.persistent:
         layouts[PERSISTENT] = lay_out([(n, parameters[n]) for n in found.persistent], trained, settings.sum_dtype)
         persistent = plan_unit((), 0, layouts[PERSISTENT])
-    kind = ReplicatedPlan if settings.replicated else Plan
-    return kind(
-        schedule, tuple(units), persistent, settings.keep_after_forward, rings, sums_apart=settings.warmup_steps > 0
+    make = ReplicatedPlan if settings.replicated else Plan
+    return make(
+        schedule, tuple(units), persistent, settings.keep_after_forward, rings, separate_sums=settings.warmup_steps > 0
     ), layouts

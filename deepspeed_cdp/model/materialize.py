@@ -1,7 +1,8 @@
-"""Taking a model over that no rank holds whole: partitioned by ``deepspeed.zero.Init``, or on the meta device.
+"""Takes over a model that no rank holds whole: partitioned by ``deepspeed.zero.Init``, or on the meta device.
 
-Such parameters become placeholders; each one's values are fetched once, and only its stage's owner keeps them: gathered parameter
-by parameter from ``zero.Init``'s partitions, or read from a folder of safetensors files (``cyclic.weights``).
+Such parameters become placeholders. Their values are fetched once, and only the owner of their stage keeps them. They are
+gathered from ``zero.Init``'s partitions, one parameter at a time, or read from a folder of safetensors files
+(``cyclic.weights``).
 """
 
 import glob
@@ -20,7 +21,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Values:
-    """Values by parameter name, each given out once, so that nothing is kept twice."""
+    """Values by parameter name. Each can be read once, so that no copy stays behind."""
 
     def __init__(self, ready: dict[str, torch.Tensor], files: dict[str, tuple[str, str]], dtypes: dict[str, torch.dtype]):
         self._ready, self._files, self._dtypes = ready, files, dtypes
@@ -32,19 +33,19 @@ class Values:
 
 
 class Initial:
-    """Where the values of a model's parameters are when the engine takes it over.
+    """Finds the values of a model's parameters when the engine takes it over.
 
-    Use: make it before DeepSpeed casts and moves the model, ``settle`` it after, ``values`` once the plan is known.
+    Create it before DeepSpeed casts and moves the model, call ``settle`` afterwards, and ``values`` once the plan is known.
     """
 
     def __init__(self, module: torch.nn.Module, weights: str | None, device: torch.device):
-        """Empty the parameters that are not here, so that nothing done to the module makes them big; fill meta buffers.
+        """Empty the parameters that this rank does not have, so that moving the module allocates nothing; fill meta buffers.
 
         Args:
             weights: ``cyclic.weights``.
         Raises:
-            ValueError: there is a parameter or buffer on the meta device whose values cannot be found; ``weights`` is given but
-                nothing is on the meta device; a parameter has been given up by an engine that is gone.
+            ValueError: the values of a parameter or buffer on the meta device cannot be found; ``weights`` is given but nothing
+                is on the meta device; or a parameter lost its values when an earlier engine was destroyed.
         """
         self._module = module
         self._parameters = dict(module.named_parameters())
@@ -65,24 +66,24 @@ class Initial:
 
     @property
     def elsewhere(self) -> bool:
-        """Whether there is a parameter that this rank does not have whole."""
+        """Whether this rank lacks the values of some parameter."""
         return bool(self._partitioned or self._files)
 
     def settle(self) -> None:
-        """The dtypes are final: let parameters that are not here be placeholders of their shapes."""
+        """Once dtypes are final: make placeholders of the parameters that this rank does not have."""
         for name in (*self._partitioned, *self._files):
             p = self._parameters[name]
             p.data = placeholder(p, p.ds_shape)
 
     @torch.no_grad()
     def values(self, plan: Plan, rank: int) -> Values:
-        """Collective: the values of the parameters that this rank owns."""
+        """The values of the parameters that this rank owns; collective."""
         owned = {n for i in plan.v_layout(plan.schedule.owned(rank))[0] for n in (*plan.unit(i).trainable, *plan.unit(i).frozen)}
         ready: dict[str, torch.Tensor] = {}
         for name, p in self._parameters.items():
             dtype = p.dtype
             if name in self._partitioned:
-                p.all_gather(param_list=[p])  # one at a time: no rank ever has more than one that is not its own
+                p.all_gather(param_list=[p])  # one at a time: a rank holds at most one that it does not own
                 if name in owned:
                     ready[name] = p.data.to(dtype, copy=True)
                 shape = p.ds_shape
@@ -97,12 +98,12 @@ class Initial:
 
     # ---- the meta device ------------------------------------------------------------------------------------------------
     def _find(self, weights: str | None) -> dict[str, tuple[str, str]]:
-        """File and key of each parameter that is on the meta device; meta buffers are filled on the way."""
+        """File and key of each parameter on the meta device; this also fills the meta buffers."""
         named: dict[str, list[str]] = {}
         first = {id(p): n for n, p in self._parameters.items()}
         for name, p in self._module.named_parameters(remove_duplicate=False):
             if p.is_meta and not hasattr(p, "ds_id"):
-                named.setdefault(first[id(p)], []).append(name)  # tied ones may be saved under any of their names
+                named.setdefault(first[id(p)], []).append(name)  # tied parameters may be saved under any of their names
         if weights is None:
             if named:
                 raise ValueError(
@@ -138,10 +139,10 @@ class Initial:
 
 
 def keys_of(folder: str) -> dict[str, str]:
-    """The tensors in a folder's safetensors files: name -> path; only headers are read.
+    """The tensors in a folder's safetensors files, as name -> path; only headers are read.
 
     Raises:
-        ValueError: there are no such files, or one is damaged or missing.
+        ValueError: there is no such file, or one is damaged or missing.
     """
     index = os.path.join(folder, INDEX)
     if os.path.isfile(index):
@@ -164,7 +165,7 @@ def keys_of(folder: str) -> dict[str, str]:
 
 
 def _indexed(folder: str, index: str) -> list[str]:
-    """The files that an index names, all of them in its folder."""
+    """The files that an index names; all must be in its folder."""
     try:
         with open(index, encoding="utf-8") as file:
             names = set(json.load(file)["weight_map"].values())
@@ -189,10 +190,10 @@ def read(path: str, key: str) -> torch.Tensor:
 
 
 def _empty(p: torch.nn.Parameter, device: torch.device) -> None:
-    """A parameter of the meta device becomes one of ``device`` without elements, and remains the same object."""
+    """Turn a parameter on the meta device into an empty one on ``device``; it remains the same object."""
     shape = p.shape
-    # p.data = ... refuses another kind of device, and torch.utils.swap_tensors refuses weak references, which DeepSpeed has made;
-    # they stay right here, since the Python object remains
+    # p.data = ... cannot change the type of device, and torch.utils.swap_tensors refuses tensors with weak references, which
+    # DeepSpeed has made; here those stay valid, since the Python object remains
     torch._C._swap_tensor_impl(p, torch.nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), p.requires_grad))
     p.ds_shape, p.ds_status = shape, ZeroParamStatus.NOT_AVAILABLE  # as zero.Init says it: DeepSpeed leaves it alone
 
@@ -219,8 +220,10 @@ def _meta_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modul
 
 
 def _fill_buffers(module: torch.nn.Module, keys: dict[str, str]) -> None:
-    """Buffers of the meta device get values: from the files, else from their module's own initialisation, which must set them
-    (shown by two different contents before it)."""
+    """Give buffers on the meta device their values: from the files, or else from their module's own initialisation.
+
+    Two initialisations from different contents must agree; otherwise the module does not set the buffer.
+    """
     modules = dict(module.named_modules())
     for full, m, name in list(_meta_tensors(module)):
         shape = m._buffers[name].shape, m._buffers[name].dtype
@@ -242,7 +245,7 @@ def _fill_buffers(module: torch.nn.Module, keys: dict[str, str]) -> None:
 
 @torch.no_grad()
 def _initialise(modules: dict[str, torch.nn.Module], path: str, m: torch.nn.Module) -> None:
-    """As Hugging Face models do it (the closest model above knows how), or torch's modules; parameters are on the meta device."""
+    """Initialise a module as Hugging Face (by the closest model above it) or torch does; parameters stay on the meta device."""
     at = path
     while True:
         if hasattr(modules[at], "_init_weights"):

@@ -1,4 +1,4 @@
-"""What stands in for a parameter: while its values are elsewhere, and in what autograd saves."""
+"""Placeholders for parameters whose values are not on this rank, and for tensors that autograd saves in a unit's buffer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import torch
 
 
 class Saved(NamedTuple):
-    """A tensor that autograd saved inside a unit's buffer: rebuilt over the backward's buffer."""
+    """Placeholder of a tensor that autograd saved in a unit's buffer; the backward rebuilds it in its own buffer."""
 
     unit: int
     offset: int  # bytes
@@ -17,25 +17,25 @@ class Saved(NamedTuple):
 
 
 class Elsewhere(NamedTuple):
-    """What a user's own saved-tensor hooks, pushed outside of the unit, made of a tensor that is not in its buffer."""
+    """The result of a user's saved-tensor hooks, entered outside the unit, for a tensor that is not in its buffer."""
 
     packed: Any
     unpack: Callable[[Any], torch.Tensor]
 
 
 def placeholder(p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch.Tensor:
-    """What a parameter's data is while its values are elsewhere: right shape and dtype, one element, nan."""
+    """The data of a parameter without values: its shape and dtype, over one element, which is nan."""
     value = float("nan") if p.dtype.is_floating_point or p.dtype.is_complex else 0
     return torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape if shape is None else shape)
 
 
 def is_placeholder(p: torch.nn.Parameter, empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> bool:
-    """Whether a parameter is away and has no element of its own."""
+    """Whether a parameter is a placeholder."""
     return p in empty and p.numel() > 0 and p.data_ptr() == empty[p].data_ptr()
 
 
 def refuse_use(modules: Sequence[torch.nn.Module], empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-    """Hooks for a module whose engine is gone: what would give nan in silence raises, as long as a placeholder is there."""
+    """Add hooks to the modules of a destroyed engine, which raise if a parameter is a placeholder, instead of computing nan."""
 
     def refuse(module: torch.nn.Module, *_: Any) -> None:
         if any(is_placeholder(p, empty) for p in module.parameters(recurse=False)):

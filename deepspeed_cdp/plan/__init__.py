@@ -1,5 +1,5 @@
-"""Who does what, when, into which bytes: schedules, partitions, plans and each rank's program, as data.
+"""Each rank's work as data: schedules, partitions, plans and programs.
 
-Pure functions and frozen dataclasses; nothing here imports torch. Read ``schedule``, then ``unit_schedule`` and ``plan``, then
-``actions`` and ``builder``. Imports nothing of the package.
+All of it are pure functions and frozen dataclasses, computed alike on every rank. Nothing here imports torch or another folder of
+the package. Read ``schedule``, then ``unit_schedule`` and ``plan``, then ``actions`` and ``builder``.
 """

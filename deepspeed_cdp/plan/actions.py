@@ -1,4 +1,4 @@
-"""What a rank does, as data. Pure, no torch."""
+"""A rank's actions and the credits that it grants, as data."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -6,45 +6,70 @@ from typing import NamedTuple
 from deepspeed_cdp.plan.constants import PERSISTENT
 
 
-class Kind(Enum):
-    """What an action does.
+class _Properties(NamedTuple):
+    """The value of a ``Kind``; its fields become attributes of the member, which documents them."""
 
-    Members are listed in the order that they take at equal time and phase: first what ends a pass, then what starts one.
+    label: str
+    of_pass: bool = False
+    of_owner: bool = False
+    carries: str = ""
+    incoming: bool = False
+    initiates: bool = False
+    names_unit: bool = True
+
+
+class Kind(Enum):
+    """The kinds of actions.
+
+    At equal time and phase, a program runs actions in the order of this list.
 
     Attributes:
-        of_pass: part of this rank's own passes; the executor stops behind the last such action of a pass.
-        of_owner: part of what an owner does, or of what a first reader takes from it; not tied to a pass of this rank.
-        carries: ``"param"`` or ``"grad"`` if the action names the bytes of a unit that a message carries, else ``""``.
-        incoming: with a peer, the message comes from it.
+        label: the name in traces and error messages.
+        of_pass: belongs to a forward or backward of this rank; the executor stops behind the last such action of a pass.
+        of_owner: belongs to the owner's optimizer step and its publication, independent of this rank's passes.
+        carries: the bytes that the action names: ``"param"``, ``"grad"``, or ``""`` for none.
+        incoming: the action's ``peer`` is the sender of a message to this rank (else its receiver).
+        initiates: with a peer, this rank initiates that message: it pushes it, or pulls a published unit.
         names_unit: the action is about one unit.
     """
 
-    # ends                      of_pass of_owner carries  incoming names_unit
-    RELEASE_PARAM = "release", True, False, "", False, True  # the pass is over: parameters may be overwritten
-    SEND_GRAD = "send grad", True, False, "grad", False, True  # add this rank's gradients to the running sum and pass it on
-    RECV_PERSISTENT_GRAD = "recv persistent grad", True, False, "grad", True, True  # the same two for persistent parameters
-    SEND_PERSISTENT_GRAD = "send persistent grad", True, False, "grad", False, True
-    RELEASE_PERSISTENT_PARAM = "release persistent", True, False, "", False, True
-    # starts
-    REDUCE_GRAD = "average", False, True, "", True, True  # one owned unit's finished sum becomes an averaged gradient
-    GRAD_NORM = "norm", False, True, "", True, False  # reduce what is left; the norms travel on to the next owner
-    SEND_NORM = "total", False, True, "", False, False  # the last owner tells everyone the finished norm
-    OPTIMIZER_STEP = "update", False, True, "", True, False
-    GRANT_CREDIT = "credit", False, False, "", False, False  # nothing but posts
-    PUBLISH_PARAM = "publish", False, True, "param", False, True  # offer a new version to its first reader
-    PULL_PARAM = "pull", False, True, "", True, True  # as a first reader: let an offer in
-    REFRESH_PARAM = "refresh", False, False, "param", True, True  # a replica gets its next version (replicated.py)
-    WAIT_PARAM = "wait", True, False, "param", True, True
-    FORWARD_PARAM = "forward", True, False, "param", False, True  # hand the parameters on to the ring neighbour
-    RECV_GRAD = "recv grad", True, False, "grad", True, True  # wait for the running sum of the ranks before
-    START_RECV = "start recv", False, False, "", True, True  # meet a message that a peer initiates (program.with_rendezvous)
-    START_SEND = "start send", False, False, "", False, True
+    # End of a pass
+    RELEASE_PARAM = _Properties("release", of_pass=True)  # the pass is over: its parameters may be overwritten
+    SEND_GRAD = _Properties("send grad", of_pass=True, carries="grad", initiates=True)  # add this rank's gradients, send the sum
+    RECV_PERSISTENT_GRAD = _Properties("recv persistent grad", of_pass=True, carries="grad", incoming=True)
+    SEND_PERSISTENT_GRAD = _Properties("send persistent grad", of_pass=True, carries="grad", initiates=True)
+    RELEASE_PERSISTENT_PARAM = _Properties("release persistent", of_pass=True)
+    # Owner of a stage, and the credits in between
+    REDUCE_GRAD = _Properties("average", of_owner=True, incoming=True)  # receive and average one unit's finished sum
+    GRAD_NORM = _Properties("norm", of_owner=True, incoming=True, names_unit=False)  # send the norms to the next owner
+    SEND_NORM = _Properties("total", of_owner=True, names_unit=False)  # the last owner sends the global norm to all others
+    OPTIMIZER_STEP = _Properties("update", of_owner=True, incoming=True, names_unit=False)
+    GRANT_CREDIT = _Properties("credit", names_unit=False)  # only posts
+    PUBLISH_PARAM = _Properties("publish", of_owner=True, carries="param")  # send a new version to its first reader
+    # Start of a pass
+    PULL_PARAM = _Properties("pull", of_owner=True, incoming=True, initiates=True)  # the first reader makes room for that version
+    REFRESH_PARAM = _Properties("refresh", carries="param", incoming=True)  # a replica's unit gets its next version
+    WAIT_PARAM = _Properties("wait", of_pass=True, carries="param", incoming=True)
+    FORWARD_PARAM = _Properties("forward", of_pass=True, carries="param", initiates=True)  # to the ring neighbour
+    RECV_GRAD = _Properties("recv grad", of_pass=True, carries="grad", incoming=True)  # the running sum of the ranks before
+    # The other side of a peer's message, for transports whose two sides wait for each other (program.with_rendezvous)
+    START_RECV = _Properties("start recv", incoming=True)
+    START_SEND = _Properties("start send")
 
-    __hash__ = object.__hash__  # Enum's own goes through Python, and the executor looks kinds up at every action
+    __hash__ = object.__hash__  # Enum's hash is a Python function, and the executor looks up a kind at every action
 
-    def __init__(self, label: str, of_pass: bool, of_owner: bool, carries: str, incoming: bool, names_unit: bool):
-        self.label, self.of_pass, self.of_owner = label, of_pass, of_owner
-        self.carries, self.incoming, self.names_unit = carries, incoming, names_unit
+    def __init__(self, *properties: str | bool):
+        (self.label, self.of_pass, self.of_owner, self.carries, self.incoming, self.initiates, self.names_unit) = properties
+
+    @property
+    def receives_grad(self) -> bool:
+        """Waits for a running gradient sum."""
+        return self.carries == "grad" and self.incoming
+
+    @property
+    def sends_grad(self) -> bool:
+        """Sends a running gradient sum."""
+        return self.carries == "grad" and not self.incoming
 
     def __str__(self) -> str:
         return self.name
@@ -54,26 +79,45 @@ _ORDER = {kind: place for place, kind in enumerate(Kind)}
 
 
 class Post(NamedTuple):
-    """A region that an action has freed, and the message that may land in it next."""
+    """A *credit*: the next message of an edge (stream, src) may land in this region.
+
+    Attributes:
+        stream, src: the edge; its destination is this rank.
+        region, offset, nbytes: where the message lands.
+        ahead: 0 for a message of this step, 1 for one of the next step.
+        round, unit, backward: the pass that the message is for.
+        origin: its offset in the owner's published copy, on the streams P0 and H0.
+        version: the version published there, relative to the message's step.
+    """
 
     stream: str
     src: int
     region: str
     offset: int
     nbytes: int
-    ahead: int  # 0: a message of this step, 1: of the next
+    ahead: int
     round: int
     unit: int
     backward: bool
-    origin: int = -1  # where it lies in the owner's published copy, on the streams P0 and H0
-    version: int = 0  # which version that is, relative to the message's step
+    origin: int = -1
+    version: int = 0
 
 
 class Action(NamedTuple):
-    """One thing a rank does."""
+    """One action of a rank.
+
+    Attributes:
+        time, phase: logical time in ticks; END or START.
+        round, unit, backward: the pass that it belongs to.
+        peer, stream: of its message, if any.
+        region, offset, nbytes: its bytes on this rank.
+        version: of parameters, relative to the program's step.
+        into: where a pushed message lands: region, offset, round of the reader.
+        posts: credits granted once the action is done.
+    """
 
     time: int
-    phase: int  # END or START
+    phase: int
     kind: Kind
     round: int
     unit: int
@@ -83,8 +127,8 @@ class Action(NamedTuple):
     region: str = ""
     offset: int = 0
     nbytes: int = 0
-    version: int = 0  # relative to the program's step
-    into: tuple[str, int, int] = ("", 0, 0)  # where a push lands: region, offset, round of the reader
+    version: int = 0
+    into: tuple[str, int, int] = ("", 0, 0)
     posts: tuple[Post, ...] = ()
 
     @property
@@ -94,7 +138,7 @@ class Action(NamedTuple):
 
     @property
     def key(self) -> tuple[int, int]:
-        """Logical time with the phase; within a step, every wait refers to a smaller one."""
+        """Logical time and phase; within a step, an action waits only for actions with smaller keys."""
         return self.time, self.phase
 
     def __str__(self) -> str:

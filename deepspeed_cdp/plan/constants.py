@@ -1,6 +1,6 @@
-"""Numbers that plans, programs and the runtime agree on. Pure, no torch."""
+"""Numbers that plans, programs and the runtime agree on."""
 
-PERSISTENT = -1  # the index of the persistent unit, where a unit is named
-END, START = 0, 1  # at equal logical time, ends come before starts
-RELEASES = 3  # per visit: see StreamLayout.lets
-ACROSS_BYTES = 16  # loss sum and count, which the owners of several rings add up beside the sums
+PERSISTENT = -1  # the index of the unit of persistent parameters
+END, START = 0, 1  # phases: at equal logical time, the end of a pass comes before the start of the next
+RELEASES = 3  # per visit; StreamLayout.credits numbers them
+ACROSS_BYTES = 16  # loss sum and count: the owners of several rings add them up with the gradient sums

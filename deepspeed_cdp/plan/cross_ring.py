@@ -1,16 +1,16 @@
-"""What an owner does to average its stage over several rings (cross_ring.py), as data, and a dry-run of it. Pure, no torch.
+"""Several rings: how the owners of a stage, one per ring, add up its gradient sums, as data.
 
-The owners at one position of C rings form a chain. All have the same items in the same order: the units of the stage that have
-sums, and ``PAIR``, a rank's loss sum and count. Ring c does, inside its NORM (docs/algorithm.md)::
+The owners of a stage in C rings form a chain. All have the same items in the same order: the units of the stage that have a
+gradient sum, and ``PAIR``, a rank's loss sum and count. Ring c runs these links inside its GRAD_NORM::
 
-    for each item:  its own ring's sum is there; unless c = 0, X comes from ring c-1 and is added
-                    X goes to ring c+1; the last ring has the total: Y goes to ring c-1
-    for each item:  unless c = C-1, Y comes from ring c+1, and goes to ring c-1 if there is one
-                    the total is averaged (and the unit updated)
+    for each item:  wait for the own ring's sum; if c > 0, receive X from ring c-1 and add it
+                    send X to ring c+1; the last ring has the total and sends it as Y to ring c-1
+    for each item:  if c < C-1, receive Y from ring c+1, and send it to ring c-1 if there is one
+                    average the total (and update the unit)
 
-Links have keys, which refine NORM's: (sweep, item, hop). Whatever a link waits for belongs to a smaller one, or to a smaller key
-of the plan. So nothing closes a cycle, whatever the order in which the chains of different positions come about. ``validate``
-does not trust this: it runs all rings of a plan together.
+The key of a link, (sweep, item, hop), refines the key of GRAD_NORM. A link waits only for links with smaller keys, or for actions
+with smaller keys of the plan. So no cycle of waits can form, in whatever order the chains of the stages run
+(docs/algorithm.md#rings-of-rings). ``verify.cross_ring.validate`` checks it by a dry-run of all rings together.
 """
 
 from collections.abc import Sequence
@@ -24,20 +24,20 @@ PAIR = -2  # the item after the units
 
 
 class LinkKind(Enum):
-    """What an owner does with one item of the chain."""
+    """An owner's operation on one item of the chain."""
 
-    WAIT_OWN = auto()  # the own ring's sum is there
-    START_RECV = auto()  # begin to receive, where both sides of a message wait for each other
+    WAIT_OWN = auto()  # wait for the own ring's sum
+    START_RECV = auto()  # start to receive, for transports whose two sides wait for each other
     RECV = auto()
     ADD = auto()
     SEND = auto()
-    GRANT_CREDIT = auto()  # let the next message in
-    WAIT_SENT = auto()  # what was sent is taken
-    FINISHED = auto()  # the total is there, and nobody else reads it
+    GRANT_CREDIT = auto()  # the next message may land
+    WAIT_SENT = auto()  # wait until the receiver has the message
+    FINISHED = auto()  # the total is here, and no message still reads it
 
 
 class Link(NamedTuple):
-    """One thing an owner does, as data."""
+    """One operation of an owner; ``item`` is a unit or PAIR, ``stream`` X or Y."""
 
     key: tuple[int, int, int]
     kind: LinkKind
@@ -46,13 +46,16 @@ class Link(NamedTuple):
 
 
 def finishing(plan: Plan, rank: int) -> tuple[int, ...]:
-    """The owned units that have sums, as they are finished; the last rank has all at once, and reads the first unit first."""
+    """The owned units with a gradient sum, in the order in which sums finish.
+
+    The last rank has all at once, and takes them in the order in which its next forward reads them.
+    """
     units = tuple(i for i in plan.members(plan.schedule.owned(rank)) if plan.unit(i).g_bytes)
     return units if rank == plan.schedule.ranks - 1 else units[::-1]
 
 
 def chain(ring: int, rings: int, units: Sequence[int]) -> tuple[Link, ...]:
-    """What the owner in ``ring`` does, in order."""
+    """The links of the owner in ``ring``, in order."""
     links, last, next_to_last = [], ring == rings - 1, ring == rings - 2
     items = (*units, PAIR)
     for j, i in enumerate(items):
@@ -63,7 +66,7 @@ def chain(ring: int, rings: int, units: Sequence[int]) -> tuple[Link, ...]:
         links.append(Link(key, LinkKind.SEND, i, "Y" if last else "X"))
         if ring and not last:
             links.append(Link(key, LinkKind.GRANT_CREDIT, i, "Y"))
-        if next_to_last:  # the last ring sends it before it sees the next item
+        if next_to_last:  # the last ring sends Y of this item before it receives X of the next one
             links.append(Link((0, j, rings), LinkKind.START_RECV, i, "Y"))
     for j, i in enumerate(items):
         key = 1, j, rings - 1 - ring
@@ -76,12 +79,12 @@ def chain(ring: int, rings: int, units: Sequence[int]) -> tuple[Link, ...]:
 
 
 def first_posts(ring: int, units: Sequence[int]) -> tuple[tuple[str, int], ...]:
-    """(stream, item) that may land as soon as region X is free: at the start, and after each update."""
+    """(stream, item) of the messages that may land once region X is free: at the start, and after each update."""
     return tuple(("X" if ring else "Y", i) for i in (*units, PAIR))
 
 
 def across_bytes(plan: Plan, rank: int, ring: int) -> int:
-    """Bytes that the rank at this position receives from other rings in a step: X unless in ring 0, Y unless in the last."""
+    """Bytes that this rank of ``ring`` receives from other rings in a step: X except in ring 0, Y except in the last ring."""
     stage = plan.schedule.owned(rank)
     item = sum(plan.unit(i).g_bytes for i in plan.members(stage)) + ACROSS_BYTES
     return ((ring > 0) + (ring < plan.rings - 1)) * item

@@ -1,7 +1,7 @@
-"""Pure: unit costs -> stages. Imports no torch.
+"""Groups units into stages by their costs.
 
-A stage is a contiguous run of units (§2). The ring runs at the pace of its slowest stage (§5), so the largest stage
-decides; among partitions with the smallest largest stage the most even one is taken, which leaves the most slack.
+A stage is a contiguous run of units. The ring runs at the pace of its slowest stage, so a partition minimizes the largest stage.
+Among those partitions, the most even one leaves stragglers the most slack.
 """
 
 import math
@@ -28,7 +28,7 @@ def _smallest_maximum(prefix: list[int], parts: int) -> list[list[int]]:
     for k in range(1, parts):
         last, row = most[-1], [0] * (count + 1)
         for j in range(k + 1, count + 1):
-            # last[i] grows with i and prefix[j] - prefix[i] shrinks: the best i is where they cross, or just before
+            # last[i] grows with i, prefix[j] - prefix[i] shrinks: the best i is at their crossing, or just before it
             i = bisect_left(range(j), True, k, j - 1, key=lambda i: last[i] >= prefix[j] - prefix[i])
             row[j] = max(last[i], prefix[j] - prefix[i])
             if i > k:
@@ -38,22 +38,22 @@ def _smallest_maximum(prefix: list[int], parts: int) -> list[list[int]]:
 
 
 def contiguous(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Cuts `costs` into `parts` contiguous non-empty parts: the smallest largest sum, then the smallest sum of squares.
+    """Cuts `costs` into `parts` contiguous non-empty parts with the smallest largest sum, then the smallest sum of squares.
 
     Args:
-        costs: one finite cost >= 0 per item, in order. Floats are treated as the exact numbers they are.
-        parts: how many parts, >= 1.
+        costs: one finite cost >= 0 per item, in order; floats are exact fractions.
+        parts: number of parts, >= 1.
 
     Returns:
-        parts + 1 boundaries b: part s is items b[s] .. b[s+1] - 1; b[0] = 0, b[parts] = len(costs).
+        parts + 1 boundaries b: part s holds items b[s] to b[s+1] - 1; b[0] = 0, b[parts] = len(costs).
 
     Raises:
         ValueError: fewer costs than parts.
 
     Example: contiguous([1, 1, 1, 3], 2) == (0, 3, 4)
 
-    Time: O(parts * n log n). The second pass uses that the squared sum of a run is Monge (F. Yao 1980: the best last
-    cut moves right as the prefix grows), also when runs above the allowed maximum count as infinite.
+    Time: O(parts * n log n). The second pass relies on the Monge property of a run's squared sum (F. Yao 1980): the best
+    last cut moves right as the prefix grows. The property still holds if runs above the allowed maximum cost infinity.
     """
     count = len(costs)
     assert parts >= 1, f"parts is {parts}"
@@ -74,7 +74,7 @@ def contiguous(costs: Sequence[float], parts: int) -> tuple[int, ...]:
         above, row, cut = squares, [None] * (count + 1), [0] * (count + 1)
         reach = max(i for i in range(k, count + 1) if most[k - 1][i] <= limit)  # feasible prefixes of k parts: k .. reach
         end = max(j for j in range(k + 1, count + 1) if most[k][j] <= limit)
-        todo = [(k + 1, end, k, reach)]  # prefixes first..last, whose best last cut lies in low..high
+        todo = [(k + 1, end, k, reach)]  # (first, last, low, high): prefixes first..last have their best last cut in low..high
         while todo:
             first, last, low, high = todo.pop()
             if first > last:
@@ -97,8 +97,8 @@ def assign(names: Sequence[str], costs: Sequence[float], parts: int, method: str
     """Item indices of each stage, by one of PipelineModule's methods.
 
     Args:
-        names: what `type:REGEX` is searched in (case-insensitively), one per item: class names.
-        costs: one cost per item, for `parameters` (element counts) and `flops`; `uniform` and `type:` ignore it.
+        names: class name of each item, for `type:REGEX` (searched case-insensitively).
+        costs: of each item, for `parameters` (element counts) and `flops`; `uniform` and `type:` ignore it.
         parts: the number of stages.
         method: `parameters`, `uniform`, `type:REGEX` or `flops`.
 
@@ -126,7 +126,7 @@ def assign(names: Sequence[str], costs: Sequence[float], parts: int, method: str
 
 
 def merged(sizes: Sequence[int], least: int) -> tuple[tuple[int, ...], ...]:
-    """Neighbours put together, in order, until each group but the last holds at least ``least``."""
+    """Groups of neighbouring items; each group but the last has a total size of at least ``least``."""
     groups: list[list[int]] = []
     total = least
     for i, size in enumerate(sizes):

@@ -1,4 +1,4 @@
-"""Who computes what, when, and at which version: pure functions of (step, round, rank, stage).
+"""Order and parameter version of every pass, as functions of (step, round, rank, stage).
 
 Symbols, 0-based (the paper's i = rank + 1, j = stage + 1):
 
@@ -7,7 +7,7 @@ N     ranks in the ring = number of stages = micro-batches in flight
 r     rank; s: stage; t: step (optimizer update); m: round of gradient accumulation
 p     position inside a round, 0..2N-1: the forward of stage p, or the backward of stage 2N-1-p
 tau   logical time ``period * t + 2N m + 2r + p``: an order, not a clock
-K     threshold: rank r reads stage s at step t fresh (theta_t) iff r + s >= K, else stale (theta_{t-1})
+K     threshold: at step t, rank r reads stage s fresh (theta_t) if r + s >= K, otherwise stale (theta_{t-1})
 ====  ======================================================================================================
 
 N = 3, one step (columns are logical time, F/B with the stage)::
@@ -25,7 +25,7 @@ RULES = ("dp", "cdp-v1", "cdp-v2")
 
 
 def threshold(rule: str | int, ranks: int) -> int:
-    """The K of a rule: ``dp`` 0, ``cdp-v2`` N-1 (the smallest K without a stall), ``cdp-v1`` 2N-1 (PipeDream-2BW), or K itself.
+    """The K of a rule: ``dp`` 0, ``cdp-v2`` N-1 (the smallest without a stall), ``cdp-v1`` 2N-1 (as PipeDream-2BW), or K itself.
 
     Raises:
         ValueError: not a rule, or K outside 0..2N-1.
@@ -41,7 +41,7 @@ def threshold(rule: str | int, ranks: int) -> int:
 
 
 class Read(NamedTuple):
-    """One pass of one rank over one stage."""
+    """One rank's forward or backward of one stage, and the version of the parameters that it reads."""
 
     time: int
     rank: int
@@ -54,7 +54,7 @@ class Read(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """The rule for one ring.
+    """The rule of one ring.
 
     Steps count from the last flush, so version v is theta after v updates since then, and step 0 reads version 0 everywhere.
 
@@ -73,18 +73,18 @@ class Schedule:
 
     @property
     def stalls(self) -> bool:
-        """Whether a step needs more than 2N positions per round because version t is wanted before it exists (K < N-1)."""
+        """Whether a step takes more than 2N positions per round, since ranks wait for version t (K < N-1)."""
         return self.threshold < self.ranks - 1
 
     @property
     def period(self) -> int:
-        """Logical time from one step to the next: 2N per round; the last round stretches to 4N - 2K when K < N-1 (dp: 4N)."""
+        """Logical time from one step to the next: 2N per round; if K < N-1, 4N - 2K for the last round (dp: 4N)."""
         last = 4 * self.ranks - 2 * self.threshold if self.stalls else 2 * self.ranks
         return 2 * self.ranks * (self.rounds - 1) + last
 
     @property
     def warning(self) -> str:
-        """For a K that cannot be met without waiting, how long a step takes; else nothing."""
+        """A warning about the duration of a step if the rule stalls; else empty."""
         if not self.stalls:
             return ""
         n, plain = self.ranks, 2 * self.ranks * self.rounds
@@ -97,11 +97,11 @@ class Schedule:
 
     @property
     def exact_norm(self) -> bool:
-        """Whether every update can wait for the whole step's gradient norm (dp and v1)."""
+        """Whether every update waits for the whole step's gradient norm (dp and v1)."""
         return self.threshold in (0, 2 * self.ranks - 1)
 
     def owner(self, stage: int) -> int:
-        """The rank that keeps the stage's masters and optimizer state, and applies its update: N-1-s."""
+        """The rank that holds the stage's masters and optimizer state, and updates it: N-1-s."""
         return self.ranks - 1 - stage
 
     def owned(self, rank: int) -> int:
@@ -113,18 +113,18 @@ class Schedule:
         return self.period * step + 2 * self.ranks * round + 2 * rank
 
     def fresh(self, round: int, rank: int, stage: int) -> bool:
-        """Whether the rule reads theta_t (else theta_{t-1}). v1 is stale in every round; others are fresh after round 0."""
+        """Whether the rule reads theta_t (else theta_{t-1}). v1 is stale in every round; other rules are fresh after round 0."""
         return self.threshold < 2 * self.ranks - 1 and (round > 0 or rank + stage >= self.threshold)
 
     def version(self, step: int, round: int, rank: int, stage: int) -> int:
-        """Version that both passes of this micro-batch read."""
+        """The version that both passes of this micro-batch read."""
         return step if self.fresh(round, rank, stage) else max(step - 1, 0)
 
     def is_first(self, step: int, round: int, rank: int, stage: int) -> bool:
-        """Whether this reader is the first of its version in this step: the owner serves it.
+        """Whether this is the first reader of its version in this step, which receives it from the owner.
 
-        Readers of one version within a step are consecutive micro-batches q = mN + r. The chain is cut between steps: nobody
-        keeps a version for a reader that is a step away, so a barrier of the user's between two steps cannot wait on the ring.
+        Readers of one version within a step are consecutive micro-batches q = mN + r. Between steps the chain is cut: no rank
+        keeps a version for a reader of the next step. So a user's barrier between two steps cannot deadlock.
         """
         if self.ranks == 1 or not (round or rank):
             return True
@@ -132,22 +132,22 @@ class Schedule:
         return self.version(step, *before, stage) != self.version(step, round, rank, stage)
 
     def source(self, step: int, round: int, rank: int, stage: int) -> int | None:
-        """The rank this reader gets the stage from; None when it is the owner and reads its own published copy.
+        """The rank that sends this reader the stage; None for an owner that reads its own published copy.
 
-        An owner does whenever it reads the newest version, also where it is not the first reader.
+        An owner reads its copy for the newest version, and as a first reader.
         """
         first, owner = self.is_first(step, round, rank, stage), self.owner(stage)
         if owner == rank and (first or self.version(step, round, rank, stage) == step):
             return None
         return owner if first else (rank - 1) % self.ranks
 
-    def relays(self, step: int, round: int, rank: int, stage: int) -> bool:
-        """Whether this reader hands the stage on to its ring neighbour."""
+    def forwards(self, step: int, round: int, rank: int, stage: int) -> bool:
+        """Whether this reader forwards the stage to its ring neighbour."""
         after = (round, rank + 1) if rank < self.ranks - 1 else (round + 1, 0)
         return after[0] < self.rounds and not self.is_first(step, *after, stage) and self.source(step, *after, stage) is not None
 
     def first_readers(self, step: int, stage: int) -> list[tuple[int, int, int]]:
-        """(version, round, rank) of each first reader that the owner must push to in this step."""
+        """(version, round, rank) of each first reader in this step, without the owner itself."""
         return [
             (self.version(step, m, r, stage), m, r)
             for m in range(self.rounds)
@@ -156,11 +156,11 @@ class Schedule:
         ]
 
     def norm_time(self, step: int, stage: int) -> int:
-        """Logical time at which the owner has the step's finished gradient sum: the last backward of the stage has ended."""
+        """Logical time at which the stage's gradient sum is finished: the end of its last backward."""
         return self.period * step + 2 * self.ranks * (self.rounds - 1) + 4 * self.ranks - 2 - stage
 
     def update_time(self, step: int, stage: int) -> int:
-        """Logical time of the update theta_step -> theta_{step+1}; dp and v1 wait for the global norm: stage 0's sum, one hop."""
+        """Logical time of the update theta_step -> theta_{step+1}; dp and v1 wait for the global norm (stage 0's, and a hop)."""
         return self.norm_time(step, 0) + 1 if self.exact_norm and self.ranks > 1 else self.norm_time(step, stage)
 
     def reads(self, steps: int) -> Iterator[Read]:
@@ -174,7 +174,7 @@ class Schedule:
 
 
 def grid(schedule: Schedule, steps: int = 2) -> str:
-    """The timeline as text: a row per rank, a column per logical time, ``F2'`` meaning stage 2 at a stale version."""
+    """The timeline as text: a row per rank, a column per logical time. ``F2'`` is the forward of stage 2 at a stale version."""
     cells: dict[tuple[int, int], str] = {}
     for read in schedule.reads(steps):
         mark = "'" if read.version < read.step else ""

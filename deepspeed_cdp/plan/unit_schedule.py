@@ -1,23 +1,25 @@
-"""The schedule at the granularity of units: logical time of each unit's passes inside a round. Pure, no torch."""
+"""The schedule of units: when each unit's forward and backward run inside a round, in logical time."""
 
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
-from typing import ClassVar
 
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.schedule import Schedule
 
+Visit = tuple[int, bool]  # (unit, backward): one pass of one unit
+
 
 @dataclass(frozen=True)
 class Unit:
-    """What is handed off as one message.
+    """Modules whose parameters travel as one message.
 
     Attributes:
-        name: module path, or the first and the last of several.
+        name: module path; for several modules, the first and the last one.
         stage: the stage it belongs to.
         trainable, frozen: names from ``named_parameters()``.
-        p_bytes, g_bytes: bytes of its flat parameters and of its flat gradient sums.
+        p_bytes, g_bytes: bytes of its flat parameters and of its flat gradient sum.
+        modules: paths in order of use; empty for persistent parameters.
     """
 
     name: str
@@ -26,24 +28,22 @@ class Unit:
     frozen: tuple[str, ...]
     p_bytes: int
     g_bytes: int
-    modules: tuple[str, ...] = ()  # their paths, in order of use; none for persistent parameters
+    modules: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class UnitSchedule:
-    """Who uses which unit when; the part of a ``Plan`` that needs no buffers.
+    """The part of a ``Plan`` that needs no buffers: which rank uses which unit when.
 
     Attributes:
-        schedule: who reads what when, by stage.
+        schedule: the same by stage.
         units: in execution order.
-        persistent: parameters kept through the whole round, as one more unit of stage 0, or None.
-        keep_after_forward: keep the parameters of every stage but the first from the forward to the backward; else only those
-            of the last two, with which no more bytes are in use at once (but what is laid out has a few more gaps).
-        rings: how many average their sums (cross_ring.py); all have this plan.
-        sums_apart: finished sums lie behind what is in flight, not between, so that two rules can take turns
-        (plan/warmup.py); as they
-            do anyway where a rule stalls or every rank keeps all parameters.
-        room_for: the schedule whose messages buffers have room for, if not this one's (``Plan.under``).
+        persistent: parameters that stay on a rank for a whole round, as one more unit of stage 0; or None.
+        keep_after_forward: the parameters of every stage but the first stay on a rank from its forward to its backward. By
+            default only the last two stages stay, which takes no room, except for a few gaps.
+        rings: number of rings that average their gradients (cross_ring.py); all have this plan.
+        separate_sums: finished sums have a place of their own in the buffer, so that two rules can share it (warmup.py).
+        layout_schedule: the buffers are laid out for this schedule's messages (``Plan.under``); None: for ``schedule``.
     """
 
     schedule: Schedule
@@ -51,9 +51,8 @@ class UnitSchedule:
     persistent: Unit | None = None
     keep_after_forward: bool = False
     rings: int = 1
-    sums_apart: bool = False
-    room_for: Schedule | None = None
-    replicated: ClassVar[bool] = False  # whether every rank keeps all parameters, see replicated.py
+    separate_sums: bool = False
+    layout_schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
         stages = [u.stage for u in self.units]
@@ -67,36 +66,40 @@ class UnitSchedule:
     def stages(self) -> tuple[tuple[str, ...], ...]:
         """Per stage, the names of its trainable parameters; persistent ones come first, in stage 0."""
         names: list[list[str]] = [[] for _ in range(self.schedule.ranks)]
-        for unit in (*([self.persistent] if self.persistent else []), *self.units):
-            names[unit.stage].extend(unit.trainable)
+        for i in self.every_unit:
+            names[self.unit(i).stage].extend(self.unit(i).trainable)
         return tuple(map(tuple, names))
 
+    @cached_property
+    def every_unit(self) -> tuple[int, ...]:
+        """Indices of all units, PERSISTENT first if there is one."""
+        return ((PERSISTENT,) if self.persistent else ()) + tuple(range(len(self.units)))
+
     def members(self, stage: int) -> tuple[int, ...]:
-        """Indices of the stage's units, PERSISTENT first if it is there."""
-        persistent = (PERSISTENT,) if self.persistent and stage == 0 else ()
-        return persistent + tuple(i for i, u in enumerate(self.units) if u.stage == stage)
+        """Indices of the stage's units, PERSISTENT first if it is one of them."""
+        return tuple(i for i in self.every_unit if self.unit(i).stage == stage)
 
     def unit(self, index: int) -> Unit:
-        """The unit with this index; PERSISTENT is one of them."""
+        """The unit with this index, which may be PERSISTENT."""
         unit = self.persistent if index == PERSISTENT else self.units[index]
         assert unit is not None
         return unit
 
     def kept(self, index: int) -> bool:
-        """Whether this unit's parameters stay on a rank from its forward to its backward, so that they are sent once a round.
+        """Whether the unit's parameters stay on a rank from its forward to its backward, and so are sent once a round.
 
-        Stage N-1's second message would come before its first is done with, and stage N-2's just then. Stage 0 cannot be kept:
-        its forward's parameters come two positions before the round begins, when the round before still has its own.
+        Without ``keep_after_forward``, stages N-1 and N-2 stay: their second message would have to land before, or just when,
+        the first one is out of use. Stage 0 cannot stay: its parameters land two positions before the round begins, while the
+        round before still uses its own (docs/algorithm.md#parameters-that-stay-for-the-backward).
         """
         n = self.schedule.ranks
         return index != PERSISTENT and self.units[index].stage >= (1 if self.keep_after_forward else max(1, n - 2))
 
-    def averaged(self, rank: int) -> tuple[int, ...]:
-        """The owned units that are averaged (and, if nothing is clipped, updated) one by one as their sums come, not all in
-        GRAD_NORM.
+    def eager_units(self, rank: int) -> tuple[int, ...]:
+        """The owned units with a REDUCE_GRAD of their own, as each finished sum arrives; GRAD_NORM averages the others.
 
-        Not those of rank N-1: its own last backward finishes them, and ``engine.step()`` has not recorded the learning rate yet.
-        Where updates wait for the norm of all stages, or for other rings, little would be gained.
+        Rank N-1 has none: its own last backward finishes the sums, before ``engine.step()`` has recorded the learning rate.
+        Nor has any rank whose update waits for the norm of all stages or for other rings, where little would be gained.
         """
         s = self.schedule
         if rank == s.ranks - 1 or s.stalls or s.exact_norm or self.rings > 1:
@@ -106,16 +109,16 @@ class UnitSchedule:
     # ---- logical time inside a round ------------------------------------------------------------------------------------
     @cached_property
     def scale(self) -> int:
-        """Logical times are integers: one position of the schedule is this many ticks, so that every unit gets a whole number."""
+        """Ticks per position of the schedule, such that every unit of a stage takes a whole number of ticks."""
         counts = [0] * self.schedule.ranks
-        for unit in self.units:
-            counts[unit.stage] += 1
+        for u in self.units:
+            counts[u.stage] += 1
         return lcm(*counts)
 
     @cached_property
-    def spans(self) -> dict[tuple[int, bool], tuple[int, int]]:
-        """(unit, backward) -> ticks from the round's start to the beginning and to the end of this pass."""
-        spans: dict[tuple[int, bool], tuple[int, int]] = {}
+    def spans(self) -> dict[Visit, tuple[int, int]]:
+        """Ticks from the start of the round to the start and to the end of each pass."""
+        spans: dict[Visit, tuple[int, int]] = {}
         for stage in range(self.schedule.ranks):
             units = [i for i in self.members(stage) if i != PERSISTENT]
             width = self.scale // len(units)
@@ -126,25 +129,25 @@ class UnitSchedule:
         return spans
 
     @cached_property
-    def visits(self) -> tuple[tuple[int, bool], ...]:
-        """(unit, backward) in the order of a round: forwards up, backwards down."""
+    def visits(self) -> tuple[Visit, ...]:
+        """The passes of a round in order: forwards up, backwards down."""
         up = range(len(self.units))
         return tuple((i, False) for i in up) + tuple((i, True) for i in reversed(up))
 
     @cached_property
-    def messages(self) -> tuple[tuple[int, bool], ...]:
-        """The visits whose parameters are sent, in the order of a round."""
+    def messages(self) -> tuple[Visit, ...]:
+        """The passes whose parameters are sent, in the order of a round."""
         return tuple((i, backward) for i, backward in self.visits if not (backward and self.kept(i)))
 
     # ---- buffers --------------------------------------------------------------------------------------------------------
     @property
     def round_ticks(self) -> int:
-        """How long a round is."""
+        """Length of a round."""
         return 2 * self.schedule.ranks * self.scale
 
-    def received(self, rank: int) -> tuple[tuple[int, bool], ...]:
-        """The messages that land in this rank's P buffer in some round; a stage whose published copy it reads itself has none."""
-        s = self.room_for or self.schedule
+    def received(self, rank: int) -> tuple[Visit, ...]:
+        """The messages that this rank receives in some round; it receives none of a stage that it reads from its own copy."""
+        s = self.layout_schedule or self.schedule
         stages = {
             stage
             for stage in range(s.ranks)
@@ -155,11 +158,11 @@ class UnitSchedule:
         return tuple(v for v in self.messages if self.units[v[0]].stage in stages)
 
     @property
-    def sums_between(self) -> bool:
-        """Whether finished sums lie between what is in flight, not behind it."""
-        return self.schedule.ranks > 1 and not (self.schedule.stalls or self.sums_apart or self.replicated)
+    def sums_in_gaps(self) -> bool:
+        """Whether finished sums fill gaps between messages in flight, and have no place of their own."""
+        return self.schedule.ranks > 1 and not (self.schedule.stalls or self.separate_sums)
 
-    def summed(self, step: int, unit: int) -> int:
-        """Ticks at which the unit's gradient sum is finished: the last micro-batch's backward has ended."""
+    def sum_finished(self, step: int, unit: int) -> int:
+        """Ticks at which the unit's gradient sum is finished: the end of the last micro-batch's backward."""
         s = self.schedule
         return s.start(step, s.rounds - 1, s.ranks - 1) * self.scale + self.spans[unit, True][1]

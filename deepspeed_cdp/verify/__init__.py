@@ -1,4 +1,4 @@
-"""Proofs that a plan works: its form, and a dry-run of all ranks that finds hangs, mixed versions and overwritten buffers.
+"""Checks of a plan: its form, and a dry-run of all ranks that finds deadlocks, wrong versions and overwritten buffers.
 
-Pure, no torch; shares no code with the runtime. Imports ``plan`` only.
+It imports ``plan`` only, no torch, and shares no code with the runtime.
 """

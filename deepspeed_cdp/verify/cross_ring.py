@@ -1,4 +1,4 @@
-"""Dry-run of several rings together (plan/cross_ring.py). Pure, no torch."""
+"""Dry-run of several rings together (plan/cross_ring.py)."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,34 +7,35 @@ from typing import NamedTuple
 from deepspeed_cdp.plan.actions import Action
 from deepspeed_cdp.plan.cross_ring import PAIR, Link, LinkKind, chain, finishing, first_posts
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.verify.dry_run import DryRun
+from deepspeed_cdp.verify.dry_run import CONDITIONS, DryRun
 from deepspeed_cdp.verify.state import Key, Rank
 from deepspeed_cdp.verify.well_formed import PlanError
 
 
-class _Message(NamedTuple):
-    """A push, or a region let in."""
+class _RingMessage(NamedTuple):
+    """A push, or a credit; a push holds the sums of ``rings`` rings."""
 
     key: tuple
     step: int
     item: int
-    rings: int = 0  # whose sums it holds
+    rings: int = 0
 
 
 def validate(plan: Plan, steps: int = 4, links: Sequence[Sequence[Sequence[Link]]] | None = None) -> None:
-    """Run all rings of a plan together, in the three ways of ``validate.validate``.
+    """Run all rings of a plan together, under all ``CONDITIONS``.
 
     Args:
-        links: by ring and rank, stand-ins for ``chain``'s, to show that a wrong one is found.
+        links: by ring and rank; they replace those of ``chain``, in tests.
     Raises:
         PlanError: naming rank, step, ring and link.
     """
     ranks = range(plan.schedule.ranks)
     links = links or [[chain(c, plan.rings, finishing(plan, r)) for r in ranks] for c in range(plan.rings)]
-    for blocking, barrier in ((False, False), (True, False), (False, True)):
+    for condition in CONDITIONS:
+        barrier = condition.get("barrier", False)
         rings: list[_Ring] = []
         for c in range(plan.rings):
-            rings.append(_Ring(plan, steps, blocking, barrier, links[c], rings))
+            rings.append(_Ring(plan, steps, condition, links[c], rings))
         everyone = [(ring, rank) for ring in rings for rank in ring.ranks]
         for ring, rank in everyone:
             ring.open(rank, (-1,))
@@ -53,40 +54,50 @@ def validate(plan: Plan, steps: int = 4, links: Sequence[Sequence[Sequence[Link]
 
 
 class _Ring(DryRun):
-    """One ring of several, with its owners' ends of the chains, by rank."""
+    """One ring of several, with its owners' ends of the chains.
+
+    Attributes:
+        ring, rings: this ring's number; all rings.
+        links, at: by rank, its links; the next one of the GRAD_NORM under way.
+        x: by rank, item -> content of region X: (stream,) after a credit for it, then (step, number of rings summed).
+        o: by rank, item -> number of rings in the own ring's region of finished sums.
+        posts, coming: (stream, rank) -> credits, and pushes of another ring.
+        come: (stream, rank, item) -> the push that has landed.
+        unsent: by rank, (stream, item) of pushes that still read.
+    """
 
     def __init__(
-        self, plan: Plan, steps: int, blocking: bool, barrier: bool, links: Sequence[Sequence[Link]], rings: Sequence["_Ring"]
+        self, plan: Plan, steps: int, condition: dict[str, bool], links: Sequence[Sequence[Link]], rings: Sequence["_Ring"]
     ):
-        super().__init__(plan, steps, blocking=blocking, barrier=barrier)
+        super().__init__(plan, steps, **condition)
         self.ring, self.rings, self.links = len(rings), rings, links
         n = self.schedule.ranks
-        self.at = [0] * n  # the next link of the NORM under way
-        self.x: list[dict[int, tuple | None]] = [{} for _ in range(n)]  # item -> what region X is for or holds: (stream,) or
-        self.o: list[dict[int, int]] = [{} for _ in range(n)]  # (step, rings); rings in the own ring's sums
-        self.posts: dict[tuple[str, int], deque[_Message]] = {}  # (stream, rank) -> regions let in
-        self.coming: dict[tuple[str, int], deque[_Message]] = {}  # the same -> pushes of another ring
-        self.come: dict[tuple[str, int, int], _Message] = {}  # (stream, rank, item) -> what has landed
-        self.unsent: list[set[tuple[str, int]]] = [set() for _ in range(n)]  # (stream, item) of pushes that still read
+        self.at = [0] * n
+        self.x: list[dict[int, tuple | None]] = [{} for _ in range(n)]
+        self.o: list[dict[int, int]] = [{} for _ in range(n)]
+        self.posts: dict[tuple[str, int], deque[_RingMessage]] = {}
+        self.coming: dict[tuple[str, int], deque[_RingMessage]] = {}
+        self.come: dict[tuple[str, int, int], _RingMessage] = {}
+        self.unsent: list[set[tuple[str, int]]] = [set() for _ in range(n)]
 
     def wrong(self, rank: Rank, reason: str) -> PlanError:
         links, at = self.links[rank.number], self.at[rank.number]
         return self._error(rank, f"ring {self.ring}, {links[at] if at < len(links) else 'done'}: {reason}")
 
     def open(self, rank: Rank, key: tuple) -> None:
-        """Region X is free."""
+        """Region X is free: grant the first credits."""
         for stream, item in first_posts(self.ring, finishing(self.plan, rank.number)):
-            self._let_in(rank, stream, item, key, rank.version)
+            self._grant_credit(rank, stream, item, key, rank.version)
 
-    def _let_in(self, rank: Rank, stream: str, item: int, key: tuple, step: int) -> None:
+    def _grant_credit(self, rank: Rank, stream: str, item: int, key: tuple, step: int) -> None:
         if self.x[rank.number].get(item) is not None:
             raise self.wrong(rank, f"region X of item {item} is still in use: {self.x[rank.number][item]}")
         self.x[rank.number][item] = (stream,)
-        self.posts.setdefault((stream, rank.number), deque()).append(_Message(key, step, item))
-        self._meet(stream, rank)
+        self.posts.setdefault((stream, rank.number), deque()).append(_RingMessage(key, step, item))
+        self._land(stream, rank)
 
-    def _meet(self, stream: str, rank: Rank) -> None:
-        """Messages to this rank land where they were let in."""
+    def _land(self, stream: str, rank: Rank) -> None:
+        """Messages to this rank land where it has granted a credit."""
         edge = stream, rank.number
         posts, pushes = self.posts.get(edge), self.coming.get(edge)
         while posts and pushes:
@@ -94,22 +105,24 @@ class _Ring(DryRun):
             if (post.step, post.item) != (push.step, push.item):
                 raise self.wrong(
                     rank,
-                    f"{stream} of item {push.item}, step {push.step}, lands where {post.item} of step {post.step} was let in",
+                    f"{stream} of item {push.item}, step {push.step}, lands where item {post.item}, step {post.step}, should",
                 )
             if not post.key < push.key:
-                raise self.wrong(rank, f"{stream} of item {push.item} is let in at {post.key}, not before the push at {push.key}")
+                raise self.wrong(
+                    rank, f"{stream} of item {push.item} has its credit at {post.key}, not before the push at {push.key}"
+                )
             self.come[stream, rank.number, push.item] = push
             sender = self.rings[self.ring + (-1 if stream == "X" else 1)]
             sender.unsent[rank.number].discard((stream, push.item))
             sender.ranks[rank.number].blocked -= 1
 
-    def _norm(self, rank: Rank, a: Action) -> bool:
+    def _grad_norm(self, rank: Rank, a: Action) -> bool:
         links, r, step = self.links[rank.number], rank.number, rank.step + a.version
         while self.at[r] < len(links):
             if self.blocking and rank.blocked or not self._link(rank, step, self._key(rank, a), links[self.at[r]]):
                 return False
             self.at[r] += 1
-        if not super()._norm(rank, a):
+        if not super()._grad_norm(rank, a):
             return False
         wanted = dict.fromkeys((*finishing(self.plan, r), PAIR), (step, self.plan.rings))
         if self.x[r] != wanted or self.unsent[r]:
@@ -130,7 +143,7 @@ class _Ring(DryRun):
             if push is None:
                 return False
             if not push.key < key or x.get(i) != (link.stream,):
-                raise self.wrong(rank, f"comes at {push.key}, which is not earlier, or lands on {x.get(i)}")
+                raise self.wrong(rank, f"arrives at {push.key}, which is not earlier, or lands on {x.get(i)}")
             del self.come[link.stream, r, i]
             x[i] = (step, push.rings)
         elif link.kind == LinkKind.ADD:
@@ -143,19 +156,19 @@ class _Ring(DryRun):
                 raise self.wrong(rank, f"sends {o.get(i) if up else x.get(i)}")
             self.unsent[r].add((link.stream, i))
             rank.blocked += 1
-            there = self.rings[self.ring + (1 if up else -1)]
-            there.coming.setdefault((link.stream, r), deque()).append(_Message(key, step, i, self.ring + 1 if up else last + 1))
-            there._meet(link.stream, there.ranks[r])
+            there, summed = self.rings[self.ring + (1 if up else -1)], self.ring + 1 if up else last + 1
+            there.coming.setdefault((link.stream, r), deque()).append(_RingMessage(key, step, i, summed))
+            there._land(link.stream, there.ranks[r])
         elif link.kind == LinkKind.GRANT_CREDIT:
-            self._let_in(rank, link.stream, i, key, step)
+            self._grant_credit(rank, link.stream, i, key, step)
         elif link.kind == LinkKind.WAIT_SENT:
             return (link.stream, i) not in self.unsent[r]
         elif link.kind == LinkKind.FINISHED and x.get(i) != (step, last + 1):
             raise self.wrong(rank, f"has {x.get(i)} for a total")
         return True
 
-    def _update(self, rank: Rank, a: Action) -> bool:
-        if not super()._update(rank, a):
+    def _optimizer_step(self, rank: Rank, a: Action) -> bool:
+        if not super()._optimizer_step(rank, a):
             return False
         self.x[rank.number].clear()
         self.open(rank, self._key(rank, a))

@@ -1,14 +1,16 @@
-"""Dry-run of all ranks: proves that a plan neither hangs nor mixes versions nor overwrites what is in use (design §6, §7).
+"""Dry-run of all ranks: shows that a plan neither deadlocks, nor mixes versions, nor overwrites bytes in use.
 
-Every message carries a tag instead of bytes: which unit, which version, or how many micro-batches a sum holds. The run checks
+Messages carry tags instead of bytes: unit and version of parameters, or unit and number of micro-batches of a gradient sum. The
+run checks that
 
-- the logical-time rule: what an action waits for belongs to an earlier step, or to the same step and a smaller logical time, so
-  no wait can close a cycle, not even through a barrier of the user's between two steps; and actions are done in logical order;
-- that posts and pushes of each edge match in order, size and content, and nothing is left over at the end;
-- that every pass happens once a round and reads the version the schedule says, and that every owner updates once a step, with
-  N k micro-batches, each once, in order;
-- that no region is posted, or overwritten, while its former content is still to be read or relayed;
-- that it ends, also when a push blocks its rank until it has landed, and also with a barrier after every step.
+- an action waits only for actions of an earlier step, or of the same step and a smaller logical time. So no cycle of waits can
+  form, not even with a user's barrier between two steps (docs/algorithm.md#why-it-cannot-deadlock);
+- each rank runs its actions in logical order;
+- posts and pushes of each edge match in order, size and content, and none is left over at the end;
+- each pass runs once a round and reads the version that the schedule says;
+- each owner updates once a step, with the gradients of all N k micro-batches, in order;
+- no region is posted or overwritten while its content is still to be read or forwarded;
+- the run ends under all ``CONDITIONS``.
 """
 
 import itertools
@@ -23,13 +25,24 @@ from deepspeed_cdp.plan.program import after_passes, build, initial_posts
 from deepspeed_cdp.verify.state import BEFORE, Key, Landing, Place, Push, Rank, Tag
 from deepspeed_cdp.verify.well_formed import PlanError
 
-SENDS_GRAD = (Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD)
 Programs = Callable[[int, bool], Sequence[Action]]
 Posts = Callable[[int], Sequence[Post]]
 
+CONDITIONS: tuple[dict[str, bool], ...] = (
+    {},
+    {"blocking": True},
+    {"barrier": True},
+)  # arguments of DryRun under which a plan must end
+
 
 class DryRun:
-    """One dry-run; ``log`` holds (rank, step, action) in the order in which they were done."""
+    """One dry-run; ``log`` holds (rank, step, action) in the order in which they were done.
+
+    Args:
+        programs, posts: replace the plan's own, in tests.
+        blocking: a push blocks its rank until the message has landed.
+        barrier: all ranks wait for each other after every step.
+    """
 
     def __init__(
         self,
@@ -52,24 +65,36 @@ class DryRun:
         visits = ((PERSISTENT, False), *plan.visits) if plan.persistent else plan.visits
         self.order = [(m, *visit) for m in range(self.schedule.rounds) for visit in visits]
         self.log: list[tuple[int, int, Action]] = []
-        self.special = {
-            Kind.WAIT_PARAM: self._read,
-            Kind.RECV_GRAD: self._sum,
-            Kind.RECV_PERSISTENT_GRAD: self._sum,
-            Kind.REDUCE_GRAD: self._average,
-            Kind.GRAD_NORM: self._norm,
-            Kind.SEND_NORM: self._total,
-            Kind.OPTIMIZER_STEP: self._update,
+        self.handlers: dict[Kind, Callable[[Rank, Action], bool]] = {
+            Kind.WAIT_PARAM: self._wait_param,
+            Kind.FORWARD_PARAM: self._forward_param,
+            Kind.RELEASE_PARAM: self._release,
+            Kind.RELEASE_PERSISTENT_PARAM: self._release,
+            Kind.RECV_GRAD: self._recv_grad,
+            Kind.RECV_PERSISTENT_GRAD: self._recv_grad,
+            Kind.SEND_GRAD: self._send_grad,
+            Kind.SEND_PERSISTENT_GRAD: self._send_grad,
+            Kind.REDUCE_GRAD: self._reduce_grad,
+            Kind.GRAD_NORM: self._grad_norm,
+            Kind.SEND_NORM: self._send_norm,
+            Kind.OPTIMIZER_STEP: self._optimizer_step,
+            Kind.PUBLISH_PARAM: self._publish_param,
+            Kind.PULL_PARAM: self._only_posts,
+            Kind.GRANT_CREDIT: self._only_posts,
         }
         for rank in self.ranks:
-            self._publish(rank, 0)
+            self._new_version(rank, 0)
             for post in posts(rank.number) if posts else initial_posts(plan, rank.number):
                 self._post(rank, BEFORE, post, None)
         if n > 1:
             self.ranks[0].scalars["S", n - 1] = deque([(BEFORE, -1)])
 
     def run(self) -> None:
-        """Raises PlanError, or returns with every rank at the end of its last step."""
+        """Run all ranks to the end of their last step.
+
+        Raises:
+            PlanError: a rule is broken.
+        """
         while True:
             moved, floor = False, min(rank.step for rank in self.ranks)
             for rank in self.ranks:
@@ -80,22 +105,21 @@ class DryRun:
                         break
                     moved = True
             if all(rank.step >= self.steps for rank in self.ranks):
-                break  # (ranks may be a step ahead: a push may wait for a reader's next step)
+                break  # some ranks may be a step ahead, since a push may wait for a reader's next step
             if not moved:
                 stuck = "; ".join(str(self._error(x, "waits")) for x in self.ranks if x.cursor < len(x.program))
                 raise PlanError(f"nothing moves any more: {stuck}")
         for push in itertools.chain(*self.pushes.values()):
-            if (
-                push.tag[2] + 1 if push.action.kind == Kind.PUBLISH_PARAM else push.step
-            ) < self.steps:  # in which it is taken at last
-                raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never taken")
+            last = push.tag[2] + 1 if push.action.kind == Kind.PUBLISH_PARAM else push.step  # the step that must receive it
+            if last < self.steps:
+                raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never received")
 
     def _tried(self, rank: Rank, a: Action) -> bool:
         try:
             return self._try(rank, a)
         except PlanError:
             raise
-        except (LookupError, ValueError, TypeError, AssertionError) as error:  # it speaks of what no plan has
+        except (LookupError, ValueError, TypeError, AssertionError) as error:  # an action with impossible fields
             raise self._error(rank, f"makes no sense ({type(error).__name__}: {error})") from error
 
     # ---- names -------------------------------------------------------------------------------------------------
@@ -103,7 +127,7 @@ class DryRun:
         return PlanError(f"rank {rank.number}, step {rank.step}: {rank.program[rank.cursor]}: {reason}")
 
     def _key(self, rank: Rank, a: Action) -> Key:
-        time = a.time + max(rank.step - 1, 0) * self.period  # programs of later steps are those of step 1
+        time = a.time + max(rank.step - 1, 0) * self.period  # later steps run the program of step 1
         return rank.step, after_passes(self.plan, rank.number, rank.step == 0, a), time, a.phase
 
     def _at(self, rank: Rank, a: Action) -> Place:
@@ -113,7 +137,7 @@ class DryRun:
         return (self.plan.copy_region(rank.step + a.version) if a.region == "V" else a.region), a.offset
 
     def _expected(self, r: int, step: int, post: Post) -> Tag:
-        """What the schedule wants to land there."""
+        """The content that must land there by the schedule."""
         n, m = self.schedule.ranks, post.round
         if post.stream[0] in "PH":
             return "p", post.unit, self.schedule.version(step, m, r, self.plan.unit(post.unit).stage)
@@ -135,23 +159,22 @@ class DryRun:
         return True
 
     def _act(self, rank: Rank, a: Action) -> bool:
-        if a.kind in self.special:
-            return self.special[a.kind](rank, a)
-        if a.kind in (Kind.RELEASE_PARAM, Kind.RELEASE_PERSISTENT_PARAM):
-            place = rank.using.pop((a.round, a.unit, a.kind == Kind.RELEASE_PARAM and a.backward), None)
-            if place is None or a.kind == Kind.RELEASE_PERSISTENT_PARAM and not self._all_read(rank, a):
-                raise self._error(rank, "ends a pass that is not under way, or too early")
-            self._leave(rank, a, place)
-        elif a.kind not in (Kind.PULL_PARAM, Kind.GRANT_CREDIT):  # which have nothing but their posts
-            if a.peer == rank.number and self._still_read(rank, self.plan.o_region, self.o_layouts[a.peer][a.unit], a.nbytes):
-                return False
-            self._push(rank, a)
-            if a.kind in SENDS_GRAD:
-                self._free(rank, *self._at(rank, a))
+        return self.handlers[a.kind](rank, a)
+
+    def _only_posts(self, rank: Rank, a: Action) -> bool:
+        return True
+
+    # ---- passes ---------------------------------------------------------------------------------------------------------
+    def _release(self, rank: Rank, a: Action) -> bool:
+        persistent = a.kind == Kind.RELEASE_PERSISTENT_PARAM
+        place = rank.using.pop((a.round, a.unit, a.backward and not persistent), None)
+        if place is None or persistent and not self._round_over(rank, a):
+            raise self._error(rank, "ends a pass that is not under way, or too early")
+        self._leave(rank, a, place)
         return True
 
     def _leave(self, rank: Rank, a: Action, place: Place) -> None:
-        """A pass no longer reads from here."""
+        """The end of a pass that has read from this place."""
         if place[0][0] != "V":
             self._free(rank, *place)
 
@@ -162,12 +185,13 @@ class DryRun:
             )
         rank.step, rank.cursor, rank.reads, rank.program = rank.step + 1, 0, 0, self.steady[rank.number]
 
-    def _all_read(self, rank: Rank, a: Action) -> bool:  # the round's passes are over
+    def _round_over(self, rank: Rank, a: Action) -> bool:
+        """Whether all passes of the round have ended, but for the persistent parameters."""
         return rank.reads * self.schedule.rounds == (a.round + 1) * len(self.order) and all(
             i == PERSISTENT for _, i, _ in rank.using
         )
 
-    def _read(self, rank: Rank, a: Action) -> bool:
+    def _wait_param(self, rank: Rank, a: Action) -> bool:
         if a.peer is not None and not self._arrived(rank, a):
             return False
         place, version, stage = self._at(rank, a), rank.step + a.version, self.plan.unit(a.unit).stage
@@ -177,16 +201,16 @@ class DryRun:
         if self.order[rank.reads : rank.reads + 1] != [(a.round, a.unit, a.backward)]:
             raise self._error(rank, f"is out of order; next is (round, unit, backward) {self.order[rank.reads : rank.reads + 1]}")
         if a.backward and self.plan.kept(a.unit) and rank.using.pop((a.round, a.unit, False), None) != place:
-            raise self._error(rank, "looks elsewhere than in the forward")
+            raise self._error(rank, "does not read the place of its forward")
         rank.using[a.round, a.unit, a.backward] = place
         rank.reads += 1
         return True
 
-    def _sum(self, rank: Rank, a: Action) -> bool:
+    def _recv_grad(self, rank: Rank, a: Action) -> bool:
         if a.peer is not None and not self._arrived(rank, a):
             return False
-        if not (self._all_read(rank, a) if a.unit == PERSISTENT else (a.round, a.unit, a.backward) in rank.using):
-            raise self._error(rank, "is outside of the unit's backward")
+        if not (self._round_over(rank, a) if a.unit == PERSISTENT else (a.round, a.unit, a.backward) in rank.using):
+            raise self._error(rank, "is not in the unit's backward")
         q, place = a.round * self.schedule.ranks + rank.number, self._at(rank, a)
         want = ("g", a.unit, rank.step, q)
         if q and rank.content.get(place) != want:
@@ -199,42 +223,42 @@ class DryRun:
         return True
 
     # ---- owners ---------------------------------------------------------------------------------------------------------
-    def _average(self, rank: Rank, a: Action) -> bool:
+    def _reduce_grad(self, rank: Rank, a: Action) -> bool:
         if a.unit not in self.o_layouts[rank.number] or (a.round, a.backward) != (self.schedule.rounds - 1, True):
             raise self._error(rank, "averages what this rank does not own, or what is not finished")
-        if not self._overwritable(rank, a, [a.unit]) or not self._summed(rank, a, [a.unit]):
+        if not self._overwritable(rank, a, [a.unit]) or not self._take_sums(rank, a, [a.unit]):
             return False
         self._overwrite(rank, a, [a.unit])
         rank.averaged.append(a.unit)
         return True
 
-    def _norm(self, rank: Rank, a: Action) -> bool:
+    def _grad_norm(self, rank: Rank, a: Action) -> bool:
         step, r, s = rank.step + a.version, rank.number, self.schedule
-        one_by_one = self.plan.averaged(r)
-        together = [i for i in self.o_layouts[r] if i not in one_by_one]
+        eager = self.plan.eager_units(r)
+        together = [i for i in self.o_layouts[r] if i not in eager]
         if self._landed(rank, step, together) is None or not self._scalar(rank, a, "S", step if r else step - 1):
             return False
-        self._summed(rank, a, together)
-        if sorted(rank.averaged) != sorted(one_by_one):
-            raise self._error(rank, f"measures step {step} when only units {rank.averaged} are averaged")
+        self._take_sums(rank, a, together)
+        if sorted(rank.averaged) != sorted(eager):
+            raise self._error(rank, f"computes the norm of step {step}, but only units {rank.averaged} are averaged")
         rank.normed += 1
         self._send_scalar(rank, a, "S", (r + 1) % s.ranks, step)
         return True
 
     def _landed(self, rank: Rank, step: int, units: Sequence[int]) -> list[tuple] | None:
-        """The messages that bring these units' finished sums; None before all are there."""
+        """The messages with these units' finished sums; None before all have arrived."""
         last = self.schedule.ranks - 1
         messages = [("O", last, step, self.schedule.rounds - 1, i, True) for i in units if rank.number != last]
         return messages if all(m in rank.landed for m in messages) else None
 
-    def _summed(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
-        """Take these units' finished sums, if all are there."""
+    def _take_sums(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
+        """Take these units' finished sums, if all have arrived."""
         step, s = rank.step + a.version, self.schedule
         messages = self._landed(rank, step, units)
         if messages is None:
             return False
         if rank.normed != step or rank.version != step:
-            raise self._error(rank, f"measures the sums of step {step} after {rank.normed} norms and {rank.version} updates")
+            raise self._error(rank, f"takes the sums of step {step} after {rank.normed} norms and {rank.version} updates")
         for message in messages:
             self._earlier(rank, a, rank.landed.pop(message)[0], "a push")
         for i in units:
@@ -244,29 +268,29 @@ class DryRun:
         return True
 
     def _overwritable(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
-        """Whether no push reads from the published copies that are next of these units."""
+        """Whether no push still reads from these units' next published copies."""
         copy, places = self.plan.copy_region(rank.step + a.version + 1), self.v_layouts[rank.number]
         return not any(self._still_read(rank, copy, places[i], self.plan.unit(i).p_bytes) for i in units)
 
     def _overwrite(self, rank: Rank, a: Action, units: Sequence[int]) -> None:
-        """From here on these copies are not the old version any more, and not the new one before the update is over."""
+        """From here to the end of the update, these copies hold neither the old version nor the new one."""
         version = rank.step + a.version + 1
         copy, places = self.plan.copy_region(version), self.v_layouts[rank.number]
         for i in units:
             place = copy, places[i]
             if copy[0] == "V" and place in rank.using.values():
                 raise self._error(rank, f"overwrites published copy {copy} of unit {i} while a pass of this rank reads it")
-            self._earlier(rank, a, rank.offers.pop(place, BEFORE), "a reader")
+            self._earlier(rank, a, rank.pulled.pop(place, BEFORE), "a reader")
             rank.content.pop(place, None)
 
-    def _total(self, rank: Rank, a: Action) -> bool:
+    def _send_norm(self, rank: Rank, a: Action) -> bool:
         if rank.normed != rank.step + a.version + 1:
             raise self._error(rank, f"comes after {rank.normed} norms")
         for peer in range(self.schedule.ranks - 1):
             self._send_scalar(rank, a, "T", peer, rank.normed - 1)
         return True
 
-    def _update(self, rank: Rank, a: Action) -> bool:
+    def _optimizer_step(self, rank: Rank, a: Action) -> bool:
         step = rank.step + a.version
         together = [i for i in self.v_layouts[rank.number] if i not in rank.averaged]
         if not self._overwritable(rank, a, together) or not self._scalar(rank, a, "T", step):
@@ -277,11 +301,11 @@ class DryRun:
         rank.averaged.clear()
         for offset in self.o_layouts[rank.number].values():
             self._free(rank, self.plan.o_region, offset)
-        self._publish(rank, step + 1)
+        self._new_version(rank, step + 1)
         rank.version += 1
         return True
 
-    def _publish(self, rank: Rank, version: int) -> None:
+    def _new_version(self, rank: Rank, version: int) -> None:
         copy = self.plan.copy_region(version)
         rank.content.update({(copy, offset): ("p", i, version) for i, offset in self.v_layouts[rank.number].items()})
 
@@ -336,69 +360,96 @@ class DryRun:
         self.landings.setdefault(edge, deque()).append(Landing(key, rank.step + post.ahead, post, offset, by))
         self._match(edge)
 
-    def _push(self, rank: Rank, a: Action) -> None:
-        place, mine, used = self._at(rank, a), self.o_layouts[rank.number], rank.using.get((a.round, a.unit, a.backward))
-        tag, want = rank.content.get(place), ("p", a.unit, rank.step + a.version)
-        if a.kind in SENDS_GRAD:
-            want = ("g", a.unit, rank.step, a.round * self.schedule.ranks + rank.number + 1)
+    def _forward_param(self, rank: Rank, a: Action) -> bool:
+        place, used = self._at(rank, a), rank.using.get((a.round, a.unit, a.backward))
+        self._check_content(rank, a, ("p", a.unit, rank.step + a.version))
+        if not self._may_forward(rank, a, place, used):
+            raise self._error(rank, "forwards parameters that this rank does not use")
+        self._push(rank, a)
+        return True
+
+    def _publish_param(self, rank: Rank, a: Action) -> bool:
+        self._check_content(rank, a, ("p", a.unit, rank.step + a.version))
+        self._push(rank, a)
+        return True
+
+    def _send_grad(self, rank: Rank, a: Action) -> bool:
+        finished = None
+        if a.peer == rank.number:  # finished, and owned by this rank
+            finished = self.plan.o_region, self.o_layouts[rank.number][a.unit]
+            if self._still_read(rank, *finished, a.nbytes):
+                return False
+        self._check_content(rank, a, ("g", a.unit, rank.step, a.round * self.schedule.ranks + rank.number + 1))
+        if not a.backward or (a.round, a.unit, a.backward) in rank.using:
+            raise self._error(rank, "sends a sum that this rank still adds to")
+        place = self._at(rank, a)
+        if finished and (a.stream, *a.into[:2]) == ("O", *finished):
+            self._claim(rank, *finished, a.nbytes)
+            rank.content[finished] = rank.content[place]
+        else:
+            self._push(rank, a)
+        self._free(rank, *place)
+        return True
+
+    def _check_content(self, rank: Rank, a: Action, want: Tag) -> None:
+        tag = rank.content.get(self._at(rank, a))
         if tag != want:
             raise self._error(rank, f"sends {tag} where the schedule says {want}")
-        if (
-            a.kind == Kind.FORWARD_PARAM
-            and not self._may_relay(rank, a, place, used)
-            or a.kind in SENDS_GRAD
-            and (used or not a.backward)
-        ):
-            raise self._error(rank, "relays what this rank does not use, or passes on what it still adds to")
-        home = self.plan.o_region, mine.get(a.unit)
-        if a.peer == rank.number and (a.stream, *a.into[:2]) == ("O", *home):  # finished, and owned by this rank
-            self._claim(rank, *home, a.nbytes)
-            rank.content[home] = tag
-            return
+
+    def _may_forward(self, rank: Rank, a: Action, place: Place, used: Place | None) -> bool:
+        return used == place
+
+    def _push(self, rank: Rank, a: Action) -> None:
         assert a.peer is not None
+        place = self._at(rank, a)
         rank.blocked += a.kind != Kind.PUBLISH_PARAM
         rank.reading.setdefault(place[0], []).append((place[1], a.nbytes))
         edge = (a.stream, rank.number, a.peer)
-        self.pushes.setdefault(edge, deque()).append(Push(rank.number, rank.step, self._key(rank, a), a, place, tag))
+        push = Push(rank.number, rank.step, self._key(rank, a), a, place, rank.content[place])
+        self.pushes.setdefault(edge, deque()).append(push)
         self._match(edge)
 
-    def _may_relay(self, rank: Rank, a: Action, place: Place, used: Place | None) -> bool:
-        return used == place
-
     def _match(self, edge: tuple[str, int, int]) -> None:
+        """Messages of this edge land where their receiver has granted a credit."""
         pushes, landings = self.pushes.get(edge), self.landings.get(edge)
         while pushes and landings:
             push, landing = pushes.popleft(), landings.popleft()
             sender, receiver, post, a = self.ranks[edge[1]], self.ranks[edge[2]], landing.post, push.action
-            want, wrong = self._expected(edge[2], landing.step, post), ""
-            if (push.tag, a.backward, a.nbytes) != (want, post.backward, post.nbytes):
-                wrong = (
-                    f"sends {push.tag}, {a.nbytes} bytes, where rank {edge[2]} let {want}, {post.nbytes} bytes, in for its "
-                    f"{'backward' if post.backward else 'forward'} ({landing.by or 'before the first action'})"
-                )
-            elif a.kind != Kind.PUBLISH_PARAM and not landing.key < push.key:
-                wrong = f"needs a credit of rank {edge[2]} that is not earlier in logical time"
-            elif (
-                (a.offset, push.tag[2]) != (post.origin, landing.step + post.version)
-                if a.kind == Kind.PUBLISH_PARAM
-                else a.into[:2] != (post.region, post.offset) or post.region == "H" and a.into[2] != post.round
-            ):
-                wrong = f"is not at {(post.origin, post.version)} or into {a.into}, as rank {edge[2]} has it in {post}"
-            elif a.kind == Kind.PUBLISH_PARAM and not push.key < landing.key:
-                wrong = f"is taken by rank {edge[2]} ({landing.by}) at a time that is not later in logical time"
-            elif sender.content.get(push.place) != push.tag:
-                wrong = f"the region was overwritten before rank {edge[2]} took it"
-            if wrong:
+            if wrong := self._mismatch(edge[2], push, landing):
                 raise PlanError(f"rank {edge[1]}, step {push.step}: {a}: {wrong}")
             sender.reading[push.place[0]].remove((push.place[1], a.nbytes))
-            sender.blocked -= a.kind != Kind.PUBLISH_PARAM
             if a.kind == Kind.PUBLISH_PARAM:
-                sender.offers[push.place] = max(sender.offers.get(push.place, BEFORE), landing.key)
+                sender.pulled[push.place] = max(sender.pulled.get(push.place, BEFORE), landing.key)
+            else:
+                sender.blocked -= 1
             place = (post.region, landing.offset)
             receiver.content[place] = push.tag
             receiver.landed[post.stream, edge[1], landing.step, post.round, post.unit, post.backward] = (push.key, place)
 
+    def _mismatch(self, to: int, push: Push, landing: Landing) -> str:
+        """The reason why this message must not land there; empty if it may."""
+        post, a, published = landing.post, push.action, push.action.kind == Kind.PUBLISH_PARAM
+        want = self._expected(to, landing.step, post)
+        if (push.tag, a.backward, a.nbytes) != (want, post.backward, post.nbytes):
+            return (
+                f"sends {push.tag}, {a.nbytes} bytes, where rank {to} expects {want}, {post.nbytes} bytes, for its "
+                f"{'backward' if post.backward else 'forward'} ({landing.by or 'before the first action'})"
+            )
+        if not published and not landing.key < push.key:
+            return f"needs a credit of rank {to} that is not earlier in logical time"
+        if published:
+            same_place = (a.offset, push.tag[2]) == (post.origin, landing.step + post.version)
+        else:
+            same_place = a.into[:2] == (post.region, post.offset) and (post.region != "H" or a.into[2] == post.round)
+        if not same_place:
+            return f"is not at {(post.origin, post.version)} or into {a.into}, as rank {to} has it in {post}"
+        if published and not push.key < landing.key:
+            return f"is pulled by rank {to} ({landing.by}) at a time that is not later in logical time"
+        if self.ranks[push.rank].content.get(push.place) != push.tag:
+            return f"the region was overwritten before rank {to} received it"
+        return ""
+
 
 def _overlap(region: str, at: int, size: int, offset: int, nbytes: int) -> bool:
-    """The two slots of H are told apart by number."""
+    """Whether two pieces of a region share bytes; the two slots of H are numbered."""
     return at == offset if region == "H" else bool(size and nbytes) and at < offset + nbytes and offset < at + size

@@ -1,10 +1,11 @@
-"""The dry-run of plans under which every rank keeps all parameters (plan/replicated.py). Pure, no torch.
+"""Dry-run of plans under which every rank keeps all parameters (plan/replicated.py).
 
-On top of what ``validate`` checks everywhere: a unit's place in the replica is in use from when new content may come in (a post,
-an update in place, a copy) to the end of the last pass that reads this version. So nothing lands, and no update or copy is made,
-while an old version is still to be read; a pass reads only what ``REFRESH_PARAM`` or the owner's own update has put there;
-and what has
-been published apart is in the owner's replica before it is overwritten.
+A unit's place in the replica is in use from the time when new content may come in (a post, an update in place, a copy) to the end
+of the last pass that reads this version. So, on top of ``DryRun``'s checks,
+
+- no message lands, and no update or copy is made, while a pass still needs the old version;
+- a pass reads only a version that REFRESH_PARAM or the owner's own update has put there;
+- a separately published version is in the owner's replica before it is overwritten.
 """
 
 from collections.abc import Sequence
@@ -16,15 +17,15 @@ from deepspeed_cdp.verify.dry_run import DryRun
 from deepspeed_cdp.verify.state import Place, Rank
 
 
-class ReplicaRun(DryRun):
-    """One dry-run; see ``DryRun``."""
+class ReplicaDryRun(DryRun):
+    """See ``DryRun``; ``holds`` is the version that each replica has of each unit, by (rank, unit)."""
 
     plan: ReplicatedPlan
 
     def __init__(self, plan: ReplicatedPlan, *args, **kwargs):
-        self.holds: dict[tuple[int, int], int] = {}  # (rank, unit) -> the version that was put into the replica last
+        self.holds: dict[tuple[int, int], int] = {}
         super().__init__(plan, *args, **kwargs)
-        self.special[Kind.REFRESH_PARAM] = self._apply
+        self.handlers[Kind.REFRESH_PARAM] = self._refresh_param
         for rank in self.ranks:
             for i, offset in plan.replica[0].items():
                 rank.content["R", offset] = ("p", i, 0)
@@ -34,35 +35,39 @@ class ReplicaRun(DryRun):
     def _stage(self, a: Action) -> int:
         return self.plan.unit(a.unit).stage
 
-    def _next(self, rank: Rank, a: Action) -> int | None:
-        """The version of the unit's stage that the next micro-batch reads, if it is another one."""
+    def _next_version(self, rank: Rank, a: Action) -> int | None:
+        """The version of the unit's stage that the next micro-batch changes to, if it does."""
         after = (rank.step, a.round + 1) if a.round + 1 < self.schedule.rounds else (rank.step + 1, 0)
-        return self.plan.applied(*after, rank.number, self._stage(a))
+        return self.plan.refreshed_version(*after, rank.number, self._stage(a))
 
     def _leave(self, rank: Rank, a: Action, place: Place) -> None:
-        if (a.backward or a.unit == PERSISTENT) and self._next(rank, a) is not None:
+        if (a.backward or a.unit == PERSISTENT) and self._next_version(rank, a) is not None:
             self._free(rank, *place)  # the last pass that reads this version
 
-    def _apply(self, rank: Rank, a: Action) -> bool:
+    def _refresh_param(self, rank: Rank, a: Action) -> bool:
         if a.peer is not None and not self._arrived(rank, a):
             return False
         place, to, version = self._at(rank, a), ("R", a.into[1]), rank.step + a.version
         if self._still_read(rank, *to, a.nbytes):
             return False
         if a.into[0] != "R" or to[1] != self.plan.replica[0].get(a.unit):
-            raise self._error(rank, "puts a unit elsewhere than in its place of the replica")
+            raise self._error(rank, "refreshes another place than the unit's in the replica")
         if rank.content.get(place) != ("p", a.unit, version):
-            raise self._error(rank, f"takes {rank.content.get(place)} for version {version}")
+            raise self._error(rank, f"copies {rank.content.get(place)} as version {version}")
         if a.peer is None and (place[0] != self.plan.copy_region(version) or self._stage(a) != self.schedule.owned(rank.number)):
-            raise self._error(rank, "takes what this rank neither owns nor was sent")
-        latest = self.order[rank.reads - 1][0]  # the round under way
-        wanted = self._next(rank, a) if a.backward else self.plan.applied(rank.step, a.round, rank.number, self._stage(a))
-        if a.peer is None and (wanted != version or a.round != (latest if a.backward else 0)):
-            raise self._error(rank, "takes a version that the next micro-batch does not read")
+            raise self._error(rank, "copies a unit that this rank neither owns nor was sent")
+        current = self.order[rank.reads - 1][0]  # the round under way
+        wanted = (
+            self._next_version(rank, a)
+            if a.backward
+            else self.plan.refreshed_version(rank.step, a.round, rank.number, self._stage(a))
+        )
+        if a.peer is None and (wanted != version or a.round != (current if a.backward else 0)):
+            raise self._error(rank, "copies a version that the next micro-batch does not read")
         if place[0] != "R":
             self._claim(rank, *to, a.nbytes)
             rank.content[to] = rank.content[place]
-            if place[0] == "L" and not self.plan.handed(rank.step, a.round, rank.number, self._stage(a)):
+            if place[0] == "L" and not self.plan.forwarded(rank.step, a.round, rank.number, self._stage(a)):
                 self._free(rank, *place)
         elif place != to:
             raise self._error(rank, "has landed in another unit's place")
@@ -71,31 +76,33 @@ class ReplicaRun(DryRun):
         self.holds[rank.number, a.unit] = version
         return True
 
-    def _read(self, rank: Rank, a: Action) -> bool:
+    def _wait_param(self, rank: Rank, a: Action) -> bool:
         if a.region != "R" or a.peer is not None:
-            raise self._error(rank, "reads elsewhere than in the replica")
-        if not super()._read(rank, a):
+            raise self._error(rank, "reads another place than the replica")
+        if not super()._wait_param(rank, a):
             return False
         if self.holds[rank.number, a.unit] != rank.step + a.version:
-            raise self._error(rank, f"reads what has landed, but has applied version {self.holds[rank.number, a.unit]} only")
+            raise self._error(
+                rank, f"reads a version that has landed, but the replica has version {self.holds[rank.number, a.unit]}"
+            )
         return True
 
-    def _may_relay(self, rank: Rank, a: Action, place: Place, used: Place | None) -> bool:
+    def _may_forward(self, rank: Rank, a: Action, place: Place, used: Place | None) -> bool:
         if used is None or self.holds[rank.number, a.unit] != rank.step + a.version:
             return False
         if place[0] == "L":
-            self._free(rank, *place)  # (its next message waits until this one has been taken)
+            self._free(rank, *place)  # its next message waits until the neighbour has received this one
         return place[0] == "L" or used == place
 
     def _overwrite(self, rank: Rank, a: Action, units: Sequence[int]) -> None:
         for i in units:
-            if not self.plan.staged:
+            if not self.plan.publishes_separate_copy:
                 self._claim(rank, "R", self.v_layouts[rank.number][i], self.plan.unit(i).p_bytes)
             elif self.holds[rank.number, i] != rank.step + a.version:
-                raise self._error(rank, f"overwrites a version of unit {i} that its owner has not taken yet")
+                raise self._error(rank, f"overwrites a version of unit {i} that is not in its owner's replica yet")
         super()._overwrite(rank, a, units)
 
-    def _publish(self, rank: Rank, version: int) -> None:
-        super()._publish(rank, version)
-        if not self.plan.staged:
+    def _new_version(self, rank: Rank, version: int) -> None:
+        super()._new_version(rank, version)
+        if not self.plan.publishes_separate_copy:
             self.holds.update({(rank.number, i): version for i in self.v_layouts[rank.number]})

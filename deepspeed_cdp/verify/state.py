@@ -1,4 +1,4 @@
-"""What a dry-run (verify/dry_run.py) knows: each simulated rank, and messages on their way. Pure, no torch."""
+"""State of a dry-run (dry_run.py): each simulated rank, and the messages on their way."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,11 +9,13 @@ from deepspeed_cdp.plan.actions import Action, Post
 
 Key = tuple[int, bool, int, int]  # (step, after the step's passes, logical time, phase), compared lexicographically
 Tag = tuple  # ("p", unit, version) or ("g", unit, step, micro-batches summed)
-Place = tuple[str, int]  # region and offset; slots of H are offsets 0 and 1, copies of V are regions V0 and V1
-BEFORE: Key = (-1, False, 0, 0)  # the first action
+Place = tuple[str, int]  # region and offset; slots of H have offsets 0 and 1, published copies are regions V0 and V1
+BEFORE: Key = (-1, False, 0, 0)  # earlier than the first action
 
 
-class Push(NamedTuple):  # a message on its way
+class Push(NamedTuple):
+    """A message on its way."""
+
     rank: int
     step: int
     key: Key
@@ -22,32 +24,55 @@ class Push(NamedTuple):  # a message on its way
     tag: Tag
 
 
-class Landing(NamedTuple):  # a region that is free for the next message of its edge
+class Landing(NamedTuple):
+    """A credit: a region that is free for the next message of its edge.
+
+    Attributes:
+        step: the step in which the message is read.
+        by: the action that granted the credit; None before the first action.
+    """
+
     key: Key
-    step: int  # in which the message is read
+    step: int
     post: Post
     offset: int
-    by: Action | None  # before the first action
+    by: Action | None
 
 
 @dataclass
 class Rank:
-    """What one simulated rank knows."""
+    """State of one simulated rank.
+
+    Attributes:
+        acted: the action at ``cursor`` is done, except for its posts.
+        reads: WAIT_PARAMs of this step.
+        normed: number of steps whose GRAD_NORM is done.
+        averaged: units of the next of these steps with a REDUCE_GRAD done; their published copies may be half written.
+        version: number of updates applied.
+        content: what each place holds.
+        busy: region -> offset -> bytes, from the post to the last use.
+        using: passes under way -> the place that they read.
+        landed: awaited message -> key of its push, and its place.
+        reading: region -> (offset, bytes) of each push that still reads there.
+        pulled: published unit -> latest key at which a first reader pulled it.
+        blocked: pushes on their way, without published units.
+        scalars: (stream, source) -> (key, step) of messages that have arrived.
+    """
 
     number: int
     program: Sequence[Action]
     step: int = 0
     cursor: int = 0
-    acted: bool = False  # the action at the cursor is done, except for its posts
-    reads: int = 0  # READs of this step
-    normed: int = 0  # steps whose finished sums were measured
-    averaged: list[int] = field(default_factory=list)  # units of the next of them, whose published copies may be half written
-    version: int = 0  # updates applied
+    acted: bool = False
+    reads: int = 0
+    normed: int = 0
+    averaged: list[int] = field(default_factory=list)
+    version: int = 0
     content: dict[Place, Tag] = field(default_factory=dict)
-    busy: dict[str, dict[int, int]] = field(default_factory=dict)  # region -> offset -> bytes, from the post to the last use
-    using: dict[tuple[int, int, bool], Place] = field(default_factory=dict)  # passes under way -> where they read
-    landed: dict[tuple, tuple[Key, Place]] = field(default_factory=dict)  # awaited message -> key of its push, place
-    reading: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # region -> (offset, bytes) of each push from it
-    offers: dict[Place, Key] = field(default_factory=dict)  # published unit -> latest key at which a reader let its offer in
-    blocked: int = 0  # pushes on their way, offers apart
-    scalars: dict[tuple[str, int], deque[tuple[Key, int]]] = field(default_factory=dict)  # (stream, source) -> (key, step)
+    busy: dict[str, dict[int, int]] = field(default_factory=dict)
+    using: dict[tuple[int, int, bool], Place] = field(default_factory=dict)
+    landed: dict[tuple, tuple[Key, Place]] = field(default_factory=dict)
+    reading: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    pulled: dict[Place, Key] = field(default_factory=dict)
+    blocked: int = 0
+    scalars: dict[tuple[str, int], deque[tuple[Key, int]]] = field(default_factory=dict)

@@ -1,24 +1,26 @@
-"""What can be said of a plan without running it: every action names a unit, a rank and bytes that there are. Pure, no torch."""
+"""Checks of a plan that need no dry-run: each action names an existing unit, an existing rank, and bytes inside its region."""
 
 from collections.abc import Sequence
 
 from deepspeed_cdp.plan.actions import Action, Kind, Post
-from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
 
 
 class PlanError(AssertionError):
-    """A plan that breaks a rule; the message names rank, step and action."""
+    """A plan that breaks a rule. The message names rank, step and action."""
 
 
 def check_form(plan: Plan, r: int, programs: Sequence[Sequence[Action]], before: Sequence[Post]) -> None:
-    """Programs are in logical order; bytes are the unit's, inside the buffer.
+    """Check rank ``r``: its programs are in logical order, and each message has the unit's size and lies inside its region.
 
+    Args:
+        programs: of the first step and of later ones.
+        before: the rank's initial posts.
     Raises:
-        PlanError: naming rank, step and action.
+        PlanError: a rule is broken.
     """
     ends = plan.extents(plan.schedule.owned(r))
-    known = {*range(len(plan.units)), *([PERSISTENT] if plan.persistent else [])}
+    known = set(plan.every_unit)
 
     def check(x: Action | Post, where: str, a: Action | str) -> None:
         if x.unit not in known:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.pauses import SlowLinear
-from deepspeed_cdp.analysis.timing.baselines import rivals
+from deepspeed_cdp.analysis.timing.baselines import baselines
 from deepspeed_cdp.analysis.timing.events import Simulation, _reserve, simulate
 from deepspeed_cdp.analysis.timing.times import Hardware, Work, times, traffic
 from deepspeed_cdp.model.make_plan import Settings
@@ -49,7 +49,7 @@ def test_a_host_that_is_not_ahead_costs_one_units_update_and_not_a_stages(ranks,
     given = bare(plan, update=1e-3)
     alone = simulate(plan, given).period()
     assert simulate(plan, given, host_ahead=False).period() <= alone + 1e-3 + 1e-9
-    monkeypatch.setattr(Plan, "averaged", lambda plan, rank: ())
+    monkeypatch.setattr(Plan, "eager_units", lambda plan, rank: ())
     together = plan_of(ranks)
     assert simulate(together, given).period() == pytest.approx(alone, rel=1e-6)
     assert simulate(together, given, host_ahead=False).period() >= alone + 1.9e-3
@@ -164,15 +164,15 @@ def test_times_add_up():
     assert quiet.contention == 0
 
 
-def test_rivals_move_what_they_should():
+def test_baselines_move_what_they_should():
     work, sizes = [Work(1e12, 1000)] * 4, [2000] * 4
-    by_name = {r.name: r for r in rivals(work, sizes, sizes, 4, Hardware(), 0.1)}
+    by_name = {r.name: r for r in baselines(work, sizes, sizes, 4, Hardware(), 0.1)}
     assert by_name["ZeRO-3"].received == 3 * 8000 * 3 / 4
     assert by_name["DDP"].received == 2 * 8000 * 3 / 4
     assert by_name["DDP"].states == 8000 + 8000 + 12 * 4000
     assert by_name["FSDP2"].states == pytest.approx((8000 + 8000 + 12 * 4000) / 4)
     assert all(r.seconds >= 0.1 for r in by_name.values())
-    assert all(r.received == 0 for r in rivals(work, sizes, sizes, 1, Hardware(), 0.1))
+    assert all(r.received == 0 for r in baselines(work, sizes, sizes, 1, Hardware(), 0.1))
 
 
 # ---- against a run ------------------------------------------------------------------------------------------------------

@@ -1,1 +1,1 @@
-"""Predicts step times: an event simulation of all ranks, and the baselines beside it. Pure, no torch."""
+"""Predicted step times: simulations of all ranks, and lower bounds for ZeRO-3, FSDP2 and DDP. It needs no torch."""

@@ -1,7 +1,7 @@
-"""What ZeRO-3, FSDP2 and DDP would need for the same model: bytes, messages, time. Pure closed forms and one overlap per unit.
+"""Lower bounds of memory, traffic and time for ZeRO-3, FSDP2 and DDP on the same model.
 
-They are lower bounds: collectives run at their full bandwidth from the first byte, beside the passes, and the host is always
-ahead. Measured steps of ZeRO-3, whose host work per module is large, were up to twice as long (docs/performance.md).
+They assume that collectives run at full bandwidth from the first byte, that they overlap with the passes, and that the host is
+always ahead. Measured steps of ZeRO-3, with its large host work per module, were up to twice as long (docs/performance.md).
 """
 
 from collections.abc import Sequence
@@ -13,13 +13,15 @@ ADAM = 12  # bytes per trained parameter: fp32 master and two states
 
 
 @dataclass(frozen=True)
-class Rival:
+class Baseline:
     """One engine's figures, per rank.
 
     Attributes:
-        states: bytes of parameters, gradients, masters and optimizer state that stay; working: of whole units and gradients in
-            use.
-        received: bytes per step; messages: collectives per step; seconds: per step.
+        states: bytes of the parameters, gradients, masters and optimizer state that it keeps.
+        working: bytes of the whole units and gradients in use.
+        received: bytes per step.
+        messages: collectives per step.
+        seconds: per step.
     """
 
     name: str
@@ -40,7 +42,7 @@ def _passes(work: Sequence[Work], sizes: Sequence[int], hardware: Hardware, comp
     return [(f * scale, b * scale) for f, b in raw]
 
 
-def rivals(
+def baselines(
     work: Sequence[Work],
     sizes: Sequence[int],
     sums: Sequence[int],
@@ -49,11 +51,12 @@ def rivals(
     compute: float,
     rounds: int = 1,
     states: int = ADAM,
-) -> list[Rival]:
+) -> list[Baseline]:
     """ZeRO-3, FSDP2 and DDP.
 
     Args:
-        work, sizes, sums: per unit: what it does, bytes of its parameters, of its gradients.
+        work: of each unit.
+        sizes, sums: bytes of each unit's parameters and gradients.
         compute: seconds of all passes of a step.
         states: bytes of masters and optimizer state per trained parameter.
     """
@@ -64,7 +67,7 @@ def rivals(
     def collective(nbytes: float) -> float:
         return hardware.collective_latency + nbytes * share / hardware.collective if ranks > 1 else 0.0
 
-    # sharded: each pass hides the next unit's gather, each backward also its own reduce-scatter; the first gather is not hidden
+    # sharded: a pass overlaps with the next unit's gather, a backward also with its own reduce-scatter; nothing hides the first
     gathers = [collective(b) for b in sizes]
     scatters = [collective(g) for g in sums]
     order = list(range(len(work)))
@@ -87,7 +90,7 @@ def rivals(
     ddp = rounds * (forward + backward) + max(0.0, summed - backward * (1 - 1 / max(len(work), 1)))
     ddp += trained * hardware.update_bytes / hardware.memory
     return [
-        Rival("ZeRO-3", **sharded),
-        Rival("FSDP2", **sharded),
-        Rival("DDP", psi + grads + states * trained, 0, 2 * grads * share, max(1, round(grads / (25 * 2**20))), ddp),
+        Baseline("ZeRO-3", **sharded),
+        Baseline("FSDP2", **sharded),
+        Baseline("DDP", psi + grads + states * trained, 0, 2 * grads * share, max(1, round(grads / (25 * 2**20))), ddp),
     ]

@@ -1,16 +1,16 @@
-"""How long the parts of a step take: pure arithmetic from bytes, operations and a few speeds of the machine.
+"""Durations of the parts of a step, from bytes, operations and a few speeds of the machine.
 
 The model, per rank and step:
 
-- a forward takes its operations over ``flops``, a backward twice that; or both are scaled so that a step's passes take a time
-  that was measured (compute only, without hand-offs or optimizer);
-- a backward also adds its gradients to the running sum: sum and gradient read, sum written, three times the sum's bytes over
-  ``memory``; once the bytes where the product that makes a gradient adds it, since then no gradient is written;
-- hand-offs and the owner's update run beside the passes, on copy engines and a stream of their own, but they use the same device
-  memory: every byte that they read or write is taken from the passes, evenly (``contention`` 1; 0: passes never notice);
-- a message takes ``latency`` and its bytes over ``bandwidth``; a rank's outgoing link carries one at a time.
+- A forward takes its operations divided by ``flops``, a backward twice as long. If the compute-only time of a step was measured
+  (without messages and optimizer), both are scaled to it.
+- A backward also adds its gradients to the running sum. It reads sum and gradient and writes the sum: three times the sum's
+  bytes, divided by ``memory``. A fused product, which adds to the sum itself, moves these bytes once.
+- Messages and the owner's update overlap with the passes, on copy engines and a stream of their own. But they use the same device
+  memory, so each of their bytes slows the passes, evenly (``contention`` 1; with 0 the passes are not slowed).
+- A message takes ``latency`` plus its bytes divided by ``bandwidth``. A rank's outgoing link carries one message at a time.
 
-The host is not in the model: where it cannot enqueue fast enough, steps take longer than predicted.
+The model has no host: if the host cannot enqueue fast enough, steps take longer than predicted.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,15 +22,15 @@ from deepspeed_cdp.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Hardware:
-    """Speeds of one rank's device and links; defaults are those of an H100 in an NVLink host (docs/performance.md, design).
+    """Speeds of one rank's device and links; defaults are those of an H100 in an NVLink host (docs/performance.md).
 
     Attributes:
-        flops: operations per second that passes reach: 40 percent of 989e12, dense bf16.
-        memory: bytes per second of device memory that kernels reach.
-        bandwidth, latency: of a hand-off between neighbours: bytes per second (copy engines, measured), seconds.
-        collective, collective_latency: of ZeRO-3's and DDP's collectives: bytes per second (stock all-gather, measured), seconds.
-        update_bytes: device memory traffic of the optimizer per parameter: Adam in one pass reads and writes 28.
-        contention: how much of the traffic beside the passes slows them, 0 to 1.
+        flops: operations per second of passes: 40 percent of 989e12, dense bf16.
+        memory: bytes per second of device memory in kernels.
+        bandwidth, latency: of a message between neighbours, in bytes per second (measured, copy engines) and seconds.
+        collective, collective_latency: the same of ZeRO-3's and DDP's collectives (measured, stock all-gather).
+        update_bytes: device memory traffic of the optimizer per parameter; Adam in one pass reads and writes 28.
+        contention: the fraction of overlapping traffic that slows the passes, 0 to 1.
     """
 
     flops: float = 0.4 * 989e12
@@ -44,10 +44,11 @@ class Hardware:
 
 
 class Work(NamedTuple):
-    """What a unit's passes do.
+    """The work of a unit.
 
     Attributes:
-        forward: operations of its forward; parameters: trained ones, which the owner updates.
+        forward: operations of its forward.
+        parameters: number of trained parameters, which the owner updates.
         fused: bytes of its gradient sums that matrix products add to (``cyclic.gradient_accumulation_fusion``).
     """
 
@@ -62,9 +63,10 @@ class Times:
 
     Attributes:
         passes: (unit, backward) -> seconds of this pass, with gradient adds and its share of the contention.
-        updates: unit -> seconds of the owner's update; PERSISTENT is one of them.
+        updates: unit (or PERSISTENT) -> seconds of the owner's update.
         hardware: for messages.
-        compute: seconds of a step's passes alone, all rounds; adds, contention: what comes on top of them.
+        compute: seconds of a step's passes alone, all rounds.
+        adds, contention: seconds of gradient adds and of contention on top.
     """
 
     passes: Mapping[tuple[int, bool], float]
@@ -84,7 +86,7 @@ class Times:
 
 
 def traffic(plan: Plan) -> float:
-    """Bytes that hand-offs read and write in device memory, per rank and steady step, on average: each once."""
+    """Bytes that messages read and write in device memory, per rank and steady step on average; each byte once."""
     ranks = plan.schedule.ranks
     return 2 * sum(sum(plan.received_bytes(r).values()) for r in range(ranks)) / ranks
 
@@ -94,12 +96,12 @@ def times(plan: Plan, work: Sequence[Work], hardware: Hardware, persistent: int 
 
     Args:
         work: per unit of the plan.
-        persistent: trained parameters that are persistent.
-        compute: seconds of all passes of one step, measured; None: from operations.
+        persistent: number of trained persistent parameters.
+        compute: measured seconds of all passes of one step; None: computed from operations.
     """
     assert len(work) == len(plan.units)
     rounds, ranks = plan.schedule.rounds, plan.schedule.ranks
-    # a unit without products is not free: it reads and writes a few times what it holds
+    # a unit without matrix products takes time too: it reads and writes about three times its bytes
     least = [3 * u.p_bytes / hardware.memory for u in plan.units]
     ideal = {
         (i, backward): max((2 if backward else 1) * w.forward / hardware.flops, least[i])
@@ -120,5 +122,5 @@ def times(plan: Plan, work: Sequence[Work], hardware: Hardware, persistent: int 
 
 
 def changed(hardware: Hardware, **given: float | None) -> Hardware:
-    """The hardware with those values that are not None."""
+    """The hardware with the given values that are not None."""
     return replace(hardware, **{k: v for k, v in given.items() if v is not None})

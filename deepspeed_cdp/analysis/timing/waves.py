@@ -1,20 +1,20 @@
-"""The ring in time for thousands of ranks: recurrences of whole stages, one logical time after the other, all ranks and rings
-at once.
+"""Simulation of thousands of ranks: recurrences over whole stages, for all ranks and rings at once.
 
-Everything a pass waits for has an earlier logical time (design §6), so at each logical time the passes of all ranks that have
-it can be computed together, from arrays of what came before. Per rank and position:
+A pass waits only for earlier logical times (docs/algorithm.md#why-it-cannot-deadlock). So at each logical time, the passes of all
+ranks are computed together, from arrays of earlier times. A pass starts after
 
-- its own position before (and, at a step's start, its delay);
+- the rank's own pass before it (and, at the start of a step, its delay);
 - the stage's parameters: from the ring neighbour, whose pass of the same stage is two logical times earlier, or from the owner
   that has published the version;
-- in the backward the neighbour's running sum; with u units per stage both flow unit by unit, one unit behind;
-- the link of the neighbour, which carries one message at a time;
-- room: a rank is at most four positions ahead of the next one, whose buffers hold what it has not used yet.
+- in the backward, the neighbour's running sum; with u units per stage, both arrive unit by unit, one unit behind;
+- the messages on the neighbour's link before it, which carries one at a time;
+- room in the next rank's buffers: a rank is at most four positions ahead of the next one.
 
-An owner publishes when rank N-1 has finished the stage's sum; with several rings, once the owners of the stage in all rings have
-exchanged theirs (``chain``). tests/unit/test_waves.py compares with analysis/timing/events.py; where the links are busy most
-of the time and
-the rule is not cdp-v2, this model is up to a fifth too fast.
+An owner publishes when rank N-1 has finished the stage's sum; with several rings, after the owners of the stage in all rings have
+exchanged theirs (``chain``).
+
+tests/unit/test_waves.py compares it with events.py. If links are busy most of the time and the rule is not cdp-v2, this model
+is up to a fifth too fast.
 """
 
 from collections.abc import Sequence
@@ -29,12 +29,14 @@ from deepspeed_cdp.plan.schedule import Schedule
 
 @dataclass(frozen=True)
 class Stages:
-    """What a stage is, all in seconds but the units; sequences of N numbers.
+    """The stages of a plan; durations in seconds, sequences of N numbers.
 
     Attributes:
-        forward, backward: its passes; update: the owner's; parameters, sums: what its parameters or gradient sums occupy a link.
-        units: per stage, on average.
-        kept: whether the backward uses the parameters that came for the forward.
+        forward, backward: duration of the passes.
+        update: duration of the owner's update.
+        parameters, sums: time on a link of the stage's parameters and of its gradient sums.
+        units: average number per stage.
+        kept: the backward uses the forward's parameters, without a second message.
         latency: of a message.
     """
 
@@ -50,7 +52,7 @@ class Stages:
 
 @dataclass(frozen=True)
 class Waves:
-    """What was simulated: arrays [step, ring, rank] of seconds. Methods as of ``events.Run``, over all rings."""
+    """The result of a simulation: arrays [step, ring, rank] of seconds; methods as of ``events.Run``, over all rings."""
 
     starts: np.ndarray
     ends: np.ndarray
@@ -62,11 +64,11 @@ class Waves:
         return float((self.ends[-1] - self.ends[a]).max() / (len(self.ends) - 1 - a))
 
     def offsets(self) -> list[float]:
-        """Settled delay of each rank behind the one before it, mean over rings."""
+        """Settled delay of each rank behind the one before it, averaged over rings."""
         return np.diff(self.starts[len(self.starts) // 2 :], axis=2).mean(axis=(0, 1)).tolist()
 
     def idle(self) -> list[float]:
-        """Fraction of a settled step in which the passes wait: the same for all ranks, since each does the same work."""
+        """Fraction of a settled step in which the passes wait; the same for all ranks, since all do the same work."""
         return [max(0.0, 1 - self.busy / self.period())] * self.ends.shape[2]
 
 
@@ -98,7 +100,9 @@ def equal(
     """N equal stages, with the times of ``times.times`` in closed form.
 
     Args:
-        compute: seconds of a step's passes alone; parameters: how many there are; nbytes: their bytes, and those of the sums.
+        compute: seconds of a step's passes alone.
+        parameters: number of parameters.
+        nbytes: their bytes, and those of the gradient sums.
         units: per stage.
     """
     n, each = ranks, nbytes / ranks
@@ -114,7 +118,7 @@ def equal(
 
 
 def chain(rings: int, nbytes: float, units: float, bandwidth: float, latency: float) -> float:
-    """Seconds until the first unit of a stage has gone along the owners of all rings and back, as their sums do."""
+    """Seconds for the sum of a stage's first unit to travel along the owners of all rings and back."""
     return 2 * (rings - 1) * (nbytes / units / bandwidth + latency)
 
 
@@ -133,9 +137,9 @@ def simulate(
 
     Args:
         schedule: one micro-batch per rank and step.
-        exchange: seconds per stage that the owners of all rings need to exchange their sums.
-        jitter: each rank begins each step late by a time between 0 and this, uniform, from ``seed``.
-        late: (rank, step, seconds): one rank of ring 0 late once.
+        exchange: per stage, seconds in which the owners of all rings exchange their sums.
+        jitter: each rank starts each step late by a uniform random time between 0 and this, from ``seed``.
+        late: (rank, step, seconds): one rank of ring 0 is late once.
         clipped: owners update whole stages at the end, not unit by unit.
     """
     assert schedule.rounds == 1
@@ -144,18 +148,18 @@ def simulate(
     u, latency, ranks, period = stages.units, stages.latency, np.arange(n), schedule.period
     between = np.zeros(n) if exchange is None else np.asarray(exchange, float)
     publish = update if clipped or schedule.exact_norm else update / u
-    # by position: stage, seconds, how far behind the neighbour's sum and parameters are, what the link carries
+    # by position: stage, seconds, delays of the parameters and of the sum behind the neighbour's, time on the link
     stage = np.concatenate([np.arange(n), np.arange(n)[::-1]])
     back = np.arange(2 * n) >= n
     took = np.concatenate([np.asarray(stages.forward, float), np.asarray(stages.backward, float)[::-1]])
-    again = back & np.asarray(stages.kept)[stage]  # the parameters are still there from the forward
+    again = back & np.asarray(stages.kept)[stage]  # the forward's parameters are still there
     hop = np.where(again, -np.inf, link_p[stage] / u + latency)
     lag = np.where(back, took / u + link_g[stage] / u + latency, -np.inf)
     loads = np.where(again, 0.0, link_p[stage]) + np.where(back, link_g[stage], 0.0)
     generator = np.random.default_rng(seed)
     starts, ends = np.zeros((steps, rings, n)), np.zeros((steps, rings, n))
-    clock, link = np.zeros((rings, n)), np.zeros((rings, n))  # the ends of each rank's latest pass, and of what its link carries
-    # begin, end, parameters here, as they were after each of the last three logical times
+    clock, link = np.zeros((rings, n)), np.zeros((rings, n))  # ends of each rank's latest pass, and of the messages on its link
+    # start, end, arrival of the parameters, after each of the last three logical times
     history = [[np.zeros((rings, n)) for _ in range(3)] for _ in range(3)]
     published = np.zeros((steps + 1, rings, n))  # version, ring, stage
     room = np.full((rings, n), -np.inf)
@@ -171,7 +175,7 @@ def simulate(
             if late and late[:2] == (r, step[r]):
                 begin[0, r] += late[2]
         seconds = took[p]
-        # parameters: with the neighbour since it began this pass; or published by the owner, for the first readers of a version
+        # parameters: at the neighbour since it began this pass, or published by the owner, for first readers of a version
         here = np.full((rings, n), -np.inf)
         here[:, 1:] = then[2][:, :-1] + hop[p[1:]]
         s = stage[p]
@@ -182,14 +186,14 @@ def simulate(
             away = hop[p[r]] if n - 1 - s[r] != r else min(hop[p[r]], 0.0)
             here[:, r] = published[version, :, s[r]] + away
         np.maximum(begin, here, out=begin)
-        # room: the next rank has used what came four positions before
+        # room: the next rank has used the messages of four positions before
         room[:, :-1] = then[1][:, 1:]
         np.maximum(begin, room, out=begin)
         # sums: one unit behind the neighbour, at the beginning and at the end
         np.maximum(begin[:, 1:], then[0][:, :-1] + lag[p[1:]], out=begin[:, 1:])
         end = begin + seconds
         np.maximum(end[:, 1:], then[1][:, :-1] + lag[p[1:]], out=end[:, 1:])
-        # the link to the next rank, or in the last one's case to the owners: what it carries may be at most one pass behind
+        # the link to the next rank (the last rank's: to the owners) may be at most one pass behind
         ready = np.maximum(np.where(np.isinf(here), begin, np.minimum(here, begin)), link)
         carried = ready + np.where(active, loads[p], 0.0)
         np.maximum(end, carried - seconds, out=end)
