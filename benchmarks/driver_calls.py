@@ -1,8 +1,13 @@
-"""What a call of the CUDA driver costs its host, by kind: python -m benchmarks.driver_calls (copies go to a second GPU, if any).
+"""Host time of CUDA driver calls, by kind: ``python -m benchmarks.driver_calls`` (copies go to a second GPU, if any).
 
-Microseconds, medians of 7 x 30 calls: one after the other (alone), and what each adds between launches of small kernels. Idle:
-nothing else is on the device; busy: matrix products are queued on the passes' stream; held: other streams wait for a word, as
-lanes of hand-offs do, some of them behind a copy.
+It prints microseconds, medians of 7 x 30 calls: in sequence (alone), and the time that each adds between launches of small
+kernels.
+
+====  =============================================================================================================
+idle  the device has no other work
+busy  matrix products are queued on the passes' stream
+held  other streams wait for a word in memory, as the transport's streams do, some of them behind a copy
+====  =============================================================================================================
 """
 
 import statistics
@@ -44,7 +49,7 @@ class Bench:
         torch.mm(self.matrix[:64], self.matrix[:, :64])
 
     def kinds(self) -> dict[str, Callable[[], None]]:
-        """The calls that the transport makes, and two to compare with."""
+        """The driver calls of the transport, and two for comparison."""
         d, lane, word = self.driver, self.lane.cuda_stream, self.words.data_ptr()
         return {
             "write": lambda: d.write(lane, word, 1),
@@ -68,7 +73,7 @@ class Bench:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Lanes that wait until the host lets them go."""
+        """Streams wait until the host releases them."""
         self.gate.zero_()
         for i, stream in enumerate(self.held):
             self.driver.wait(stream.cuda_stream, self.gate.data_ptr(), 1)
@@ -85,7 +90,7 @@ class Bench:
         yield
 
     def cost(self, call: Callable[[], None], state: Callable) -> tuple[float, float]:
-        """Microseconds alone, and between kernels."""
+        """Microseconds of a call alone, and between kernels."""
         alone, between = [], []
         for _ in range(TURNS):
             with state():

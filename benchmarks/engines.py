@@ -1,4 +1,4 @@
-"""One way to train per name; each gives ``step(batch) -> loss`` and an object with ``destroy`` (or None)."""
+"""One way of training per engine name. Each gives ``step(batch) -> loss`` and an object with ``destroy`` (or None)."""
 
 import functools
 import gc
@@ -22,7 +22,7 @@ SHARDED = ("fsdp2", "zero3", "zero3-leaf", "zero3-offload", "zero3-leaf-offload"
 
 @dataclass(frozen=True)
 class Job:
-    """What to train and how.
+    """A training job.
 
     Attributes:
         name: compute, ddp, fsdp2, zero1, zero2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-replicas: every rank keeps all
@@ -34,7 +34,7 @@ class Job:
         compiled: torch.compile every decoder layer.
         sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
         layer_ms: how long each decoder layer sleeps in its forward; in its backward twice that (CPU only).
-        bandwidth: GB/s that each stream of hand-offs is held to, 0 for as fast as it goes (cdp engines only).
+        bandwidth: limit in GB/s of each stream of messages; 0: no limit (cdp engines only).
     """
 
     name: str
@@ -49,7 +49,7 @@ class Job:
 
 
 def make(job: Job) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
-    """The step function, and the engine if it must be destroyed."""
+    """The step function, and the engine if it needs ``destroy``."""
     assert torch.nn.functional.linear is LINEAR, "the engine before has left its own"
     if job.name == "fsdp2":
         return _fsdp2(job), None
@@ -62,7 +62,7 @@ def make(job: Job) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
 
 
 def _compile(job: Job, model: torch.nn.Module) -> None:
-    """Compile what a decoder layer computes, not the hooks round it: those of every engine here run Python between layers.
+    """Compile the computation of a decoder layer without the hooks around it, which run Python between layers in every engine.
 
     ``layer.compile()`` would trace the hooks too.
     """
@@ -72,7 +72,7 @@ def _compile(job: Job, model: torch.nn.Module) -> None:
 
 
 def _slow_down(job: Job, model: torch.nn.Module) -> None:
-    """Let layers take time that no other process can take away from them."""
+    """Make layers sleep, so that their duration does not depend on other processes."""
     seconds = job.layer_ms / 1000
 
     def after(layer: torch.nn.Module, args: Any, output: Any) -> Any:
@@ -89,7 +89,7 @@ def _loss(model: Callable, batch: torch.Tensor) -> torch.Tensor:
 
 
 def _compute(model: torch.nn.Module) -> Callable:
-    """No communication, no optimizer: the ceiling."""
+    """No communication and no optimizer: the upper bound of speed."""
 
     def step(batch: torch.Tensor) -> torch.Tensor:
         loss = _loss(model, batch)
@@ -122,7 +122,7 @@ def _plain(model: Callable, optimizer: torch.optim.Optimizer) -> Callable:
 
 
 def _fsdp2(job: Job) -> Callable:
-    """fp32 masters, passes in ``job.dtype``, reshard after forward: ZeRO-3's memory."""
+    """fp32 masters, passes in ``job.dtype``, reshard after forward, as ZeRO-3."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     if job.sharded:
@@ -206,14 +206,14 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
 
 
 def restore() -> None:
-    """Undo what engines leave behind in the process, so that the next one is measured as if it were alone."""
+    """Undo the changes that engines leave in the process, so that they do not affect the next measurement."""
     torch.nn.functional.linear = LINEAR  # ZeRO-3 puts a slower one there for good ("This will persist unless manually reset")
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
 
 
 def clean() -> None:
-    """Free what an engine held that nobody refers to any more."""
+    """Free the memory of a destroyed engine."""
     restore()
     _forget_zero3()
     gc.collect()
@@ -224,7 +224,7 @@ def clean() -> None:
 
 
 def _forget_zero3() -> None:
-    """ZeRO-3 leaves its module on a stack and in a cache of results, and with it all parameters, masters and moments."""
+    """Drop the references to its module that ZeRO-3 leaves on a stack and in a cache; they keep all its memory alive."""
     offload = sys.modules.get("deepspeed.runtime.zero.parameter_offload")
     if offload is not None:
         offload.FWD_MODULE_STACK.clear()

@@ -1,11 +1,13 @@
-"""What watching a run costs: steps with and without DeepSpeed's instruments, for this engine and stock ZeRO-3, on CPUs over gloo.
+"""Cost of DeepSpeed's instruments (monitors, flops profiler): steps with and without them, on CPUs over gloo.
 
     python -m benchmarks.instruments [--ranks 2] [--turns 7] [--steps 12]
 
-Engines and settings take turns: each turn makes an engine, warms up and times a window of steps on rank 0, where the monitors and
-the flops profiler are busy. Printed: the time that the processor spent on a step in rank 0's process (median over turns of a
-window's mean, lowest and highest window, median ratio to the window without instruments in the same turn), which other jobs on
-the machine change less; and the fastest quarter of all steps by the clock, which they do change.
+It measures this engine and stock ZeRO-3. Engines and settings take turns: each turn makes an engine, warms up, and times a
+window of steps on rank 0, which runs the monitors and the flops profiler. It prints two times:
+
+- Processor time per step in rank 0's process: the median over turns of a window's mean, the lowest and highest window, and the
+  median ratio to the window without instruments in the same turn. Other jobs on the machine affect it little.
+- The fastest quarter of all steps by the wall clock, which other jobs do affect.
 """
 
 import argparse
@@ -28,7 +30,7 @@ WIDTH, BLOCKS, BATCH = 128, 6, 64
 
 
 def settings(folder: str, profile_step: int) -> dict[str, dict[str, Any]]:
-    """By name: what is added to the config. ``cyclic_metrics`` is read in every step, which stock ZeRO-3 does not have."""
+    """Additions to the config, by name. With this engine, every step also reads ``cyclic_metrics``."""
     csv = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": "csv"}}
     return {
         "none": {},
@@ -54,7 +56,7 @@ class Block(torch.nn.Module):
 
 
 def window(engine_name: str, setting: str, added: dict[str, Any], rank: int, steps: int) -> tuple[float, list[float]]:
-    """Processor seconds per step in this process, and each step's by the clock."""
+    """Processor seconds per step in this process, and wall-clock seconds of each step."""
     import deepspeed
 
     import deepspeed_cdp
@@ -114,7 +116,7 @@ def worker(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 
 def table(seen: dict[tuple[str, str], list[tuple[float, list[float]]]], args: argparse.Namespace) -> str:
-    """As Markdown."""
+    """The table as Markdown."""
     lines = [
         "| engine | instruments | processor ms per step | lowest to highest | to none | p25 of steps, ms |",
         "|---|---|---|---|---|---|",

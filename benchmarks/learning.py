@@ -1,9 +1,9 @@
-"""Do the rules learn alike? Trains every (dataset, learning rate, rule, seed) and compares the rules pair by pair.
+"""Compares how the rules learn: trains every (dataset, learning rate, rule, seed), and compares the rules pair by pair.
 
     python -m benchmarks.learning --seeds 5 --out benchmarks/results/DATE_HARDWARE_learning
 
-Rows are written as they come, one per evaluation (rows.csv); tables and plots are made of rows only, and can be made again with
---report. Started again with the same --out, it goes on: finished cases are kept, unfinished ones start anew.
+Each evaluation appends a row to rows.csv. Tables and plots are made from the rows only; ``--report`` makes them again. A
+second run with the same ``--out`` continues: it keeps finished cases and restarts unfinished ones.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Rows:
     def __init__(self, path: Path, cases: list[Case]):
         """
         Raises:
-            ValueError: rows of cases to come are there already, with other steps, ranks or micro-batches.
+            ValueError: the file has rows of these cases with other steps, ranks or micro-batches.
         """
         self.path = path
         there = learning_report.read(path) if path.exists() else []
@@ -93,7 +93,7 @@ class Rows:
 
 # ---- processes --------------------------------------------------------------------------------------------------------------
 def _work(cases: Any, results: Any, device: str, graph: bool) -> None:
-    """A process that runs cases until there are none."""
+    """A process that runs cases until none is left."""
     torch.set_num_threads(1)
     while (case := cases.get()) is not None:
         try:
@@ -105,7 +105,7 @@ def _work(cases: Any, results: Any, device: str, graph: bool) -> None:
 
 
 def run_all(cases: list[Case], out: Rows, args: argparse.Namespace, about: dict[str, str]) -> list[str]:
-    """Run the cases that ``out`` lacks, several at a time; what went wrong, in words."""
+    """Run the cases missing in ``out``, several at a time; returns the errors."""
     todo = [c for c in cases if c.key not in out.finished]
     began, context, faults = time.monotonic(), multiprocessing.get_context("spawn"), []
     waiting, results = context.Queue(), context.Queue()
@@ -193,7 +193,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def grid(args: argparse.Namespace) -> list[Case]:
-    """All cases, seed by seed, so that a run that is cut short has whole pairs."""
+    """All cases, seed by seed, so that an interrupted run has complete pairs."""
     every = itertools.product(range(max(args.seeds.values())), args.datasets, args.rates, args.rules)
     return [
         Case(dataset, rate, rule, seed, args.simulate_ranks, args.size)

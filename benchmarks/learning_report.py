@@ -1,6 +1,6 @@
-"""Tables, tests and plots of the learning experiments' rows (benchmarks/learning.py).
+"""Tables, tests and plots from the rows of the learning experiments (benchmarks/learning.py).
 
-Cases of one seed differ in their rule only, so a rule is compared with ``dp`` by the differences between cases of one seed.
+Cases of one seed differ in their rule only. So each rule is compared with ``dp`` by the differences between cases of one seed.
 """
 
 import csv
@@ -35,7 +35,7 @@ Row = dict[str, str]
 
 
 def read(path: Path) -> list[Row]:
-    """The rows of a file; a last line that a crash has cut is left out."""
+    """The rows of a file, without a last line that a crash has truncated."""
     text = Path(path).read_text()
     return list(csv.DictReader(text[: text.rfind("\n") + 1].splitlines()))
 
@@ -45,7 +45,7 @@ def key(row: Row) -> tuple[str, str, str, str]:
 
 
 def finished(some: Sequence[Row]) -> list[Row]:
-    """The rows of cases that have their last one."""
+    """The rows of finished cases."""
     whole = {key(r) for r in some if r["step"] == r["steps"]}
     return [r for r in some if key(r) in whole]
 
@@ -61,12 +61,12 @@ def settings(some: Sequence[Row]) -> dict[tuple[str, str], dict[str, list[Row]]]
 # ---- statistics -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Comparison:
-    """Paired differences, rule minus dp, over the seeds that both have.
+    """Paired differences, rule minus dp, over their common seeds.
 
     Attributes:
         mean, interval: of the differences, with Student's 95% confidence interval; bootstrap: the bootstrap's (percentiles).
         p: of the paired t-test; holm: corrected for the comparisons of one table (Holm).
-        visible: the difference that would have been found with a probability of 80%.
+        visible: the difference that the test detects with a probability of 80%.
     """
 
     rule: str
@@ -85,7 +85,7 @@ def last(some: Sequence[Row], measure: str) -> dict[str, float]:
 
 
 def compare(engines: dict[str, list[Row]], measure: str) -> list[Comparison]:
-    """Every rule against dp; none where dp is missing or fewer than two seeds are common."""
+    """Every rule against dp; empty if dp is missing or fewer than two seeds are common."""
     base = last(engines.get("dp", []), measure)
     found = []
     for rule, some in engines.items():
@@ -136,7 +136,7 @@ def _spread(values: Sequence[float], form: str) -> str:
 
 
 def tables(some: Sequence[Row], level: str = "###") -> str:
-    """One table per dataset and learning rate: final values, mean ± standard deviation over seeds, and what differs from dp."""
+    """One table per dataset and learning rate: final values, mean ± standard deviation over seeds, and differences from dp."""
     parts = []
     for (dataset, rate), engines in settings(some).items():
         first = next(iter(engines.values()))[0]
@@ -201,7 +201,7 @@ def into_document(out: Path, document: Path) -> None:
 
 # ---- plots ------------------------------------------------------------------------------------------------------------------
 def _curves(group: Sequence[Row], measure: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Steps, and values by seed."""
+    """Steps, and the values of each seed."""
     by_seed: dict[str, dict[int, float]] = {}
     for row in group:
         if row[measure]:

@@ -1,7 +1,7 @@
-"""What the learning experiments train: one case is a dataset, a learning rate, a rule and a seed.
+"""Tasks of the learning experiments. A case is a dataset, a learning rate, a rule and a seed.
 
-Cases of one seed start from the same weights and see the same micro-batches in the same order, whatever their rule, so that rules
-are compared pair by pair. All ranks are simulated in one process (deepspeed_cdp/simulated.py).
+Cases of one seed start from the same weights and see the same micro-batches in the same order, whatever their rule. So rules are
+compared pair by pair. One process simulates all ranks (deepspeed_cdp/analysis/learning_simulator.py).
 """
 
 import hashlib
@@ -28,7 +28,7 @@ _EAGER_STEPS = 4  # before a graph is captured, so that libraries have set thems
 
 @dataclass(frozen=True)
 class Size:
-    """How long a dataset is trained on: micro-batch per rank, steps, steps between evaluations."""
+    """Length of the training on a dataset: micro-batch per rank, steps, steps between evaluations."""
 
     micro_batch: int
     steps: int
@@ -168,7 +168,7 @@ def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any
     """Train one case; a row after every ``every`` steps, the first before any.
 
     Args:
-        graph: replay forwards and backwards as a CUDA graph. If capturing fails, steps are launched one by one, and rows say so.
+        graph: replay forwards and backwards as a CUDA graph. If capturing fails, steps run without a graph, and the rows say so.
     """
     torch.manual_seed(case.seed)
     if device.type == "cuda":

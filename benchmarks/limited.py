@@ -1,7 +1,7 @@
-"""Slower links: hand-offs held to so many GB/s, to see what a network would do.
+"""Slower links: limits the bandwidth of messages, to emulate a network.
 
-Every message takes size / rate longer than it does. Streams of hand-offs (parameters, sums, ...) that have a lane of their own in
-the transport each get the full rate, so the limit is per lane, not per link: a link shared by all lanes would be slower.
+Every message takes size / rate longer than without the limit. The limit holds per CUDA stream of the transport (one for
+parameters, one for sums, ...), not per link. A link shared by all of them would be slower.
 """
 
 import queue
@@ -37,7 +37,7 @@ def limited(gigabytes_per_second: float) -> Iterator[None]:
 
 
 def cycles_per_second(device: torch.device) -> float:
-    """How fast ``torch.cuda._sleep`` counts, measured for some 30 ms."""
+    """Cycles per second of ``torch.cuda._sleep``, measured for about 30 ms."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(10**7)  # wakes the clock up
     start.record()
@@ -68,7 +68,7 @@ class _SlowCopies:
 
 
 class _Later:
-    """The ticket of a push that has not begun yet."""
+    """The ticket of a push that has not started yet."""
 
     def __init__(self, patience: float) -> None:
         self.begun, self._patience = threading.Event(), patience
@@ -87,7 +87,7 @@ class _Later:
 
 
 class _Link(threading.Thread):
-    """Starts pushes one after the other, each when its bytes have had the time they need."""
+    """Starts pushes one after the other, each after the time that its bytes take."""
 
     def __init__(self, rate: float, patience: float):
         super().__init__(daemon=True, name="limited link")
@@ -101,7 +101,7 @@ class _Link(threading.Thread):
         return later
 
     def end(self, drain: bool) -> None:
-        """Take no more; ``drain``: return once everything has begun."""
+        """Accept no more pushes; with ``drain``, return once all have started."""
         self._jobs.put(None)
         if drain:
             self.join()
@@ -119,7 +119,7 @@ class _Link(threading.Thread):
 
 
 class Limited(Transport):
-    """``transport`` (gloo), but a pushed message starts late by size / rate; one thread per stream of messages.
+    """A gloo transport whose pushes start late by size / rate; one thread per stream of messages.
 
     Args:
         gigabytes_per_second: the rate of each stream.

@@ -1,4 +1,4 @@
-"""Models that benchmarks train: Hugging Face Llamas of several sizes, random weights."""
+"""Models of the benchmarks: Hugging Face Llamas of several sizes with random weights."""
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -14,10 +14,10 @@ def configuration(name: str, host_sync: bool = True) -> LlamaConfig:
     """The model's config.
 
     Args:
-        host_sync: as Hugging Face has it: without an attention mask, each forward looks at ``position_ids`` on the device to find
-            packed sequences, and the host waits for the answer. False: the same attention function under another name, for which
-            Hugging Face prepares no mask and so does not look; sequences must not be packed. The kernel is the same
-            (``is_causal``).
+        host_sync: True is Hugging Face's behaviour: without an attention mask, each forward searches ``position_ids`` on the
+            device for packed sequences, and the host waits for the result. False registers the same attention function under
+            another name, for which Hugging Face prepares no mask and does not search. Sequences must not be packed then. The
+            kernel is the same (``is_causal``).
     """
     layers, hidden, intermediate, heads = SIZES[name]
     if not host_sync:
@@ -40,7 +40,7 @@ def configuration(name: str, host_sync: bool = True) -> LlamaConfig:
 
 
 def build(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
-    """The model with weights that depend on its config only (seeded on ``device``; none on "meta")."""
+    """The model, with weights that depend on its config only (seeded on ``device``; none on "meta")."""
     torch.manual_seed(0)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -55,7 +55,7 @@ def build(config: LlamaConfig, device: torch.device, dtype: torch.dtype) -> torc
 def randomize(parameters: list[tuple[torch.nn.Parameter, torch.Tensor]], rank: int) -> None:
     """Random weights for a model of which this rank holds shards: (parameter, this rank's part of it).
 
-    They differ from ``build``'s and from those of other ways to shard; only losses can tell.
+    They differ from ``build``'s and from those of other shardings, so losses differ too.
     """
     for p, mine in parameters:
         generator = torch.Generator(mine.device).manual_seed(1 + rank)

@@ -1,9 +1,9 @@
-"""What ``offload_optimizer: cpu`` costs the owner, apart from the ring: ``python -m benchmarks.offload [--cpu] [--threads 16]``.
+"""Cost of ``offload_optimizer: cpu`` for an owner, without the ring: ``python -m benchmarks.offload [--cpu] [--threads 16]``.
 
-One rank averages, updates and publishes a stage of ``--layers`` square matrices, over and over, with its masters beside the
-parameters and in host memory; ways take turns. Nothing else runs on the device, so this is the whole of the update's time, and
-with offloading the host is blocked for all of it; what passes hide of it in training is for ``benchmarks.run`` to say
-(engine ``cdp-v2-offload``). CPU time is the process's, threads added up: on a busy machine it says more than the clock.
+One rank averages, updates and publishes a stage of ``--layers`` square matrices, over and over. Its masters are on the device
+or in host memory, in turns. The device does nothing else, so the result is the whole time of the update. With offloading, the
+update blocks the host for all of it; ``benchmarks.run`` (engine ``cdp-v2-offload``) measures how much training hides. The CPU
+time is the process's, summed over threads; on a busy machine it is more reliable than the wall clock.
 """
 
 import argparse
@@ -56,7 +56,7 @@ class Update:
         self.count, self.cuda = 0, device.type == "cuda"
 
     def run(self) -> tuple[float, float]:
-        """One update; milliseconds by the clock and of CPU time."""
+        """One update; returns milliseconds of wall-clock and of CPU time."""
         owner, step = self.owner, self.count
         self.count += 1
         owner.record(step)

@@ -1,15 +1,15 @@
-"""Passes that take a given time and compute next to nothing: no other process on the machine can take it away from them."""
+"""Passes of a given duration that compute almost nothing, so that other processes on the machine cannot slow them."""
 
 import time
 from typing import Any
 
 import torch
 
-CYCLES = 1.7e9  # of a GPU per second, about: measure what a pause came to
+CYCLES = 1.7e9  # of a GPU per second, approximately; measure the real duration of a pause
 
 
 def pause(at: torch.Tensor, seconds: float) -> None:
-    """Hold up the device of a tensor: the host of a CPU, the current stream of a GPU."""
+    """Block the device of a tensor: the host for a CPU, the current stream for a GPU."""
     if at.device.type == "cuda":
         torch.cuda._sleep(int(seconds * CYCLES))
     else:
@@ -17,7 +17,7 @@ def pause(at: torch.Tensor, seconds: float) -> None:
 
 
 class Pause(torch.autograd.Function):
-    """``Pause.apply(x, forward, backward)``: the identity, which takes so many seconds in each direction."""
+    """``Pause.apply(x, forward, backward)``: the identity, which takes ``forward`` and ``backward`` seconds."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, forward: float, backward: float) -> torch.Tensor:
@@ -32,7 +32,7 @@ class Pause(torch.autograd.Function):
 
 
 class SlowLinear(torch.nn.Linear):
-    """A small layer that takes as long as a large one: ``seconds`` forwards, ``ratio`` times that backwards."""
+    """A small layer with the duration of a large one: ``seconds`` forward, ``ratio`` times as long backward."""
 
     def __init__(self, width: int, seconds: float, ratio: float = 2.0):
         super().__init__(width, width)

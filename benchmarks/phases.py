@@ -1,12 +1,16 @@
-"""Where a step's time is when the host is the limit: device, host and waits of forward, backward and step, without a profiler.
+"""Where a host-bound step spends its time: device, host and waits of forward, backward and step, without a profiler.
 
     torchrun --standalone --nproc-per-node 2 -m benchmarks.phases [--model llama-1.3b] [--micro-batch 1] [--engines cdp-v2]
 
-Each rank prints, per engine, medians over steps in milliseconds: from events on the device, from clocks on the host, the CPU time
-of its main thread (autograd's thread runs the backward), and what the passes' stream waited for, by stream and peer. "same" is a
-fixed piece of Python behind each step: where that differs, so did the host, whatever the engine. For engines of this package a
-second round then times every kind of action of the walk (plan.py) and every kind of driver call on the host, which costs some of
-what it measures.
+Each rank prints medians over steps in milliseconds, per engine:
+
+- time on the device, by events; time on the host, by clocks;
+- CPU time of the main thread (autograd's thread runs the backward);
+- waits of the passes' stream, by message stream and peer;
+- "same": a fixed piece of Python after each step. If it differs between engines, the host's speed has changed.
+
+For engines of this package, a second round times every kind of action and of driver call on the host. These measurements cost
+some of the time that they show.
 """
 
 import argparse
@@ -50,7 +54,7 @@ class Clock:
         return timed
 
     def told(self, steps: int) -> str:
-        """By descending time: name, calls and milliseconds per step."""
+        """Name, calls and milliseconds per step, by descending time."""
         return ", ".join(
             f"{name} {self.calls[name] / steps:.0f} x = {1e3 * s / steps:.2f}" for name, s in self.seconds.most_common()
         )
@@ -58,7 +62,7 @@ class Clock:
 
 @contextmanager
 def timed_calls(engine: Any, actions: Clock, driver: Clock) -> Iterator[None]:
-    """Time the walk's actions and its driver's calls (none where the transport has no driver)."""
+    """Time the executor's actions and the transport's driver calls, if it has a driver."""
     executor, calls = engine._runtime.executor, getattr(engine._transport, "driver", None)
     do, names = executor.actions, ("wait", "write", "copy", "record", "follow", "reached", "event")
     executor.actions = {kind: actions.around(kind, f) for kind, f in do.items()}
@@ -74,7 +78,7 @@ def timed_calls(engine: Any, actions: Clock, driver: Clock) -> Iterator[None]:
 
 @contextmanager
 def every_step_timed() -> Iterator[None]:
-    """Waits on GPUs are timed in one step of eight otherwise."""
+    """Time GPU waits in every step, not only in one step of eight."""
     usual, wait_timing.EVERY = wait_timing.EVERY, 1
     try:
         yield
@@ -83,7 +87,7 @@ def every_step_timed() -> Iterator[None]:
 
 
 def the_same() -> float:
-    """Seconds that a fixed amount of Python takes now: others on the host can make it twice as many."""
+    """Seconds of a fixed amount of Python; other processes on the host can double it."""
     begun = time.perf_counter()
     for _ in range(4000):
         pass
@@ -124,7 +128,7 @@ def steps(job: engines.Job, step: Callable[..., Any], engine: Any, batches: list
 
 
 def in_parts(job: engines.Job) -> tuple[Callable[..., None], Any]:
-    """A step that says when each part begins and ends, and the engine."""
+    """A step that records the start and end of each part, and the engine."""
     if job.name == "compute":
         model = models.build(job.config, job.device, job.dtype)
         parts = model, lambda loss: loss.backward(), lambda: model.zero_grad(set_to_none=True)
@@ -147,7 +151,7 @@ def in_parts(job: engines.Job) -> tuple[Callable[..., None], Any]:
 
 
 def line(seen: dict[str, Any]) -> str:
-    """Medians."""
+    """A line of medians."""
 
     def of(columns: list[list[float]]) -> str:
         return " ".join(f"{part} {1e3 * statistics.median(c):.1f}" for part, c in zip(PARTS, zip(*columns[SETTLE:])))
@@ -166,7 +170,7 @@ def line(seen: dict[str, Any]) -> str:
 
 
 def run(args: argparse.Namespace, device: torch.device) -> list[str]:
-    """Measure each engine on this rank; lines to print."""
+    """Measure each engine on this rank; returns the lines to print."""
     rank, lines = dist.get_rank(), []
     config = models.configuration(args.model, host_sync=not args.no_host_sync)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

@@ -1,10 +1,10 @@
-"""Idle time of pipelines: stock DeepSpeed's 1F1B and the cyclic engine, against the closed forms.
+"""Idle time of pipelines: stock DeepSpeed's 1F1B and the cyclic engine, compared with the closed forms.
 
     python -m benchmarks.pipeline [--stages 4] [--rounds 1 2] [--ms 20] [--steps 8] [--out FILE]
 
-Every stage is one layer that sleeps (or, on GPUs, spins) for ``--ms`` in its forward and again in its backward, so a pass is the
-same everywhere and does not compete for cores. A rank's idle fraction is 1 - (its passes' time) / (time of the steady steps), a
-row's is the mean over the ranks. One row per engine, as JSON lines; ``--table FILE`` prints a recorded file as the docs show it.
+Every stage is one layer that sleeps (on GPUs: spins) for ``--ms`` in its forward and again in its backward. So all passes take
+the same time and do not compete for cores. A rank's idle fraction is 1 - (its passes' time) / (time of the steady steps); a
+row has the mean over ranks. Each engine writes one row as a JSON line. ``--table FILE`` prints a recorded file as in the docs.
 """
 
 import argparse
@@ -28,7 +28,7 @@ WAYS = ("stock", "dp", "1", "cdp-v2", "cdp-v1")
 
 
 def calibrate(seconds: float, device: torch.device) -> float:
-    """How long ``pause`` really takes, in seconds."""
+    """The real duration of ``pause``, in seconds."""
     x, took = torch.zeros(1, device=device), []
     for _ in range(9):
         begun = time.perf_counter()
@@ -40,7 +40,7 @@ def calibrate(seconds: float, device: torch.device) -> float:
 
 
 def measure(way: str, stages: int, rounds: int, seconds: float, steps: int, warm: int = 3) -> dict[str, Any]:
-    """One row on this rank, of a world that is set up; ``way``: "stock", or a rule or K as text."""
+    """One row on this rank, in an initialized world; ``way``: "stock", or a rule or K as text."""
     import deepspeed
     import torch.distributed as dist
     from deepspeed.pipe import LayerSpec, PipelineModule

@@ -1,8 +1,8 @@
-"""The event simulation beside the recorded runs: ``python -m benchmarks.predict`` prints the table of docs/cli.md.
+"""The event simulation compared with the recorded runs: ``python -m benchmarks.predict`` prints the table of docs/cli.md.
 
-Inputs are the compute-only time of the same setting in the same file (without delays), the plan that this package makes for the
-benchmark's model, and the constants of ``Hardware``, the same for all rows. One of them depends on the run: before the third,
-Adam moved 52 bytes per parameter instead of 28 (docs/log.md). Nothing is fitted.
+Its inputs are the recorded compute-only time of the same setting (without delays), this package's plan of the benchmark's
+model, and the constants of ``Hardware``, the same for all rows. One of them depends on the run: before the third run, Adam
+moved 52 bytes per parameter instead of 28 (docs/log.md). Nothing is fitted.
 """
 
 import random
@@ -51,14 +51,14 @@ class Recorded(NamedTuple):
 
 @cache
 def found(name: str) -> FoundUnits:
-    """The units of a benchmark's model, which has enough of them for any number of ranks here."""
+    """The units of a benchmark's model."""
     module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
     return find_units(module, 1, example_of(module))
 
 
 @cache
 def planned(name: str, ranks: int) -> tuple[Plan, list[Work], Any]:
-    """The plan of a benchmark's model, what its units do, and its config."""
+    """The plan of a benchmark's model, the work of its units, and its config."""
     module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
     plan, layouts = make_plan(module, frozenset(n for n, _ in module.named_parameters()), Settings(), ranks, found=found(name))
     units = {u.name: u for u in found(name).units}
@@ -87,7 +87,7 @@ def recorded() -> list[Recorded]:
 
 
 def predicted(row: Recorded) -> float:
-    """Seconds per step, by simulation."""
+    """Simulated seconds per step."""
     plan, work, config = planned(row.setting["model"], int(row.setting["ranks"]))
     compute, sequence = row.compute, int(row.setting["sequence"])
     if compute is None:
@@ -102,14 +102,14 @@ def predicted(row: Recorded) -> float:
 
 @cache
 def activations(name: str, micro_batch: int, sequence: int) -> int:
-    """Bytes that a micro-batch keeps for its backward."""
+    """Bytes that a micro-batch saves for its backward."""
     module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
     x = torch.zeros(micro_batch, sequence, dtype=torch.long, device="meta")
     return track(module, Example(kwargs={"input_ids": x, "labels": x})).peak
 
 
 def memory(row: Recorded) -> float:
-    """Bytes on the rank that has most: buffers, masters and Adam's state, activations."""
+    """Bytes on the rank with the most: buffers, masters and Adam's state, activations."""
     s = row.setting
     plan, work, _ = planned(s["model"], int(s["ranks"]))
     owned = max(sum(work[i].parameters for i in plan.members(stage)) for stage in range(plan.schedule.ranks))

@@ -1,4 +1,4 @@
-"""CPU processes of one machine that know each other, for benchmarks that start their own ranks."""
+"""Starts the CPU processes of a benchmark on this machine, in one process group."""
 
 import os
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 def spawn(function: Callable[..., None], ranks: int, *args: Any) -> None:
     """Call ``function(rank, *args)`` in processes with a gloo process group, and wait for all.
 
-    They meet in a store of this process, so no port has to be free between looking for one and using it.
+    Their store is in this process, so no other process can take its port before they use it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     mp.spawn(_begin, (function, ranks, store.port, args), nprocs=ranks)

@@ -1,4 +1,4 @@
-"""How far a run is, on stderr: a bar on a terminal, elsewhere a line now and then."""
+"""Progress of a run on stderr: a bar on a terminal, otherwise a line now and then."""
 
 import sys
 import time
@@ -12,7 +12,7 @@ class Progress:
     """Counts windows.
 
     Args:
-        total: windows to come, warm-ups included.
+        total: number of windows, warm-ups included.
         shown: False on all ranks but one.
     """
 
@@ -22,7 +22,7 @@ class Progress:
         self._told = self._begun = time.monotonic()
 
     def tell(self, text: str) -> None:
-        """What is going on now."""
+        """Show the current activity."""
         self._text = text or self._text
         if self._bar is not None:
             self._bar.set_description(self._text)
@@ -35,20 +35,20 @@ class Progress:
             )
 
     def advance(self, text: str) -> None:
-        """One window is over, and ``text`` (if any) is going on now."""
+        """Count a finished window, and show ``text`` (if any) as the current activity."""
         self._done += 1
         if self._bar is not None:
             self._bar.update()
         self.tell(text)
 
     def print(self, line: str) -> None:
-        """A line on stdout that does not break the bar."""
+        """Print a line on stdout without breaking the bar."""
         if self._bar is not None:
             tqdm.write(line, file=sys.stdout)
         else:
             print(line, flush=True)
 
     def close(self) -> None:
-        """The run is over."""
+        """End the run."""
         if self._bar is not None:
             self._bar.close()

@@ -1,4 +1,4 @@
-"""One rank of a benchmark, started by ``benchmarks.run`` under torchrun: engines one after the other, a CSV row per window."""
+"""One rank of a benchmark, which ``benchmarks.run`` starts under torchrun: engines one after the other, a CSV row per window."""
 
 import argparse
 import faulthandler
@@ -100,7 +100,7 @@ class Measurement:
         self.engine: Any = None
 
     def run(self) -> list[dict]:
-        """A row per window, the same on every rank but for the loss."""
+        """A row per window, the same on every rank except for the loss."""
         args, name = self.args, self.name
         what = f"{args.model} micro-batch {args.micro_batch}, {name}"
         self.progress.tell(f"{what}: warm-up")
@@ -111,7 +111,7 @@ class Measurement:
         first_peak, received, waited = 0.0, [0] * (args.windows + 1), [0.0] * (args.windows + 1)
 
         def between(step: int) -> None:
-            """On the host, before a step: the device is not asked, and nobody waits."""
+            """A host clock before a step, without synchronization."""
             nonlocal first_peak
             window, inside = divmod(step - args.warmup, args.steps)
             if window < 0 or inside:
@@ -156,12 +156,12 @@ class Measurement:
             )
         if self.engine is not None:
             self.engine.destroy()
-        self.step = self.engine = None  # or what the engine held would still be there when the next one is made
+        self.step = self.engine = None  # frees the engine's memory before the next one is made
         engines.clean()
         return measured
 
     def _row(self, window: int, mine: dict[str, Any]) -> dict[str, Any]:
-        """A window's row: all ranks' figures put together."""
+        """The row of a window, from the figures of all ranks."""
         args = self.args
         mine["step_ms"] = statistics.mean(mine["times"])
         everyone: list[dict] = [None] * self.size  # type: ignore[list-item]
@@ -209,7 +209,7 @@ class Measurement:
     def _steps(self, count: int, before: Callable[[int], None] = lambda step: None) -> tuple[list[float], list[torch.Tensor]]:
         """Milliseconds from the end of each step to the end of the next, and every loss.
 
-        Nothing is synchronized in between: a ring that has to fill anew would look slower than it is.
+        There is no synchronization in between: it would drain the ring, which then looks slower than it is.
         """
         marks: list[Any] = []
         losses = []
@@ -234,9 +234,9 @@ class Measurement:
         return [1000 * (b - a) for a, b in zip(marks, marks[1:])], losses
 
     def _peak(self) -> float:
-        """GiB on top of what was held before, with buffers that peers write into, which the caching allocator does not count.
+        """GiB above the level before, with buffers that peers write into, which the caching allocator does not count.
 
-        Not with what NCCL and the driver take for themselves.
+        Memory of NCCL and of the driver does not count.
         """
         if not self.cuda:
             return 0.0
@@ -255,12 +255,12 @@ class Measurement:
         return getattr(self._transport(), "host_waits", False)
 
     def _waited(self) -> float:
-        """Seconds so far that this rank's host was held up by hand-offs."""
+        """Seconds so far in which messages have blocked this rank's host."""
         transport = self._transport()
         return sum((*transport.waited.values(), *transport.waited_sent.values())) if self._host_waits() else 0.0
 
     def _profile(self, folder: Path) -> None:
-        """Where the host's time goes: backward on this thread, too."""
+        """Profile the host; the backward runs on this thread too."""
         import cProfile
         import io
         import pstats

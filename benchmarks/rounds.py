@@ -1,8 +1,8 @@
-"""How many message rounds follow one another between two time steps, from logs of what every rank did. Pure, no torch.
+"""Counts consecutive message rounds between two time steps, from logs of all ranks' messages. It needs no torch.
 
-A time step is the pass of one stage (the paper's Table 1, last column). A log is a rank's messages in the order in which its
-program came to them, each with the time step before which it lies. What is *counted* are operations: hand-offs, and calls of
-collectives. That a collective over n ranks takes log2 n rounds is the paper's *model*.
+A time step is the pass of one stage (the paper's Table 1, last column). A log holds a rank's messages in program order, each
+with the time step before which it lies. The counted operations are messages and calls of collectives. That a collective over n
+ranks takes log2 n rounds is the paper's model, not a measurement.
 """
 
 from collections import defaultdict, deque
@@ -16,11 +16,11 @@ class Event(NamedTuple):
     """One message or collective.
 
     Attributes:
-        at: the number of the rank's time step that it comes before; never falls within a log.
-        kind: ``push``, ``land`` (the rank goes on with what has come) or ``collective``.
-        nbytes: of the message; for a collective what is handed to a rank (see ``benchmarks.table1``).
-        stream: of a message: what orders it among those to the same peer.
-        peer: of a message: the other rank; of a collective: how many ranks take part.
+        at: the number of the rank's time step that follows it; it never decreases within a log.
+        kind: ``push``, ``land`` (the rank has waited for a message) or ``collective``.
+        nbytes: size of the message; of a collective, the bytes that a rank receives (see ``benchmarks.table1``).
+        stream: of a message; messages of one stream to one peer keep their order.
+        peer: of a message: the other rank; of a collective: the number of ranks.
     """
 
     at: int
@@ -31,7 +31,7 @@ class Event(NamedTuple):
 
 
 class Rounds(NamedTuple):
-    """The longest chain between two time steps: message rounds, and the operations that it is made of."""
+    """The longest chain between two time steps: its message rounds, and its operations."""
 
     rounds: int = 0
     handoffs: int = 0
@@ -39,16 +39,16 @@ class Rounds(NamedTuple):
 
 
 def longest(logs: Sequence[Sequence[Event]], since: Sequence[int], common: bool, least: int = 0) -> Rounds:
-    """The longest chain of messages, each sent after the one before has come, that no time step interrupts.
+    """The longest chain of messages within one time step, where each is sent after the one before has arrived.
 
     Args:
         logs: by rank.
-        common: time steps are numbered alike on all ranks, so a message that is awaited in a later one than it was sent in had a
-            whole time step to come; else only what a rank does itself tells how long ago something was.
-        since: by rank, the first time step that counts; what comes earlier is only followed.
-        least: smaller messages are taken for what they are, a few numbers, and left out.
+        common: time steps have the same numbers on all ranks. So a message that is awaited in a later time step than the one in
+            which it was sent had a whole time step to arrive. If False, only a rank's own time steps interrupt a chain.
+        since: by rank, the first time step that counts.
+        least: smaller messages, which hold a few scalars, are left out.
     Raises:
-        ValueError: a message was awaited that nobody has sent.
+        ValueError: a rank waited for a message that no rank has sent.
     """
     events = [deque(e for e in log if e.nbytes >= least) for log in logs]
     under_way: dict[tuple[int, int, str], deque[tuple[int, Rounds]]] = defaultdict(deque)

@@ -1,8 +1,8 @@
-"""Run engines alternately on this host, in one call: ``python -m benchmarks.run --models llama-1.3b --micro-batch 1,4``.
+"""Runs engines in turns on this host: ``python -m benchmarks.run --models llama-1.3b --micro-batch 1,4``.
 
-Each setting (model, micro-batch, delay, eager or compiled) is one torchrun in which the engines take turns, ``--repeats`` times
-over. Rows go to ``OUT/results.csv`` (one per window), the table of medians to ``OUT/table.md``, plots beside it. ``--cpu`` runs
-over gloo: its numbers show that everything works, not how fast anything is.
+Each setting (model, micro-batch, delay, eager or compiled) is one torchrun in which the engines take turns, ``--repeats``
+times. It writes rows to ``OUT/results.csv`` (one per window), the table of medians to ``OUT/table.md``, and plots beside it.
+``--cpu`` runs over gloo, which tests the benchmark and says nothing about speed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PASSED_ON = (
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line; ends with a sentence on stderr if it asks for what does not exist."""
+    """Parse the command line; unknown names end with an error on stderr."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="llama-1.3b", help="comma-separated, of " + ", ".join(SIZES))
     parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")

@@ -1,8 +1,8 @@
-"""What the simulator expects of 2, 4 and 8 H100s of one host, before a run: ``python -m benchmarks.scaling > FILE``.
+"""Predictions for 2, 4 and 8 H100s of one host: ``python -m benchmarks.scaling > FILE``.
 
-Passes take what ``compute`` took in the newest recorded run on H100s that has the setting (on one GPU or several, it communicates
-nothing), for 8B its operations at ``Hardware().flops``. At micro-batch 1 the host is the limit, of ``compute`` too
-(docs/performance.md): those rows are not worth much. Nothing here has been measured on 8 GPUs.
+Passes take as long as ``compute`` did in the newest recorded run on H100s with this setting; ``compute`` communicates nothing, so
+the number of GPUs does not matter. For 8B, passes take their operations at ``Hardware().flops``. At micro-batch 1 the host limits
+all engines, also ``compute`` (docs/performance.md), so those rows are unreliable. No row has been measured on 8 GPUs.
 """
 
 import random
@@ -20,7 +20,7 @@ SEQUENCE, DELAY = 2048, 0.040
 
 
 class Expected(NamedTuple):
-    """Seconds per step, alone and with each rank late by U(0, DELAY); ``memory`` in bytes on the rank that has most."""
+    """Seconds per step, alone and with each rank late by U(0, DELAY); ``memory``: bytes on the rank with the most."""
 
     name: str
     ranks: str
@@ -32,7 +32,7 @@ class Expected(NamedTuple):
 
 
 def passes(name: str, micro_batch: int) -> tuple[float, str]:
-    """Seconds of a step's passes alone, and where they are from."""
+    """Seconds of a step's passes alone, and their source."""
     for row in reversed(predict.recorded()):
         if (row.setting["model"], row.setting["micro_batch"]) == (name, str(micro_batch)) and row.compute is not None:
             return row.compute, row.run
@@ -53,7 +53,8 @@ def expected(name: str, micro_batch: int, ranks: int) -> Expected:
     setting = {"model": name, "ranks": str(ranks), "micro_batch": str(micro_batch), "sequence": str(SEQUENCE)}
     memory = predict.memory(predict.Recorded("", setting, compute, 0.0, 0.0))
     sizes = [unit.p_bytes for unit in plan.units]
-    others = {r.name: r.seconds for r in baselines(work, sizes, [unit.g_bytes for unit in plan.units], ranks, Hardware(), compute)}
+    sums = [unit.g_bytes for unit in plan.units]
+    others = {b.name: b.seconds for b in baselines(work, sizes, sums, ranks, Hardware(), compute)}
     return Expected(_title(name, micro_batch, source), str(ranks), compute, simulate(plan, given).period(), late, memory, others)
 
 

@@ -1,4 +1,4 @@
-"""Sizes of the models that benchmarks train; apart from models.py, so that a command line can be checked at once."""
+"""Sizes of the benchmarks' models; apart from models.py, so that the command line needs no torch to check them."""
 
 SIZES = {  # layers, hidden, intermediate, heads
     "llama-tiny": (4, 64, 128, 4),

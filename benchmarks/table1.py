@@ -1,17 +1,17 @@
-"""Table 1 of the paper, measured: its nine systems, each trained for a few steps on CPU processes, beside the closed forms.
+"""The paper's Table 1, measured: its nine systems train for a few steps on CPU processes; results stand beside the closed forms.
 
     python -m benchmarks.table1 --stages 3 4 --out benchmarks/results/DATE_cpu_table1/rows.csv     # runs them, 1 to N^2 processes
     python -m benchmarks.table1 --write                                                           # the table of docs/table1.md
 
-The model is N equal stages of two linear layers and a tanh, so that a stage keeps two tensors for its backward and passes one on;
-the loss is a mean, which keeps nothing. What is measured, by ``benchmarks.watch``:
+The model has N equal stages of two linear layers and a tanh, so a stage saves two tensors for its backward and passes one on.
+The loss is a mean, which saves nothing. ``benchmarks.watch`` measures:
 
-- *activations*: the most bytes that autograd's saved tensors have at any time of the steady steps, on the device with most;
-- *parameters*: bytes of all memory that holds parameters or parts of them (versions, published copies, what is in flight), most;
-- *volume*: bytes that messages brought in a steady step, to the device with most; for a collective what is handed to a rank,
-  an all-reduce counting twice, as in the closed forms (over the wire come (N-1)/N of it);
-- *steps*: the longest chain of operations between two time steps (``benchmarks.rounds``), those of up to ``SCALARS`` bytes (a
-  loss, norms) not counted (``all_...``: with them).
+- *activations*: the most bytes of tensors saved by autograd at any time of the steady steps, on the device with the most;
+- *parameters*: bytes of all memory with parameters (versions, published copies, messages in flight), on the device with the most;
+- *volume*: bytes received in a steady step by the device with the most. A collective counts the bytes that a rank receives,
+  and an all-reduce counts twice, as in the closed forms (the wire carries (N-1)/N of it);
+- *steps*: the longest chain of operations between two time steps (``benchmarks.rounds``), without those of up to ``SCALARS``
+  bytes (a loss, norms); ``all_...`` includes them.
 """
 
 import argparse
@@ -45,7 +45,7 @@ SCALARS = 256
 
 
 class _Begin(torch.autograd.Function):
-    """Tells when a backward begins."""
+    """Calls ``tell`` when a backward begins."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, tell: Callable[[], None]) -> Tensor:
@@ -59,7 +59,7 @@ class _Begin(torch.autograd.Function):
 
 
 class Stage(nn.Module):
-    """Keeps its input and one tensor inside, (rows, width) each.
+    """A stage that saves its input and one inner tensor, (rows, width) each.
 
     Attributes:
         tell: called when a pass begins.
@@ -78,7 +78,7 @@ class Stage(nn.Module):
 
 
 class Net(nn.Module):
-    """The stages one after the other."""
+    """The stages in sequence."""
 
     def __init__(self, stages: int, width: int):
         super().__init__()
@@ -91,13 +91,13 @@ class Net(nn.Module):
 
 
 def sizes(n: int) -> Sizes:
-    """What the closed forms are told: of the model as it is written above, in fp32."""
+    """The sizes of the model above in fp32, for the closed forms."""
     return Sizes(n, psi_p=n * 2 * 4 * (WIDTH * WIDTH + WIDTH), psi_a=n * 2 * 4 * ROWS * WIDTH, psi_int=4 * ROWS * WIDTH)
 
 
 @dataclass(frozen=True)
 class System:
-    """What is started for a row.
+    """The system of a row.
 
     Attributes:
         words: for people; cyclic: this package's engine, else DeepSpeed's own; zero: the ZeRO stage.
@@ -132,7 +132,7 @@ def cost(figure: str, n: int) -> Cost:
 
 # ---- one rank ---------------------------------------------------------------------------------------------------------------
 def start(system: System, n: int) -> Any:
-    """The engine, as a script starts it."""
+    """The engine, started as a script does it."""
     import deepspeed
 
     import deepspeed_cdp
@@ -178,9 +178,9 @@ def _mean(outputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def parameter_bytes(engine: Any) -> int:
-    """All memory of this rank that holds parameters, now."""
+    """Bytes of this rank's memory that hold parameters now."""
     runtime = getattr(engine, "_runtime", None)
-    if hasattr(engine, "cyclic_plan"):  # regions of the hand-off buffers: in flight, held, published, replicas
+    if hasattr(engine, "cyclic_plan"):  # regions of the message buffers: in flight, persistent, published, replicas
         regions = runtime.executor.buffers.regions
         whole = sum(t.numel() for name, t in regions.items() if name[0] in "HVRL")
         return whole + (_in_flight(engine.cyclic_plan, runtime.executor.rank) if "PG" in regions else 0)
@@ -192,7 +192,7 @@ def parameter_bytes(engine: Any) -> int:
 
 
 def _in_flight(plan: Plan, rank: int) -> int:
-    """Bytes of the buffer for what is in flight in which parameters ever lie; the others only hold sums."""
+    """Bytes of the in-flight buffer that ever hold parameters; the other bytes hold gradient sums only."""
     layout, total, end = plan.p_layouts[rank], 0, 0
     for at, nbytes in sorted((layout.offsets[v], aligned(plan.units[v[0]].p_bytes)) for v in layout.items):
         total += max(at + nbytes - max(at, end), 0)
@@ -201,7 +201,7 @@ def _in_flight(plan: Plan, rank: int) -> int:
 
 
 def steps_of(engine: Any, system: System, n: int, rank: int) -> Iterator[None]:
-    """Train, a step at a time, on other numbers every time."""
+    """Train step by step on new data."""
     generator = torch.Generator().manual_seed(rank)
 
     def rows(count: int) -> Tensor:
@@ -218,7 +218,7 @@ def steps_of(engine: Any, system: System, n: int, rank: int) -> Iterator[None]:
 
 
 def watch(rank: int, world: int, figure: str, n: int) -> dict[str, Any]:
-    """Train a row's system on this rank and say what was seen; runs in every process of a world that is set up."""
+    """Train a row's system on this rank, in an initialized world; returns the measurements."""
     system = SYSTEMS[figure]
     engine = start(system, n)
     log, parameters = Log(), [0]
@@ -251,7 +251,7 @@ def watch(rank: int, world: int, figure: str, n: int) -> dict[str, Any]:
     }
     if hasattr(engine, "flush"):
         engine.flush()
-    assert live.live == 0, "what is saved is let go of"
+    assert live.live == 0, "autograd has freed all saved tensors"
     engine.destroy()
     return seen
 
@@ -308,13 +308,13 @@ def rows_of(figure: str, n: int, seen: Sequence[dict[str, Any]]) -> list[dict[st
 
 
 def most(rows: Sequence[dict[str, Any]], figure: str, n: int) -> dict[str, float]:
-    """Of each quantity what the rank with most of it has; rows as ``rows_of`` makes them, or as text from a file."""
+    """The maximum of each quantity over ranks, of rows from ``rows_of`` or, as text, from a file."""
     mine = [r for r in rows if (r["figure"], int(r["n"])) == (figure, n)]
     return {key: max(float(r[key]) for r in mine) for key in FIELDS[3:13]}
 
 
 def markdown(rows: Sequence[dict[str, Any]], n: int) -> str:
-    """The nine rows for N = n, each cell the closed form, its value and what was measured."""
+    """The nine rows for N = n; each cell has the closed form, its value and the measurement."""
     s = sizes(n)
     lines = [
         "| Figure 2 | system | run as | devices | activations, in Ψ_A | parameters, in Ψ_P | received per step, in Ψ_P | "
@@ -359,7 +359,7 @@ def _chain(m: dict[str, float]) -> str:
 
 
 def render(page: str) -> str:
-    """The page with its tables anew."""
+    """The page with new tables."""
 
     def anew(match: re.Match[str]) -> str:
         with (ROOT / match[2]).open(newline="") as file:

@@ -1,8 +1,9 @@
-"""Two hosts with a slow link between them, on one machine: ``python -m benchmarks.two_hosts --out FOLDER`` (root, ip, tc).
+"""Two hosts with a slow link, emulated on one machine: ``python -m benchmarks.two_hosts --out FOLDER`` (needs root, ip, tc).
 
-Two network namespaces with names of their own are the hosts; a veth pair joins them, and ``tc ... tbf`` holds either direction to
-``--mbit``. torchrun starts ``--ranks`` on each, which find each other by its rendezvous; inside a host they talk over loopback.
-Engines take turns; each trains a small Llama (fp32) and rank 0 times steps. What crossed the link is read from the interface.
+Two network namespaces with host names of their own are the hosts. A veth pair joins them, and ``tc ... tbf`` limits either
+direction to ``--mbit``. torchrun starts ``--ranks`` on each host, with a common rendezvous; inside a host, ranks talk over
+loopback. Engines take
+turns: each trains a small Llama (fp32), and rank 0 times steps. The network interface counts the bytes on the link.
 
     rings   cdp-v2, cyclic.ring_size "auto": a ring per host, stages averaged over the link
     ring    cdp-v2, one ring through both hosts
@@ -30,7 +31,7 @@ FIELDS = ("engine", "repeat", "hosts", "ranks", "mbit", "parameters_mb", "steps"
 
 
 class Unable(Exception):
-    """This machine does not let us have two hosts; the message says why."""
+    """This machine cannot emulate two hosts; the message has the reason."""
 
 
 def run(*command: str) -> None:
@@ -41,7 +42,7 @@ def run(*command: str) -> None:
 
 @contextmanager
 def two_hosts(mbit: float) -> Iterator[list[list[str]]]:
-    """Make them; gives each one's command prefix.
+    """Create the hosts; gives the command prefix of each.
 
     Raises:
         Unable: no root, no ip or tc, or the kernel refuses.
@@ -85,7 +86,7 @@ def two_hosts(mbit: float) -> Iterator[list[list[str]]]:
 
 
 def launch(hosts: list[list[str]], ranks: int, seconds: float, *arguments: str) -> str:
-    """torchrun on both hosts; what rank 0 printed.
+    """Run torchrun on both hosts; returns the output of rank 0.
 
     Raises:
         RuntimeError: a host's ranks failed, or did not end in time.
@@ -186,7 +187,7 @@ def make(name: str, args: argparse.Namespace) -> Any:
 
 
 def rank(args: argparse.Namespace) -> None:
-    """Train with the engines by turns and write a row each."""
+    """Train with the engines in turns, and write a row for each."""
     import deepspeed
     import torch
     import torch.distributed as dist

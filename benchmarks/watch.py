@@ -1,7 +1,7 @@
-"""What a rank's training run shows: live activation bytes, parameter bytes, bytes received, and the order of its messages.
+"""Measures a rank's training from outside: live activation bytes, parameter bytes, bytes received, and the order of its messages.
 
-Everything is read from outside: saved-tensor hooks, a dispatch mode that sees torch.distributed's operators, the transport's own
-counters, and the walk's actions. Nothing here computes what it reports.
+It uses saved-tensor hooks, a dispatch mode that sees torch.distributed's operators, the transport's counters, and the actions
+of the executor. It computes none of the reported figures from a plan.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.rounds import Event
 from deepspeed_cdp.analysis.activations import Tracker
 
-# operators of torch.distributed: which argument is as large as what is handed to every rank, and how often it is handed there
+# operators of torch.distributed: the argument with the size of a rank's result, and how many times each rank receives it
 _PAYLOAD = {
     "allreduce_": (0, 2),
     "allreduce_coalesced_": (0, 2),
@@ -35,12 +35,12 @@ _WITHOUT_PAYLOAD = ("barrier", "monitored_barrier_")
 
 
 class Live(Tracker):
-    """Bytes that autograd keeps, but for parameters, wherever these lie at the time.
+    """Bytes of tensors saved by autograd, without parameters, wherever these are at the time.
 
     Args:
-        saving: called whenever something is saved.
+        saving: called whenever a tensor is saved.
     Attributes:
-        most: the most at any time since it was last set.
+        most: the maximum since it was last set.
     """
 
     def __init__(self, parameters: Iterable[Tensor], saving: Callable[[], None] = lambda: None):
@@ -62,7 +62,7 @@ class Log:
 
     Attributes:
         at: the time step that comes next, or is under way.
-        events: in the order in which they came.
+        events: in program order.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Log:
         self.events: list[Event] = []
 
     def next_pass(self) -> None:
-        """A pass begins: for engines whose time is not known otherwise."""
+        """Count a pass as a time step, for engines without a plan."""
         self.at += 1
 
     def note(self, kind: str, nbytes: int, stream: str, peer: int) -> None:
@@ -78,7 +78,7 @@ class Log:
 
     # ---- this package's engines -----------------------------------------------------------------------------------------
     def follow_transport(self, transport: Any) -> None:
-        """Note what the transport is told to send, and what it counts as landed, which it does when a rank has waited for it."""
+        """Record the messages that the transport sends, and those that it counts as landed, once a rank has waited for them."""
         push = transport.push
         for kind, count, nbytes in (
             ("push", transport.sent, transport.bytes_sent),
@@ -96,13 +96,13 @@ class Log:
         transport.bytes_received = _Counted(transport.bytes_received, self)
 
     def follow_ring(self, runtime: Any) -> None:
-        """Time is the plan's logical time of the action that a rank is at."""
+        """Time steps are the plan's logical time of the rank's present action."""
         executor = runtime.executor
         schedule, scale = executor.schedule, executor.plan.scale
 
         def around(do: Callable[[Any], None]) -> Callable[[Any], None]:
             def done(a: Any) -> None:
-                written_for = min(executor.state.step, 1)  # all later steps walk the program of step 1
+                written_for = min(executor.state.step, 1)  # all later steps run the program of step 1
                 self.at = (executor.state.step - written_for) * schedule.period + a.time // scale
                 do(a)
 
@@ -112,7 +112,7 @@ class Log:
         self.follow_transport(runtime.transport)
 
     def follow_pipe(self, runtime: Any) -> None:
-        """Time is the position of the instruction that a rank is at."""
+        """Time steps are the position of the rank's present instruction."""
         places: dict[Any, int] = {}
         seen: set[tuple[Any, int]] = set()
         do = runtime._do
@@ -130,12 +130,12 @@ class Log:
 
     # ---- stock engines ----------------------------------------------------------------------------------------------------
     def operators(self) -> TorchDispatchMode:
-        """The context in which torch.distributed's operators are noted."""
+        """A context that records torch.distributed's operators."""
         return _Operators(self)
 
 
 class _Counted(Counter):
-    """The transport's counter of bytes by (stream, peer), which tells of each message."""
+    """The transport's counter of bytes by (stream, peer), which also reports each message."""
 
     def __init__(self, before: Counter, log: Log):
         super().__init__(before)

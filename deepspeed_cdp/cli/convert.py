@@ -1,7 +1,7 @@
 """Converts checkpoints: ``python -m deepspeed_cdp.cli.convert to-fp32|to-zero3|to-universal|to-cyclic|check DIR [OUT] [...]``.
 
-DIR is what ``save_checkpoint`` was given, of the cyclic engine or of stock ZeRO-3, or holds a universal checkpoint; which one it
-is is found from its files. Exit code 0: done; 1: the checkpoint cannot be read or written; 2: wrong arguments.
+DIR is the folder of ``save_checkpoint``, of the cyclic engine or of stock ZeRO-3, or holds a universal checkpoint; its files tell
+which. Exit code 0: done; 1: the checkpoint cannot be read or written; 2: wrong arguments.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from deepspeed_cdp.errors import CheckpointError
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str, tag: str | None = None, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor]:
-    """As DeepSpeed's function of this name, for every format that is read here: the whole fp32 state dict, on the CPU.
+    """As DeepSpeed's function of this name, for all supported formats: the whole fp32 state dict, on the CPU.
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged.
@@ -36,7 +36,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def _open(checkpoint_dir: str, tag: str | None) -> CheckpointReader:
-    """The checkpoint of a tag, or the latest, with every file checked."""
+    """The checkpoint of a tag, or the latest one, with all files checked."""
     if not os.path.isdir(checkpoint_dir):
         raise CheckpointError(f"{checkpoint_dir} is not a folder")
     tag = check_tag(tag) if tag else read_latest(checkpoint_dir) or read_latest(checkpoint_dir, "latest_universal")
@@ -100,7 +100,7 @@ def _parser(name: str) -> argparse.ArgumentParser:
     command("to-universal", "a universal checkpoint, for ZeRO-3 with any number of ranks: OUT/TAG and OUT/latest_universal")
     cyclic = command("to-cyclic", "a checkpoint of the cyclic engine: OUT/TAG and OUT/latest", aliases=["from-zero3"])
     cyclic.add_argument("--max-shard-size", type=_shard, default=export.DEFAULT_SHARD_BYTES, help="default: 5GB")
-    command("check", "read every file and say what is in it", writes=False)
+    command("check", "read every file and list its contents", writes=False)
     return parser
 
 
@@ -134,7 +134,7 @@ def _numel(kind: Any) -> int:
 
 
 class _Progress:
-    """One line on a terminal, only if it takes long."""
+    """Progress in one line of a terminal, after three seconds."""
 
     def __init__(self, total: int, on: bool):
         self.total, self.done, self.begun, self.on = total, 0, time.monotonic(), on and sys.stderr.isatty()
@@ -152,10 +152,10 @@ class _Progress:
 
 
 def main(argv: Sequence[str] | None = None, name: str = "python -m deepspeed_cdp.cli.convert") -> int:
-    """The command line, known to the user by ``name``; returns its exit code."""
+    """The command line, called ``name`` in its help; returns its exit code."""
     args = _parser(name).parse_args(argv)
     try:
-        with redirect_stdout(sys.stderr):  # what DeepSpeed says when it is imported; stdout is for the result
+        with redirect_stdout(sys.stderr):  # DeepSpeed prints when it is imported; stdout is for the result
             with _open(args.dir, args.tag) as stored:
                 progress = _Progress(len(stored.trained) + len(stored.frozen), not (args.quiet or args.json))
                 try:

@@ -5,7 +5,7 @@ import argparse
 from deepspeed_cdp.analysis.paper_costs import Sizes, table
 from deepspeed_cdp.cli.output import columns, human, show, size, whole
 
-# the 1.35B Llama of docs/performance.md in bf16, micro-batch 4 of 2048 tokens: parameters, activations kept, one stage's output
+# the 1.35B Llama of docs/performance.md in bf16, micro-batch 4 of 2048 tokens: parameters, activations, one stage's output
 DEFAULTS = ("2.52GiB", "17GiB", "32MiB")
 
 

@@ -1,4 +1,4 @@
-"""``deepspeed-cdp doctor``: what is installed, whether it is registered, how GPUs reach each other, and a self-test here."""
+"""``deepspeed-cdp doctor``: installed versions, registration, access between GPUs, and a self-test on this machine."""
 
 import argparse
 import importlib.metadata
@@ -36,7 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Look, test, print; exit code 1 if something does not work."""
+    """Check, test and print; exit code 1 if something does not work."""
     result: dict[str, Any] = {
         "versions": versions(),
         "registration": registration(),
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def versions() -> dict[str, str | None]:
-    """Installed versions; None where there is none."""
+    """Installed versions; None for a package that is not installed."""
     from deepspeed_cdp.version import __version__
 
     def version(name: str) -> str | None:
@@ -79,7 +79,7 @@ def versions() -> dict[str, str | None]:
 
 
 def registration() -> dict[str, Any]:
-    """Whether a script that only imports deepspeed gets the engine; asked of a fresh interpreter."""
+    """Whether a script that imports only deepspeed gets the engine, tried in a fresh interpreter."""
     code = "import deepspeed; print('RESULT', int(hasattr(deepspeed.initialize, '__deepspeed_cdp_stock__')))"
     env = {**os.environ, "DS_ACCELERATOR": "cpu"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=env)
@@ -101,7 +101,7 @@ def registration() -> dict[str, Any]:
 
 
 def devices() -> dict[str, Any]:
-    """GPUs, which reach whose memory, and the transport that ``auto`` takes for all of them."""
+    """GPUs, peer access between them, and the transport that ``auto`` chooses for all of them."""
     from deepspeed_cdp.transport.choose import choose, observe
 
     count = torch.cuda.device_count()
@@ -124,7 +124,7 @@ def devices() -> dict[str, Any]:
 
 
 def environment() -> list[str]:
-    """Environment variables that hurt."""
+    """Warnings about environment variables."""
     found = []
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
         found.append("CUDA_DEVICE_MAX_CONNECTIONS=1 makes hand-offs wait for the passes: unset it")
@@ -135,7 +135,7 @@ def self_test(ranks: int, seconds: float, trace: str | None = None) -> dict[str,
     """Train a tiny model on local ranks and compare every weight with the single-process oracle."""
     kind = "cuda" if torch.cuda.device_count() else "cpu"
     began = time.monotonic()
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # ranks meet here: no port to guess
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # the ranks' store, on a free port
     with tempfile.TemporaryDirectory() as folder:
         result = os.path.join(folder, "result.json")
         command = [sys.executable, "-m", f"{__package__}.selftest", kind, result, *([os.path.abspath(trace)] if trace else [])]
@@ -179,7 +179,7 @@ def self_test(ranks: int, seconds: float, trace: str | None = None) -> dict[str,
 
 
 def _wait(started: list[subprocess.Popen], until: float) -> str:
-    """Wait for all, or kill all once one has failed for a while or the time is over; what went wrong, or ""."""
+    """Wait for all processes; kill them when the time is over, or ten seconds after one fails. Returns the problem, or ""."""
     why = ""
     while any(p.poll() is None for p in started):
         failed = [r for r, p in enumerate(started) if p.poll() not in (None, 0)]
@@ -196,7 +196,7 @@ def _wait(started: list[subprocess.Popen], until: float) -> str:
 
 
 def text(r: dict[str, Any]) -> str:
-    """For people."""
+    """The result as text."""
     d, t = r["devices"], r["self_test"]
     lines = [
         "versions      " + ", ".join(f"{k} {v}" for k, v in r["versions"].items() if v),

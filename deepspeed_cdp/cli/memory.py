@@ -1,4 +1,4 @@
-"""``deepspeed-cdp memory``: live activations over a step, and of N workers together and in turn (the paper's Figure 4)."""
+"""``deepspeed-cdp memory``: activation memory over a step, of one worker, and of N at once and in turn (Figure 4)."""
 
 import argparse
 import csv
@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--clock",
         choices=("flops", "seconds"),
         default="flops",
-        help="what a step's time is measured in; default: flops, the same on every machine",
+        help="unit of a step's time; default: flops, the same on every machine",
     )
     parser.add_argument("--out", metavar="FILE", help="write the figure to FILE.png and .svg, and its rows to FILE.csv")
     parser.add_argument("--title", help="of the figure; default: the model's class")
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         profile = track(module, example, args.clock)
     except ValueError:
         raise
-    except Exception as error:  # whatever a user's model raises
+    except Exception as error:  # a user's model may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UserError(f"a forward and backward of {loaded.name} fails ({reason[:200]}); give a batch that works") from None
     rows = [
@@ -81,10 +81,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def on_device(loaded: models.Loaded, device: str) -> tuple[torch.nn.Module, Example]:
-    """The model and its batch where they are to run, with random values.
+    """The model and its batch on a device, with random values.
 
     Raises:
-        UserError: there is no such device.
+        UserError: the device cannot be used.
     """
     if device == "meta":
         return loaded.module, loaded.example
@@ -108,7 +108,7 @@ def on_device(loaded: models.Loaded, device: str) -> tuple[torch.nn.Module, Exam
 
 
 def write(out: str, profile: Profile, rows: list[dict[str, Any]], title: str) -> list[str]:
-    """The figure and the curve's rows."""
+    """Write the figure, and the rows of its curve."""
     try:
         import matplotlib
 

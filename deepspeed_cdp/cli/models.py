@@ -64,7 +64,7 @@ def load(
     """Build the model that ``spec`` names.
 
     Raises:
-        UserError: there is no such config, module or function, or it does not give a module.
+        UserError: the config, module or function does not exist, or gives no module.
     """
     kind, _, rest = spec.partition(":")
     with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
@@ -146,15 +146,15 @@ def _python(module_name: str, function: str, dtype: torch.dtype) -> Loaded:
 
 
 def _built(make: Callable[[], Any], name: str) -> Any:
-    """What ``make`` returns on the meta device.
+    """The result of ``make`` on the meta device.
 
     Raises:
-        UserError: whatever it raises, in one sentence.
+        UserError: ``make`` raises an error.
     """
     try:
         with torch.device("meta"):
             return make()
-    except Exception as error:  # a user's function, or a class that the config does not fit
+    except Exception as error:  # a user's function, or a class that does not fit the config
         reason = (str(error).strip() or "no message").splitlines()[0]
         fix = "correct it, or choose another --class"
         raise UserError(f"building {name} fails with {type(error).__name__}: {reason[:200]}; {fix}") from None

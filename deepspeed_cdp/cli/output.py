@@ -1,4 +1,4 @@
-"""What all subcommands share: results as text or JSON, sizes, tables, errors of the user's. No torch."""
+"""Shared by all commands: output as text or JSON, argument types, tables, and user errors. It needs no torch."""
 
 import argparse
 import json
@@ -12,11 +12,11 @@ BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 class UserError(ValueError):
-    """Something the user can put right: one sentence, exit code 2."""
+    """An error that the user can fix, in one sentence; exit code 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the usage: exit code 2; as JSON if the command line has ``--json``."""
+    """A parser that reports an error in one sentence, without the usage."""
 
     def error(self, message: str) -> Any:
         raise UserError(f"{message}; see {self.prog} --help")
@@ -64,7 +64,7 @@ def rule(text: str) -> str | int:
 
 
 def several(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    """An argparse type: values with commas between them."""
+    """An argparse type: values separated by commas."""
     return lambda text: [parse(part) for part in text.split(",")]
 
 
@@ -82,7 +82,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[Any]], left: int = 1) -> list[str]:
-    """Lines of a table; the first ``left`` columns are flush left, numbers flush right."""
+    """Lines of a table; the first ``left`` columns are aligned left, the others right."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[c]) for row in cells) for c in range(len(cells[0]))]
     return [
@@ -92,11 +92,11 @@ def columns(rows: Sequence[Sequence[Any]], left: int = 1) -> list[str]:
 
 
 def show(result: dict[str, Any], text: str, as_json: bool) -> None:
-    """Print a result for programs (one line of JSON with ``"ok": true``) or for people."""
+    """Print a result as text, or as one line of JSON with ``"ok": true``."""
     print(json.dumps({"ok": True, **result}) if as_json else text)
 
 
 def complain(message: str, as_json: bool) -> None:
-    """Print an error: one line, on stdout as JSON, else on stderr."""
+    """Print an error in one line: as JSON on stdout, or as text on stderr."""
     line = " ".join(message.split())
     print(json.dumps({"ok": False, "error": line}) if as_json else f"error: {line}", file=sys.stdout if as_json else sys.stderr)

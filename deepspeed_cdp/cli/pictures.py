@@ -1,4 +1,4 @@
-"""Draws passes on a time axis, a row per rank: schedules and recorded runs. matplotlib is imported when something is drawn."""
+"""Draws the passes of schedules and recorded runs on a time axis, a row per rank. Only ``draw`` imports matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ COLOURS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#d
 
 
 class Bar(NamedTuple):
-    """A pass: row, begin and end in the axis' unit; ``stale``: reads the version before."""
+    """A pass: its row, its start and end on the axis; ``stale``: it reads the previous version."""
 
     rank: int
     begin: float

@@ -1,4 +1,4 @@
-"""``deepspeed-cdp plan``: what training a model with the cyclic engine comes to, before there is a GPU."""
+"""``deepspeed-cdp plan``: the stages, memory, traffic and predicted step time of a model, without a GPU."""
 
 import argparse
 from typing import Any
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
-    """Everything that is printed, as plain data; bytes and seconds."""
+    """All printed figures as plain data, in bytes and seconds."""
     plan, s = p.plan, p.plan.schedule
     total = sum(w.forward for w in p.work) or 1.0
     stages = []
@@ -134,31 +134,29 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
 
 
 def _activations(p: Prediction) -> tuple[int, list[str]]:
-    """Bytes that one micro-batch keeps for its backward, or 0 and a warning that they are not known."""
+    """Bytes that one micro-batch saves for its backward; 0 and a warning if they are unknown."""
     try:
         return track(p.loaded.module, p.loaded.example).peak, []
-    except Exception as error:  # whatever a user's model raises
+    except Exception as error:  # a user's model may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return 0, [
-            f"activations are not known, since a forward and backward with this batch fails ({reason[:120]}); give a "
+            f"activations are unknown, since a forward and backward with this batch fails ({reason[:120]}); give a "
             "batch that works"
         ]
 
 
 def messages(plan: Plan, rank: int) -> int:
-    """Messages that a rank receives in a steady step, scalars included: units, sums, finished sums, norms."""
+    """Messages that a rank receives in a steady step: parameters, running and finished sums, norms."""
     count = 0
     for a in build(plan, rank, False):
-        if a.peer is None or (a.kind == Kind.WAIT_PARAM and a.backward and plan.kept(a.unit)):
-            continue
-        count += a.kind in (Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
-        if a.kind == Kind.GRAD_NORM and rank != plan.schedule.ranks - 1:
+        count += a.peer is not None and a.kind.incoming and not a.kind.initiates
+        if a.kind == Kind.GRAD_NORM and a.peer is not None and rank != plan.schedule.ranks - 1:
             count += sum(plan.unit(i).g_bytes > 0 for i in plan.members(plan.schedule.owned(rank)))
     return count
 
 
 def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[str, int]]:
-    """Bytes by kind, in rank order."""
+    """Bytes by use, in rank order."""
     ours, rows = p.plan.memory(), []
     for rank in range(p.plan.schedule.ranks):
         stage = stages[p.plan.schedule.owned(rank)]
@@ -175,7 +173,7 @@ def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[st
 
 
 def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
-    """What to look at, each with what to do; one sentence each."""
+    """Warnings, one sentence each, with a remedy."""
     found, stages, n = [], r["stages"], r["ranks"]
     sizes, times = [x["parameter_bytes"] for x in stages], [x["seconds"] for x in stages]
     big = max(stages, key=lambda x: x["parameter_bytes"])
@@ -234,7 +232,7 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
 
 
 def text(r: dict[str, Any]) -> str:
-    """For people."""
+    """The figures as text."""
     m, time, h = r["model"], r["time"], r["hardware"]
     persistent = f" and {human(r['persistent']['bytes'])} persistent" if r["persistent"] else ""
     rings = f" in each of {r['rings']} rings" if r["rings"] > 1 else ""

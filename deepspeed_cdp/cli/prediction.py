@@ -1,4 +1,4 @@
-"""From a model and a ds_config to a plan, made by the engine's own code, with the seconds of its parts."""
+"""Predicts a model under a ds_config: the engine's own plan, and the durations of its parts."""
 
 import argparse
 import contextlib
@@ -22,10 +22,13 @@ from deepspeed_cdp.runtime.grad_accumulation import fusible
 
 
 class Prediction(NamedTuple):
-    """What plan and simulate print from.
+    """The prediction that ``plan`` and ``simulate`` print.
 
     Attributes:
-        persistent: trained parameters that are persistent; compute: seconds of a step's passes alone, and where that comes from.
+        work: of each unit.
+        persistent: number of trained persistent parameters.
+        source: origin of the compute-only time of a step, in words.
+        ring_bandwidth: bytes per second between the owners of a stage in different rings.
     """
 
     loaded: models.Loaded
@@ -40,7 +43,7 @@ class Prediction(NamedTuple):
     ring_bandwidth: float
 
     def exchange(self) -> list[float]:
-        """Seconds per stage until a unit of it has been along the owners of all rings and back."""
+        """Per stage, seconds for a unit's sum to travel along the owners of all rings and back."""
         stages = range(self.plan.schedule.ranks)
         sums = [sum(self.plan.unit(i).g_bytes for i in self.plan.members(s)) for s in stages]
         units = len(self.plan.units) / len(stages)
@@ -48,7 +51,7 @@ class Prediction(NamedTuple):
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
-    """Options for speeds; the defaults are an H100 host's."""
+    """Options for speeds; the defaults are those of an H100 host."""
     h = Hardware()
     parser.add_argument(
         "--step-ms",
@@ -80,7 +83,7 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
 
 
 def hardware_of(args: argparse.Namespace, update_bytes: float | None = None) -> Hardware:
-    """The speeds that the options say."""
+    """The speeds from the options."""
 
     def scaled(name: str, factor: float) -> float | None:
         value = getattr(args, name)
@@ -159,8 +162,8 @@ def predict(args: argparse.Namespace) -> Prediction:
     assumed = [k for k in config.assumed if k != "train_micro_batch_size_per_gpu" or args.micro_batch is None]
     warnings = (
         [
-            f'{" and ".join(assumed)} {"are" if assumed[1:] else "is"} "auto" in the ds_config, for which 1 is taken here; '
-            "write what your training fills in"
+            f'{" and ".join(assumed)} {"are" if assumed[1:] else "is"} "auto" in the ds_config; this command uses 1; '
+            "write the values of your training"
         ]
         if assumed
         else []
@@ -180,7 +183,7 @@ def predict(args: argparse.Namespace) -> Prediction:
 
 
 def fused_bytes(module: torch.nn.Module, layouts: Mapping[int, FlatLayout]) -> Counter[int]:
-    """By unit, bytes of its gradient sums that matrix products add to on a GPU."""
+    """By unit, the bytes of its gradient sums that matrix products add to on a GPU."""
     parameters, found = dict(module.named_parameters()), Counter[int]()
     slots = {i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()}
     for layer, i, k in fusible(module, slots, cuda=True):

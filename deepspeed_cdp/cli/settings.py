@@ -1,4 +1,4 @@
-"""What the command line reads of a ds_config.json: the keys that a plan follows from, as the engine takes them."""
+"""Reads the keys of a ds_config.json that determine a plan, as the engine does."""
 
 import json
 from dataclasses import dataclass
@@ -17,12 +17,17 @@ UPDATE_BYTES = {2: 28, 1: 20, 0: 12}  # per parameter: fp32 master and states re
 
 @dataclass(frozen=True)
 class Config:
-    """The parts of a ds_config that matter here.
+    """The relevant parts of a ds_config.
 
     Attributes:
-        dtype: of the parameters; settings: the runtime's; micro_batch: samples, None if not given.
-        optimizer: its name; states: fp32 values that it keeps per parameter, masters not counted; offload: to the host.
-        cyclic: the block, with defaults if there is none; assumed: keys of the batch that are "auto", for which 1 is taken.
+        dtype: of the parameters.
+        settings: of the runtime.
+        micro_batch: number of samples, None if not given.
+        optimizer: its name.
+        states: fp32 values that it keeps per parameter, besides the masters.
+        offload: masters and optimizer state are in host memory.
+        cyclic: the block, or its defaults.
+        assumed: batch keys that are "auto", which count as 1.
     """
 
     dtype: torch.dtype
@@ -52,7 +57,7 @@ def _block(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _refuse(config: dict[str, Any]) -> None:
-    """Raises what the engine would say of settings that it refuses, by DeepSpeed's own parser and the package's table."""
+    """Raise the engine's error for unsupported settings, by DeepSpeed's own parser and the package's table."""
     import deepspeed
 
     written = {k: v for k, v in _without_auto(config).items() if k not in ("train_batch_size", "train_micro_batch_size_per_gpu")}
@@ -66,17 +71,18 @@ def _refuse(config: dict[str, Any]) -> None:
 
 
 def _without_auto(value: Any) -> Any:
-    """Hugging Face fills "auto" in before DeepSpeed sees it."""
+    """Drop "auto" values, which Hugging Face replaces before DeepSpeed reads them."""
     return {k: _without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, dict) else value
 
 
 def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size: int | None = None) -> Config:
-    """A ds_config file, or without one: bf16, AdamW, no clipping, everything else default.
+    """Read a ds_config file; without one: bf16, AdamW, no clipping, and defaults.
 
     Args:
-        ranks: of all rings; rule, ring_size: take the place of the cyclic block's.
+        ranks: of all rings.
+        rule, ring_size: override the cyclic block's.
     Raises:
-        UserError, ValueError: it cannot be read, or has a wrong value.
+        UserError, ValueError: the file cannot be read, or has a wrong value.
     """
     config: Any = {"bf16": {"enabled": True}, "gradient_clipping": 0.0, "optimizer": {"type": "AdamW"}}
     if path is not None:
@@ -95,7 +101,7 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
         if stage != 3:
             raise UserError(
                 f"zero_optimization.stage is {stage} in the ds_config, under which every rank keeps all parameters, "
-                "but only stage 3 can be predicted so far; set it to 3"
+                "but only stage 3 can be predicted; set it to 3"
             )
     block = dict(_block(config, CYCLIC), enabled=True)
     if rule is not None:

@@ -1,4 +1,4 @@
-"""``deepspeed-cdp simulate``: a plan in time, for a model or for equal stages; up to thousands of ranks."""
+"""``deepspeed-cdp simulate``: simulated step time of a model, or of equal stages, on up to thousands of ranks."""
 
 import argparse
 import random
@@ -16,7 +16,7 @@ from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.schedule import Schedule, threshold
 from deepspeed_cdp.plan.unit_schedule import Unit
 
-EXACT = 8192  # passes of units per step up to which programs are walked action by action
+EXACT = 8192  # the most passes of units per step for the exact simulation (events.py)
 STEPS = 24
 
 
@@ -95,7 +95,7 @@ def _exact(method: str, visits: int, rings: int, schedule: Schedule) -> bool:
     if exact and rings > 1:
         raise UserError("--method events simulates one ring; use waves, or leave out --ring-size")
     if exact and visits > 8 * EXACT:
-        raise UserError(f"--method events would walk {visits} passes per step; use waves, fewer ranks or fewer units")
+        raise UserError(f"--method events would simulate {visits} passes per step; use waves, fewer ranks or fewer units")
     if not exact and schedule.rounds > 1:
         raise UserError("gradient accumulation is simulated with --method events only; use fewer ranks, or accumulate 1")
     return exact
@@ -107,7 +107,7 @@ def _equal_plan(args: argparse.Namespace, schedule: Schedule, hardware: Hardware
     nbytes = max(int(each * args.bytes_per_parameter) // 256, 1) * 256
     units = tuple(Unit(f"unit {i}", i // args.units, (f"w{i}",), (), nbytes, nbytes) for i in range(count))
     plan = Plan(schedule, units)
-    forward = args.step_ms / 1e3 / 3 / count * hardware.flops  # a third of the time, the backward is the rest
+    forward = args.step_ms / 1e3 / 3 / count * hardware.flops  # the forward takes a third of the time, the backward the rest
     return plan, times(plan, [Work(forward, int(each))] * count, hardware, compute=args.step_ms / 1e3)
 
 
@@ -122,7 +122,7 @@ def _delays(jitter: float, seed: int, victim: tuple[int, int, float] | None) -> 
 def figures(
     args: argparse.Namespace, go: Callable[..., Any], schedule: Schedule, rings: int, stages: waves.Stages, exact: bool, ring: int
 ) -> dict[str, Any]:
-    """Everything that is printed, as plain data; seconds."""
+    """All printed figures as plain data, in seconds."""
     calm = go()
     period, once = calm.period(), sum(stages.forward) + sum(stages.backward)
     busy, pass_time = once * schedule.rounds, once / (2 * ring)
@@ -165,7 +165,7 @@ def figures(
 
 
 def _ends(run: Any, exact: bool) -> list[float]:
-    """When each rank of the first ring ends its last step."""
+    """The end of the last step of each rank of the first ring."""
     return list(run.ends[-1]) if exact else run.ends[-1][0].tolist()
 
 
@@ -176,7 +176,7 @@ def _spread(values: list[float], form: Callable[[float], str]) -> str:
 
 
 def text(r: dict[str, Any]) -> str:
-    """For people."""
+    """The figures as text."""
     where = f"{r['ranks']} ranks" + (f" in {r['rings']} rings of {r['ring_size']}" if r["rings"] > 1 else "")
     how = "every action of the plan" if r["method"] == "events" else "whole stages, by logical time"
     lines = [

@@ -1,4 +1,4 @@
-"""``deepspeed-cdp timeline``: the paper's Figure 1 for N ranks and a rule; or a recorded run, all ranks on one time axis."""
+"""``deepspeed-cdp timeline``: the paper's Figure 1 for N ranks and a rule, or a recorded run of all ranks on one time axis."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=whole, metavar="N", help="of a schedule")
     parser.add_argument("--rule", type=rule, default="cdp-v2", help="dp, cdp-v1, cdp-v2 or K; default: cdp-v2")
     parser.add_argument("--rounds", type=whole, default=1, help="micro-batches per rank and step; default: 1")
-    parser.add_argument("--steps", type=whole, default=2, help="default: 2; of a recording: the last so many")
+    parser.add_argument("--steps", type=whole, default=2, help="number of steps; default: 2; of a recording: the last ones")
     parser.add_argument("--from", dest="files", nargs="+", metavar="FILE", help="files of engine.cyclic_trace, one of every rank")
     parser.add_argument(
         "--out",
@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print, and write the files."""
+    """Print the timeline, and write the files."""
     for path in args.out:
         if Path(path).suffix not in SUFFIXES:
             raise UserError(f"--out is {path!r}, whose ending is unknown; allowed are {', '.join(SUFFIXES)}; use one of these")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def planned(args: argparse.Namespace) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]:
-    """A schedule: logical time, an order and not a clock."""
+    """The timeline of a schedule, in logical time, which is an order and not a clock."""
     if args.ranks * args.ranks * args.steps > 40_000:
         raise UserError(
             f"--ranks {args.ranks} with --steps {args.steps} is too large to look at; use fewer (simulate has no limit)"
@@ -103,7 +103,7 @@ def read(files: list[str]) -> list[dict[str, Any]]:
     """The recordings of all ranks, on one time axis from 0, in rank order.
 
     Raises:
-        UserError: a file is missing, is none of ours, or a rank is missing or there twice.
+        UserError: a file is missing or is no recording; a rank is missing or there twice.
     """
     found = []
     for path in files:
@@ -139,7 +139,7 @@ def read(files: list[str]) -> list[dict[str, Any]]:
 
 
 def pairs(found: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, dict[str, Any], int]]:
-    """(sent, from, received, to): each received message with the latest one of its kind that was sent before."""
+    """(sent, from, received, to): each received message, with the latest message sent before it on the same edge and unit."""
     sent: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for one in found:
         rank = one["deepspeed_cdp"]["rank"]
@@ -158,7 +158,7 @@ def pairs(found: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, dict[s
 
 
 def recorded(files: list[str], steps: int) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]:
-    """Recordings of all ranks, merged."""
+    """The timeline of a recorded run, merged from all ranks."""
     found = read(files)
     total = len(found)
     passes = [[e for e in one["traceEvents"] if e.get("cat") == "passes"] for one in found]

@@ -52,8 +52,8 @@ class Initial:
         for name, p in self._parameters.items():
             if p.numel() > 1 and not any(p.stride()):
                 raise ValueError(
-                    f"model's parameter {name!r} has no values (it is what an earlier cyclic engine left); build "
-                    "the model anew and load what engine.module_state_dict() gave"
+                    f"model's parameter {name!r} has no values (an earlier cyclic engine has released them); build "
+                    "the model anew and load the state_dict from engine.module_state_dict()"
                 )
         self._partitioned = {n for n, p in self._parameters.items() if hasattr(p, "ds_id")}
         self._files = self._find(weights)

@@ -225,7 +225,7 @@ class DryRun:
     # ---- owners ---------------------------------------------------------------------------------------------------------
     def _reduce_grad(self, rank: Rank, a: Action) -> bool:
         if a.unit not in self.o_layouts[rank.number] or (a.round, a.backward) != (self.schedule.rounds - 1, True):
-            raise self._error(rank, "averages what this rank does not own, or what is not finished")
+            raise self._error(rank, "averages a sum that this rank does not own, or that is not finished")
         if not self._overwritable(rank, a, [a.unit]) or not self._take_sums(rank, a, [a.unit]):
             return False
         self._overwrite(rank, a, [a.unit])
@@ -329,7 +329,7 @@ class DryRun:
         key, place = rank.landed.pop(message)
         self._earlier(rank, a, key, "a push")
         if place != self._at(rank, a):
-            raise self._error(rank, f"looks at {self._at(rank, a)} for what landed at {place}")
+            raise self._error(rank, f"reads {self._at(rank, a)}, but its message landed at {place}")
         return True
 
     def _earlier(self, rank: Rank, a: Action, key: Key, what: str) -> None:

@@ -59,13 +59,13 @@ def dry_run(
         ScheduleError: a rule is broken.
     """
     ranks = [_PipelineRank() for _ in range(schedule.ranks)]
-    walkers = [ProgramCursor(schedule, r) for r in range(schedule.ranks)]
+    cursors = [ProgramCursor(schedule, r) for r in range(schedule.ranks)]
     for r, rank in enumerate(ranks):
         for u in range(len(schedule.units)):
             if r in schedule.holders(u):
                 rank.weights[u, 0] = 0
     run = _DryRun(schedule, ranks)
-    queues = [[w.call() for _ in range(calls)] + [w.rest()] for w in walkers]
+    queues = [[c.call() for _ in range(calls)] + [c.rest()] for c in cursors]
     if change:
         queues = [[change(r, part) for part in parts] for r, parts in enumerate(queues)]
     if barriers:
@@ -111,7 +111,7 @@ class _DryRun:
                     moved = True
         stuck = {r: str(rank.todo[0]) for r, rank in enumerate(self.ranks) if rank.todo}
         if stuck:
-            raise ScheduleError(f"nobody can move: {stuck}")
+            raise ScheduleError(f"deadlock; each rank waits at {stuck}")
 
     def _peer_ready(self, r: int, i: Instruction) -> bool:
         there = self.ranks[i.peer].todo
@@ -154,7 +154,7 @@ class _DryRun:
         old = rank.weights.get((unit, slot), -1)
         for at, versions in rank.graphs.items():
             self._need(versions.get(unit, -2) != old, r, i, f"version {old} of unit {unit} is in use by {at}")
-        self._need(version > max(v for (u, _), v in rank.weights.items() if u == unit), r, i, "is older than what is there")
+        self._need(version > max(v for (u, _), v in rank.weights.items() if u == unit), r, i, "is older than the version in use")
         rank.weights[unit, slot] = version
 
     def _local(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
@@ -168,7 +168,7 @@ class _DryRun:
             rank.graphs[at] = versions = {}
             for u in schedule.units_at(i.stage):
                 wanted = schedule.version(i.step, i.micro, schedule.units[u][0])
-                need(rank.weights.get((u, wanted % schedule.copies(u))) == wanted, r, i, f"has not version {wanted} of unit {u}")
+                need(rank.weights.get((u, wanted % schedule.copies(u))) == wanted, r, i, f"lacks version {wanted} of unit {u}")
                 versions[u] = wanted
             need(i.version == schedule.version(i.step, i.micro, i.stage), r, i, "does not say the rule's version")
             rank.outputs.add(at)

@@ -133,7 +133,7 @@ def wrong_pass(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     a = good[i]
     if a.kind not in (*STARTS, Kind.PULL_PARAM, Kind.GRANT_CREDIT):
         others = [a._replace(unit=(a.unit + 1) % len(p.units)), a._replace(unit=(a.unit - 1) % len(p.units))]
-        if not a.kind.endswith("PERSISTENT") and a.unit >= 0:
+        if "PERSISTENT" not in a.kind.name and a.unit >= 0:
             others.append(a._replace(backward=not a.backward))
         if a.kind != Kind.PUBLISH_PARAM:  # which is known by its order alone
             others.append(a._replace(round=a.round + 1))

@@ -137,11 +137,11 @@ def without(name: str, **fields):
     [
         (without("backward", step=1), "does not fit"),
         (without("load", step=1), "has no input"),
-        (without("update", step=0), "has not version 1"),
+        (without("update", step=0), "lacks version 1"),
         (without("norm", step=1), "comes before its norm"),
-        (without("send_activation", step=1), "nobody can move"),
-        (without("recv_sum", step=1), "nobody can move"),
-        (without("send_finished", step=0), "nobody can move"),
+        (without("send_activation", step=1), "deadlock"),
+        (without("recv_sum", step=1), "deadlock"),
+        (without("send_finished", step=0), "deadlock"),
     ],
 )
 def test_missing_instructions_are_found(change, words):
@@ -181,7 +181,7 @@ def test_one_version_where_two_are_needed_is_found(monkeypatch):
 
 
 def test_messages_in_another_order_are_found():
-    """Rank 0 sends before it takes what its neighbour sends first: with sends that block, nobody can move."""
+    """Rank 0 sends before it takes what its neighbour sends first: with sends that block, no rank can continue."""
 
     def change(rank, instructions):
         if rank:
@@ -194,4 +194,4 @@ def test_messages_in_another_order_are_found():
         return instructions
 
     text = broken(PipeSchedule(3, 2), change)
-    assert "nobody can move" in text or "has no gradient" in text
+    assert "deadlock" in text or "has no gradient" in text
