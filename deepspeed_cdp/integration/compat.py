@@ -66,6 +66,11 @@ MENTIONED: dict[str, tuple[str, ...]] = {
     _ENGINE + "__init__": ("_config", "tput_timer", "inside_no_sync_ctxt", "enable_backward_allreduce"),
     _ENGINE + "_configure_optimizer": ("_configure_zero_optimizer", "_do_optimizer_sanity_check"),
     _MODULE + "__init__": ("_topo", "_layer_specs", "_local_start", "_local_stop", "is_checkpointable_results"),
+    "deepspeed.runtime.zero.partition_parameters:_init_external_params": (
+        "_external_params",
+        "ds_external_parameters",
+        "all_parameters",
+    ),
     **{
         _FRAGMENT + function: ("_z3_optimizer", method)
         for function, method in (

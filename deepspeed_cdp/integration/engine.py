@@ -1,10 +1,9 @@
-"""CyclicEngine: DeepSpeed's engine, with hand-offs in the place of ZeRO-3's collectives.
+"""CyclicEngine: DeepSpeed's engine with point-to-point messages in place of ZeRO-3's collectives.
 
-Only what differs from ``DeepSpeedEngine`` is here; the work is done by ``Runtime``.
+It overrides the methods of ``DeepSpeedEngine`` that differ; ``Runtime`` does the work.
 """
 
 import hashlib
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,14 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from deepspeed.runtime.utils import DummyOptim
-from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
-from deepspeed.utils import log_dist
 
 from deepspeed_cdp.checkpoint import save_load
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.integration.engine_base import EngineBase, check_number, close_at_exit, offloading
+from deepspeed_cdp.integration.engine_base import EngineBase, check_loss, warn
 from deepspeed_cdp.integration.optimizer import CyclicOptimizer
+from deepspeed_cdp.integration.support import check_ring_size
 from deepspeed_cdp.integration.throughput import on_stream
 from deepspeed_cdp.integration.zero3_params import Access, offload_stub
 from deepspeed_cdp.model.make_plan import Settings
@@ -29,6 +26,7 @@ from deepspeed_cdp.runtime import trace
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.transport.choose import connect
 from deepspeed_cdp.transport.ring_view import rings_of
+from deepspeed_cdp.verify.summary import check_rings, ring_actions
 
 
 class CyclicEngine(EngineBase, DeepSpeedEngine):
@@ -54,6 +52,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         try:
             self._agree(model)
             self._transport = rings_of(self._transport, config.ring_size)
+            check_ring_size(self._config, self._transport.size)
             self._initial = Initial(model, config.weights, self.device)
         except BaseException:
             self._transport.close(False)
@@ -64,15 +63,9 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     def _agree(self, model: torch.nn.Module) -> None:
         """Collective: all ranks have the same settings and the same model, or all end with a sentence about what differs."""
         shapes = [(n, str(p.dtype), *getattr(p, "ds_shape", p.shape)) for n, p in model.named_parameters()]
-        config = self._config.cyclic_config.model_dump()
         self._compare(
             {
-                "torch version": torch.__version__,
-                **{f"cyclic.{key}": value for key, value in config.items()},
-                "gradient_accumulation_steps": self.gradient_accumulation_steps(),
-                "gradient_clipping": self.gradient_clipping(),
                 "zero_optimization.stage": int(self.zero_optimization_stage()),
-                "dtypes": list(map(str, self.get_data_types())),
                 "loss scale (fp16)": self._loss_scale(),
                 "torch_autocast.dtype": str(self.torch_autocast_dtype()) if self.torch_autocast_enabled() else None,
                 "number of parameters": len(shapes),
@@ -80,15 +73,8 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             }
         )
 
-    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-        return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works, tested with ZeRO or not
-
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        if optimizer is None or isinstance(optimizer, DummyOptim):
-            raise ValueError(
-                "optimizer is missing in ds_config and in deepspeed.initialize(): the cyclic engine trains; give an "
-                'optimizer, or set "cyclic": {"enabled": false} to run inference with ZeRO-3'
-            )
+        self._require_optimizer(optimizer)
         config = self._config.cyclic_config
         _, sum_dtype = self.get_data_types()
         settings = Settings(
@@ -102,7 +88,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             int(config.min_unit_mb * 2**20),
             self._loss_scale(),
             config.warmup_steps,
-            **offloading(self),
+            **self._offloading(),
             replicated=self.zero_optimization_stage() < 3,
             gradient_accumulation_fusion=config.gradient_accumulation_fusion,
         )
@@ -119,7 +105,10 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
                 self._on_gathered,
             )
             self._initial = None
+            plans = self._runtime.executor.phases.plans
+            self._dry_run(sum(map(ring_actions, plans)), lambda: check_rings(plans))
         except BaseException:
+            self._failed = True
             self._transport.close(False)  # else what it has posted is freed while the interpreter ends, and torch aborts
             raise
         self._access = Access(self._runtime, dist.group.WORLD)
@@ -127,19 +116,12 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         optimizer = CyclicOptimizer(self._runtime)
         optimizer.parameter_offload = offload_stub(self.module)
         self.enable_backward_allreduce = False
-        if self._config.cyclic_ignored:
-            log_dist(
-                f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}",
-                ranks=[0],
-                level=logging.WARNING,
-            )
+        self._log_ignored()
         if why := self._runtime.param_hooks.accumulation.why_none:
-            log_dist(
-                f"gradients are added after the products that make them, which is slower: {why}", ranks=[0], level=logging.WARNING
-            )
+            warn(f"gradients are added after the products that make them, which is slower: {why}")
         if warning := self.cyclic_plan.schedule.warning:
-            log_dist(warning, ranks=[0], level=logging.WARNING)
-        close_at_exit(self)
+            warn(warning)
+        self._destroy_at_exit()
         return optimizer
 
     def _on_gathered(self, whole: bool) -> None:
@@ -183,28 +165,31 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         """As DeepSpeed's; the first forward in ``eval()`` mode or under ``no_grad`` is collective: it flushes and gathers."""
         with self._noting_failure():
             torch.clear_autocast_cache()  # of casts of other versions, where the script has an autocast around its loop
-            if not (self.module.training and torch.is_grad_enabled()):
-                self._runtime.gather()
-                return super().forward(*inputs, **kwargs)
-            with self._runtime.forward():
-                return super().forward(*inputs, **kwargs)
+            training = self.module.training and torch.is_grad_enabled()
+            if training:
+                with self._runtime.forward():
+                    return super().forward(*inputs, **kwargs)
+            self._runtime.gather()
+        return super().forward(*inputs, **kwargs)  # an evaluation changes no state: its errors are the script's
 
-    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
         """As DeepSpeed's.
 
         Raises:
             ValueError: the loss is not one number, or its forward is missing or has had its backward.
         """
+        check_loss(loss, self._runtime.executor.global_step)
         with self._noting_failure():
-            check_number(loss, self._runtime.executor.global_step)
             self._runtime.check_loss(loss)
             self._runtime.executor.add_loss(loss)
-            return super().backward(loss, *args, **kwargs)
+            return super().backward(loss, retain_graph, scale_wrt_gas)
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """As DeepSpeed's: hyperparameters are recorded now, the update follows when the sums have come round the ring."""
+        if not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary():
+            self._runtime.check_step()  # before DeepSpeed's step() has changed anything
         with self._noting_failure():
-            super().step(*args, **kwargs)
+            super().step(lr_kwargs)
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: sums travel with the backward."""
@@ -387,19 +372,19 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         """Collective: what the run looked like, for people."""
         from deepspeed_cdp.runtime.report import report
 
-        return report(type(self).__name__, self._runtime)
+        with self._noting_failure():
+            return report(type(self).__name__, self._runtime)
 
-    def destroy(self) -> None:
-        """As DeepSpeed's; waits until neighbours have taken the last hand-offs, unless this rank has failed."""
-        runtime, transport = self.__dict__.get("_runtime"), self.__dict__.get("_transport")
-        whole = self._is_well
-        if self.__dict__.get("_access") is not None:
+    def _progress(self) -> Any:
+        return self._runtime.progress
+
+    def _close(self, well: bool) -> None:
+        if self._access is not None:
             self._access.detach()
-        if runtime is not None:
-            runtime.close(whole and runtime.executor.between_steps)
-        elif transport is not None:
-            transport.close(False)
-        super().destroy()
+        if self._runtime is not None:
+            self._runtime.close(well and self._runtime.executor.between_steps)
+        elif self._transport is not None:
+            self._transport.close(False)
 
 
 __all__ = ["CyclicEngine", "HandoffError"]

@@ -1,10 +1,11 @@
 """CyclicPipelineEngine: DeepSpeed's PipelineEngine without its flush, in three placements; the work is done by PipeRuntime."""
 
 import hashlib
-import logging
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -12,12 +13,11 @@ import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import DeepSpeedOptimizer
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
-from deepspeed.runtime.utils import DummyOptim
-from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist
 
 from deepspeed_cdp.checkpoint import pipeline
-from deepspeed_cdp.integration.engine_base import EngineBase, close_at_exit, offloading
+from deepspeed_cdp.checkpoint.common import refuse_custom_load, save_location
+from deepspeed_cdp.integration.engine_base import EngineBase, warn
 from deepspeed_cdp.integration.pipe_module import bounds_of, layers_of, only_stage, placement_of, ties_of
 from deepspeed_cdp.pipeline.evaluate import evaluate
 from deepspeed_cdp.pipeline.parts import Part
@@ -25,6 +25,7 @@ from deepspeed_cdp.pipeline.runtime import PipeRuntime
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 from deepspeed_cdp.plan.schedule import threshold
 from deepspeed_cdp.transport.choose import connect_pipeline
+from deepspeed_cdp.verify.summary import check_pipelines, pipeline_actions
 
 
 class PipeOptimizer(DeepSpeedOptimizer):
@@ -92,18 +93,16 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
             self._agree(model)
             super()._configure_distributed_model(model)
         except BaseException:
-            self._close_transport()
+            self._close(False)
             raise
 
     def _warn_of_stall(self, rule: Any) -> None:
         schedule = self.pipe_schedule
         if schedule.stall and schedule.placement != "single":
-            log_dist(
+            warn(
                 f"cyclic.rule {rule!r} (K = {schedule.threshold}) on {schedule.stages} stages reads versions before they "
                 f"exist: in a step of {schedule.micro_batches} micro-batches every stage waits for {schedule.stall} of "
-                f'{schedule.period} passes ({schedule.idle:.0%}); K >= {schedule.stages - 1} ("cdp-v2") does not wait',
-                ranks=[0],
-                level=logging.WARNING,
+                f'{schedule.period} passes ({schedule.idle:.0%}); K >= {schedule.stages - 1} ("cdp-v2") does not wait'
             )
 
     def _agree(self, model: torch.nn.Module) -> None:
@@ -117,26 +116,14 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         )
         self._compare(
             {
-                "torch version": torch.__version__,
-                **{f"cyclic.{key}": value for key, value in self._config.cyclic_config.model_dump().items()},
-                "gradient_accumulation_steps": self.gradient_accumulation_steps(),
-                "gradient_clipping": self.gradient_clipping(),
-                "dtypes": list(map(str, self.get_data_types())),
                 "bounds of the stages": bounds_of(model),
                 "tied stages": [list(t) for t in self._ties.values()],
                 "layers (digest)": hashlib.sha256(layers.encode()).hexdigest()[:16],
             }
         )
 
-    def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
-        return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works
-
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        if optimizer is None or isinstance(optimizer, DummyOptim):
-            raise ValueError(
-                "optimizer is missing in ds_config and in deepspeed.initialize(): the cyclic engine trains; give an "
-                'optimizer, or set "cyclic": {"enabled": false}'
-            )
+        self._require_optimizer(optimizer)
         rank, schedule, device = dist.get_rank(), self.pipe_schedule, self.device
         _, sum_dtype = self.get_data_types()
         parts = {s: self._part(s) for s in schedule.stages_of(rank)}
@@ -156,21 +143,20 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
                 sum_dtype if self._config.grad_accum_dtype else None,
                 self.module.dynamic_shape,
                 self._config.cyclic_config.warmup_steps,
-                **offloading(self),
+                **self._offloading(),
                 read=(self._read_inputs, self._read_labels),
             )
+            warmup = self._config.cyclic_config.warmup_steps > 0
+            schedules = [schedule, *([replace(schedule, threshold=0, exact_norm=self.gradient_clipping() > 0)] if warmup else [])]
+            self._dry_run(sum(map(pipeline_actions, schedules)), lambda: check_pipelines(schedules))
         except BaseException:
-            self._close_transport()
+            self._failed = True
+            self._close(False)
             raise
         self.enable_backward_allreduce = False
-        if self._config.cyclic_ignored:
-            log_dist(
-                f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}",
-                ranks=[0],
-                level=logging.WARNING,
-            )
+        self._log_ignored()
         log_dist(f"cyclic pipeline: {schedule.stages} stages, placement {self.placement}, K = {schedule.threshold}", ranks=[0])
-        close_at_exit(self)
+        self._destroy_at_exit()
         return PipeOptimizer(optimizer, self._runtime)
 
     def _part(self, stage: int) -> Part:
@@ -241,14 +227,32 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
             raise RuntimeError("train_batch() requires gradients enabled. Use eval_batch() instead.")
         if data_iter is not None:
             self.set_dataiterator(data_iter)
+        batches = self._batches("train_batch")
         with self._noting_failure():
             self.module.train()
             skipped = self._runtime.skipped
-            self.agg_train_loss = self._runtime.train(self._batches()).float()
+            self.agg_train_loss = self._runtime.train(batches).float()
             self._count_step(self._runtime.skipped - skipped)
         return self.agg_train_loss
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, what: str) -> Iterator[Any]:
+        """Micro-batches. The first is read at once: an iterator that is exhausted ends the call before any state changes.
+
+        Raises:
+            StopIteration: there is no further micro-batch.
+            ValueError: this rank reads micro-batches and has no iterator.
+        """
+        first = []
+        if self.is_first_stage() or self.is_last_stage():
+            if self.data_iterator is None and self.batch_fn is None:
+                raise ValueError(
+                    f"{what}() of step {self.global_steps} has no data on rank {self.global_rank}, which has the first or the "
+                    "last stage; pass an iterator, or training_data to deepspeed.initialize()"
+                )
+            first.append(self._next_batch())
+        return chain(first, self._further_batches())
+
+    def _further_batches(self) -> Iterator[Any]:
         while True:
             yield self._next_batch()
 
@@ -298,9 +302,10 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
         share = compute_loss and reduce_output == "avg" and (bcast_loss or self.monitor.enabled)
         try:
+            batches = self._batches("eval_batch")
             with self._noting_failure():
                 self.module.eval()
-                result, outputs = evaluate(self._runtime, self._batches(), count, compute_loss, share)
+                result, outputs = evaluate(self._runtime, batches, count, compute_loss, share)
         finally:
             self.data_iterator = before
         if reduce_output == "avg":
@@ -368,9 +373,19 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         Raises:
             CheckpointError: it could not be written; on every rank, and the last good checkpoint is untouched.
         """
+        save_dir, tag = save_location(save_dir, tag, self.global_steps)
         self.flush()
         with self._noting_failure():
-            return pipeline.save(self, self._runtime, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+            return pipeline.save(
+                self,
+                self._stage_modules(),
+                self._runtime,
+                save_dir,
+                tag,
+                client_state or {},
+                save_latest,
+                exclude_frozen_parameters,
+            )
 
     def load_checkpoint(
         self,
@@ -389,10 +404,12 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         Raises:
             CheckpointError: it cannot be read; on every rank, with the file's name, and nothing was changed.
         """
+        refuse_custom_load(custom_load_fn)
         self.flush()
         with self._noting_failure():
             return pipeline.load(
                 self,
+                self._stage_modules(),
                 self._runtime,
                 load_dir,
                 tag,
@@ -403,17 +420,14 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
                 custom_load_fn,
             )
 
-    # ---- the end ------------------------------------------------------------------------------------------------------------
-    def _close_transport(self) -> None:
-        if self._transport is not None:
-            self._transport.close(False)
+    def _stage_modules(self) -> pipeline.StageModules:
+        bounds = bounds_of(self.module)
+        return pipeline.StageModules(bounds, {s: layers_of(self.module, bounds, s) for s in self._runtime.parts})
 
-    def destroy(self) -> None:
-        """As DeepSpeed's; waits until neighbours have taken the last messages, unless this rank has failed."""
-        transport = self.__dict__.get("_transport")
-        if transport is not None:
-            transport.close(self._is_well)
-        super().destroy()
+    # ---- the end ------------------------------------------------------------------------------------------------------------
+    def _close(self, well: bool) -> None:
+        if self._transport is not None:
+            self._transport.close(well)
 
 
 def _check_micro_batches(what: str, count: int, stages: int) -> None:

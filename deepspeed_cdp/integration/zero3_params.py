@@ -1,15 +1,16 @@
 """Reading and writing parameters between steps, through DeepSpeed's own functions.
 
-``deepspeed.zero.GatheredParameters`` and ``deepspeed.utils.safe_get_full_fp32_param`` and its kin ask a parameter itself: for
-``ds_id`` (is it ZeRO-3's?), ``all_gather`` and ``partition``, and for ``_z3_optimizer``, whose methods they call. ``Access`` puts
-these attributes on the parameters of a cyclic engine, so nothing of DeepSpeed is replaced, whenever it was imported, and tools
-that look for ``ds_id`` take the path that is right for parameters kept elsewhere.
+``deepspeed.zero.GatheredParameters`` reads ``ds_id``, ``all_gather`` and ``partition`` of a parameter.
+``deepspeed.utils.safe_get_full_fp32_param`` and similar functions call methods of its ``_z3_optimizer``. ``Access`` sets these
+attributes on the parameters of a cyclic engine and replaces nothing of DeepSpeed. Tools that look for ``ds_id`` treat such
+parameters as ZeRO-3's.
 
-Everything here is a collective, between steps, and flushes first; except for ``GatheredParameters`` inside a training forward
-(TRL's fused head and loss), which takes part in the hand-off as the parameters' own module would.
+Every function is a collective, runs between steps, and flushes first. The exception is ``GatheredParameters`` inside a training
+forward (TRL's fused head and loss): there it executes the pass of the parameters' module.
 """
 
 import types
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -37,8 +38,13 @@ _ATTRIBUTES = (
 )
 
 
+_MODULE_ATTRIBUTES = ("_external_params", "ds_external_parameters", "all_parameters")  # of _init_external_params
+
+
 class Access:
     """One engine's parameters as ZeRO-3's callers see them."""
+
+    _attached: "weakref.WeakSet[Access]" = weakref.WeakSet()  # torch.Tensor has its attribute while there are any
 
     def __init__(self, runtime: Runtime, group: Any):
         """
@@ -60,17 +66,23 @@ class Access:
             p.ds_process_group, p.ds_active_sub_modules, p.ds_enable_sanity_checks = self._group, set(), False
             p.ds_summary = lambda number=number, name=name, p=p: {"id": number, "name": name, "shape": tuple(p.shape)}
             p.all_gather, p.partition, p._z3_optimizer = partial(self._all_gather, p), partial(self._partition, p), self
-        # Autograd gives an autograd.Function whose tensors were saved through hooks new tensor objects instead of the parameters,
-        # and TRL's fused head asks them whether they are there: as all ordinary tensors are.
+        # If saved tensors pass through hooks, an autograd.Function gets new tensor objects instead of the parameters. TRL's fused
+        # head reads their ds_status; ordinary tensors are available.
         torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
+        self._attached.add(self)
         self.update_status(self.runtime.is_whole)
         _init_external_params(self.runtime.module)
 
     def detach(self) -> None:
-        """Take them off again."""
+        """Take them off again; idempotent."""
         for p in self._names:
             for key in _ATTRIBUTES:
                 p.__dict__.pop(key, None)
+        for key in _MODULE_ATTRIBUTES:
+            self.runtime.module.__dict__.pop(key, None)
+        self._attached.discard(self)
+        if not self._attached and "ds_status" in torch.Tensor.__dict__:
+            del torch.Tensor.ds_status
 
     def update_status(self, whole: bool) -> None:
         """``ds_status`` of every parameter: available if ``whole``, or if GatheredParameters has given it out."""
