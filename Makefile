@@ -1,4 +1,4 @@
-# make demo | test | lint | docs | clean: all that is needed is python3, make and a C++ compiler (DeepSpeed builds one CPU op).
+# make demo | test | test-all | lint | docs | clean: needs python3, make and a C++ compiler (for DeepSpeed's CPU operators).
 PYTHON ?= python3
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -7,8 +7,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
+# What DeepSpeed and torch compile belongs to this environment: no lock or build of another one is in the way.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 
-.PHONY: demo test lint docs clean
+.PHONY: demo test test-all lint docs clean
 
 # Keeps the output readable: DeepSpeed need not search for a GPU where there is none, nor torch tell of its plans.
 demo: export PYTHONWARNINGS := ignore::FutureWarning
@@ -16,10 +18,15 @@ demo: export DS_ACCELERATOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 demo: $(STAMP)
 	$(BIN)/deepspeed --num_gpus 2 --log_level error examples/train_gpt.py --deepspeed --deepspeed_config examples/ds_config.json
 
-# Two pytest workers (tests/parallel.py says what runs beside what); make test WORKERS=0 runs one test after the other.
+# Some cases of every promise. WORKERS processes share the tests (tests/support/parallel.py); WORKERS=0: one after the other.
 WORKERS ?= 2
 test: $(STAMP)
-	$(BIN)/python -m pytest -q -n $(WORKERS) tests
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not slow" tests
+
+# All tests, with every mutation of the plans instead of a sample.
+test-all: export CDP_TEST_MUTATIONS := all
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -q -n $(WORKERS) --durations=25 tests
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -29,12 +36,13 @@ docs: export NO_MKDOCS_2_WARNING := 1
 docs: $(STAMP)
 	$(BIN)/mkdocs build --strict
 
-# torch comes first: DeepSpeed's build looks for it.
-$(STAMP): pyproject.toml setup.py constraints.txt deepspeed_cdp_autoload.pth
+# torch comes first: DeepSpeed's build looks for it. The operators take about 2 minutes.
+$(STAMP): pyproject.toml setup.py constraints.txt deepspeed_cdp_autoload.pth tests/support/operators.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) setuptools torch
 	$(PIP) deepspeed
 	$(PIP) --no-build-isolation -e '.[test,docs]'
+	$(BIN)/python tests/support/operators.py
 	touch $@
 
 clean:

@@ -1,48 +1,77 @@
-"""Fixtures for all tests; this folder and the repository's root are importable, here and in the workers."""
+"""Fixtures for all tests, markers by folder, and the beginning and end of a run."""
 
 import os
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# where no virtual environment is active, another version of ninja would compile DeepSpeed's op anew, and the launchers' again
-os.environ["PATH"] = os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+from support.processes import RUN
+from support.session import begin
+from support.session import finish as finish_run
+
+if RUN not in os.environ:  # pytest-xdist's workers inherit it
+    begin()
+
 import pytest  # noqa: E402
 
-from support.workers import Pool  # noqa: E402
+from support.patience import patience  # noqa: E402
+from support.workers import Pool, stop_fork_server  # noqa: E402
+
+TESTS = Path(__file__).parent
+LAYERS = ("unit", "dist", "clients", "gpu")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """What pytest-xdist's workers run (make test has two): see tests/parallel.py."""
+    """Which tests run beside each other: see support/parallel.py."""
     from support.parallel import Groups
 
     return Groups(config, log)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        layer = item.path.relative_to(TESTS).parts[0]
+        if layer in LAYERS:
+            item.add_marker(layer)
     if hasattr(config, "workerinput"):  # of pytest-xdist
         from support.parallel import place
 
         items.sort(key=lambda item: place(item.nodeid))
 
 
+# ---- the end of a run: nothing is left ----------------------------------------------------------------------------------
+left = pytest.StashKey[list[str]]()
+
+
+@pytest.hookimpl(trylast=True)  # after fixtures and pytest-xdist's workers have ended
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if hasattr(session.config, "workerinput"):
+        return
+    session.config.stash[left] = finish_run()
+    if session.config.stash[left] and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    for line in config.stash.get(left, []):
+        terminalreporter.write_line(f"LEFT BEHIND by the tests, which fails the run: {line}", red=True)
+
+
+# ---- fixtures -----------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="session")
-def comm_op() -> None:
-    """DeepSpeed compiles this op on first use, which may take longer than a test's time limit. A failure shows in the tests."""
-    build = (
-        "from deepspeed.accelerator import get_accelerator\n"
-        "get_accelerator().create_op_builder('ShareMemCommBuilder').load(verbose=False)"
-    )
-    subprocess.run([sys.executable, "-c", build], env={**os.environ, "DS_ACCELERATOR": "cpu"}, capture_output=True, timeout=600)
+def operators() -> None:
+    """DeepSpeed's operators are there; ``make`` has built them, else this takes minutes."""
+    command = [sys.executable, str(TESTS / "support" / "operators.py")]
+    subprocess.run(command, check=True, capture_output=True, timeout=patience(900))
 
 
 @pytest.fixture(scope="session")
-def pool(comm_op: None) -> Iterator[Pool]:
-    """Worker processes that tests share (see workers.py)."""
+def pool(operators: None) -> Iterator[Pool]:
+    """Worker processes that tests share (see support/workers.py)."""
     workers = Pool()
     yield workers
     workers.close()
+    stop_fork_server()

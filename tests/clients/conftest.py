@@ -11,7 +11,7 @@ from support.client_results import EXAMPLES
 
 
 @pytest.fixture(scope="session")
-def launcher(tmp_path_factory: pytest.TempPathFactory, comm_op: None) -> Launcher:
+def launcher(tmp_path_factory: pytest.TempPathFactory, operators: None) -> Launcher:
     return Launcher(tmp_path_factory.mktemp("clients"))
 
 

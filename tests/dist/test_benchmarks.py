@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from benchmarks import engines, models, phases, rows, run
+from support import processes
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -41,7 +42,7 @@ def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
         *arguments,
     ]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
-    return subprocess.run(command, cwd=out.parent, env=environment, capture_output=True, text=True, timeout=170)
+    return processes.run(command, 170, environment, cwd=out.parent)
 
 
 @pytest.fixture(scope="module")

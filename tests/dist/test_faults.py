@@ -38,6 +38,7 @@ from support.faulty import (
     ready,
     stop,
 )
+from support.patience import patience
 from support.workers import Failure, Pool
 
 
@@ -377,7 +378,7 @@ def test_ranks_that_do_not_fit_are_told_at_the_start(pool, record, fault, words)
 
 
 # ---- the launcher -----------------------------------------------------------------------------------------------------------
-def test_torchrun_restarts_a_killed_run_and_leaves_no_process(comm_op, tmp_path, record):
+def test_torchrun_restarts_a_killed_run_and_leaves_no_process(operators, tmp_path, record):
     """tests/long/run.py in short: one rank kills itself, torchrun starts all anew, the end is that of an undisturbed run."""
     repository, mark = Path(__file__).parents[2], uuid.uuid4().hex
     command = [
@@ -407,7 +408,7 @@ def test_torchrun_restarts_a_killed_run_and_leaves_no_process(comm_op, tmp_path,
         "FAULT_MARK": mark,
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
-    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True, timeout=patience(300))
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["passed"] and summary["killed in step"] == "33" and summary["restarts"] == 1 and summary["equal bitwise"]

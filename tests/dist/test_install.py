@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from support.processes import run
+
 REPOSITORY = Path(__file__).parents[2]
 PTH = "deepspeed_cdp_autoload.pth"
 SOURCES = ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "constraints.txt", PTH, "deepspeed_cdp_autoload.py")
@@ -50,9 +52,7 @@ class Environment:
     def run(self, *arguments: str, **variables: str) -> str:
         names = ("PYTHONPATH", "DEEPSPEED_CDP_AUTOLOAD", "PIP_USER", "PIP_TARGET")
         environment = {key: value for key, value in os.environ.items() if key not in names} | variables
-        done = subprocess.run(
-            [self.python, *arguments], env=environment, cwd=self.site, capture_output=True, text=True, timeout=120
-        )
+        done = run([self.python, *arguments], 120, environment, cwd=self.site)
         assert done.returncode == 0, f"{arguments}: {done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
@@ -92,7 +92,7 @@ def environment(tmp_path) -> Environment:
 def build(environment: Environment, source: Path, kind: str, folder: Path) -> Path:
     """Calls the PEP 517 hook of `kind`, "wheel" or "sdist", as a build front end does."""
     code = f"import setuptools.build_meta as b; print(b.build_{kind}({str(folder)!r}))"
-    done = subprocess.run([environment.python, "-c", code], cwd=source, capture_output=True, text=True, timeout=120)
+    done = run([environment.python, "-c", code], 120, cwd=source)
     assert done.returncode == 0, done.stderr
     return folder / done.stdout.splitlines()[-1]
 

@@ -3,6 +3,7 @@
 import pytest
 
 from benchmarks.two_hosts import FIELDS, Unable, launch, summary, two_hosts
+from support.patience import patience
 
 
 def test_a_ring_per_host_averages_over_the_link(tmp_path):
@@ -17,7 +18,7 @@ def test_a_ring_per_host_averages_over_the_link(tmp_path):
         launch(
             prefixes,
             2,
-            240,
+            patience(400),
             "--engines=rings,ring",
             "--layers=2",
             "--sequence=16",

@@ -240,7 +240,7 @@ class Case:
 
 
 def _free_port() -> int:
-    from support.workers import free_port
+    from support.processes import free_port
 
     return free_port()
 

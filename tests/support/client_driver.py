@@ -9,12 +9,13 @@ import gc
 import json
 import os
 import runpy
+import signal
 import sys
 from pathlib import Path
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(240, exit=True)  # the launcher then ends the other rank
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # who waits for us in vain sends it
     from accelerate.state import AcceleratorState, PartialState
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 

@@ -4,13 +4,12 @@ import json
 import os
 import shutil
 import site
-import socket
-import subprocess
 import sysconfig
 import venv
 from pathlib import Path
 
 from support.client_results import EXAMPLES
+from support.processes import free_port, run
 
 REPOSITORY = Path(__file__).parents[2]
 DRIVER = str(Path(__file__).with_name("client_driver.py"))
@@ -51,16 +50,13 @@ class Launcher:
         (packages / "borrowed.pth").write_text("\n".join([str(REPOSITORY), *ours]) + "\n")
         shutil.copy(REPOSITORY / "deepspeed_cdp_autoload.pth", packages)
 
-    def run(self, jobs: list[tuple], launcher: str = "deepspeed", timeout: float = 280) -> str:
+    def run(self, jobs: list[tuple], launcher: str = "deepspeed", seconds: float = 240) -> str:
         listed = [
             {"script": str(EXAMPLES / script), "arguments": arguments, "environment": dict(*environment)}
             for script, arguments, *environment in jobs
         ]
         file = self.folder / f"jobs_{len(list(self.folder.glob('jobs_*')))}.json"
         file.write_text(json.dumps(listed))
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = str(probe.getsockname()[1])
         variables = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "DEEPSPEED_CDP_AUTOLOAD")}
         variables |= {
             "DS_ACCELERATOR": "cpu",
@@ -69,14 +65,7 @@ class Launcher:
             "HF_HUB_OFFLINE": "1",
             "PATH": os.pathsep.join([str(Path(self.python).parent), sysconfig.get_path("scripts"), os.environ["PATH"]]),
         }
-        done = subprocess.run(
-            [self.python, *LAUNCHERS[launcher], port, DRIVER, str(file)],
-            cwd=self.folder,
-            env=variables,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=timeout,
-        )
+        command = [self.python, *LAUNCHERS[launcher], str(free_port()), DRIVER, str(file)]
+        done = run(command, seconds, variables, merged=True, cwd=self.folder)
         assert done.returncode == 0, done.stdout[-20000:]
         return done.stdout

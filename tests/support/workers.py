@@ -1,28 +1,31 @@
 """A pool of worker processes that survive from test to test.
 
-Spawning a process and importing torch (or deepspeed) takes seconds, so the processes are kept; what a test must not inherit, the
-process group and DeepSpeed's globals, is made anew for each call. A call that does not end in time shows every worker's Python
-stack and output, and costs the pool its workers; so does a failure. The next call gets fresh ones.
+Importing torch, DeepSpeed and transformers takes seconds of CPU time, so workers are forked from a server that has imported them
+(see preload.py), and kept. The process group and DeepSpeed's globals, which a test must not inherit, are made anew for each call.
+A call that does not end in time shows every worker's Python stack and output, and costs the pool its workers; so does a failure.
+The next call gets fresh ones.
 
     def scenario(rank, world, x): ...          # a module-level function: it travels by name
     results = pool.run(2, scenario, 3)         # [scenario(0, 2, 3), scenario(1, 2, 3)]
 """
 
+import contextlib
 import faulthandler
 import gc
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
+
+from support.patience import Patience, patience
+from support.processes import free_port
 
 _GRACE_SECONDS = 10.0  # after one rank has failed, the others may be waiting for it
 
@@ -33,20 +36,6 @@ class RemoteError(AssertionError):
 
 class Failure(str):
     """The traceback of a rank that raised, as ``run_failing`` returns it."""
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on, and that no client is given before somebody does: one below those for clients."""
-    ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
-    below = int(ports.read_text().split()[0]) if ports.exists() else 0
-    while True:
-        port = random.SystemRandom().randrange(5000, below if below > 6000 else 60000)
-        with socket.socket() as listener:
-            try:
-                listener.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
 
 
 class Pool:
@@ -61,7 +50,7 @@ class Pool:
         """Call ``function(rank, world, *args)`` on ``world`` ranks with a gloo process group.
 
         Args:
-            timeout: seconds until all workers are killed and their stacks shown.
+            timeout: seconds, on an idle machine, until all workers are killed and their stacks shown.
             env: added to the workers' environment for this call.
         Returns:
             What each rank returned, in rank order.
@@ -93,13 +82,7 @@ class Pool:
     def start(self, world: int, env: dict[int, dict[str, str]]) -> None:
         """Start workers, some of them with an environment of their own from their very beginning (LD_PRELOAD, say)."""
         for rank in range(len(self._workers), world):
-            before = {key: os.environ.get(key) for key in env.get(rank, {})}
-            os.environ.update(env.get(rank, {}))
-            try:
-                self._workers.append(_Worker(rank))
-            finally:
-                for key, value in before.items():
-                    os.environ.pop(key) if value is None else os.environ.update({key: value})
+            self._workers.append(_Worker(rank, env.get(rank)))
 
     def close(self) -> None:
         """Kill all workers."""
@@ -122,12 +105,12 @@ class Pool:
         for worker in workers:
             worker.begin()
             worker.connection.send(("call", function, args, world, port, env or {}, timeout))
-        outcomes = self._collect(workers, time.monotonic() + timeout, stop_early)
+        outcomes = self._collect(workers, Patience(timeout), stop_early)
         self._last_outputs = [worker.output() for worker in workers]
         if all(kind in ("result", "raised") for kind, _ in outcomes):  # a barrier: rank 0 takes its store down with it
             for worker in workers:
                 worker.connection.send(("teardown",))
-            down = self._collect(workers, time.monotonic() + 30, stop_early=False)
+            down = self._collect(workers, Patience(30), stop_early=False)
         else:
             down = []
         clean = all(kind == "result" for kind, _ in outcomes) or not stop_early
@@ -138,18 +121,18 @@ class Pool:
         return outcomes
 
     @staticmethod
-    def _collect(workers: list["_Worker"], deadline: float, stop_early: bool) -> list[tuple]:
+    def _collect(workers: list["_Worker"], limit: Patience, stop_early: bool) -> list[tuple]:
         """One ("result", value), ("raised", traceback), ("exited", code) or ("stopped", stack) per worker."""
         outcomes: dict[int, tuple] = {}
-        while len(outcomes) < len(workers) and (left := deadline - time.monotonic()) > 0:
+        while len(outcomes) < len(workers) and (left := limit.left()) > 0:
             pending = [worker for worker in workers if worker.rank not in outcomes]
             handles = [worker.connection for worker in pending] + [worker.process.sentinel for worker in pending]
-            ready = wait(handles, left)
+            ready = wait(handles, min(left, 2.0))
             for worker in pending:
                 if worker.connection in ready or worker.process.sentinel in ready:
                     outcomes[worker.rank] = worker.outcome()
                     if stop_early and outcomes[worker.rank][0] != "result":
-                        deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+                        limit.shorten(_GRACE_SECONDS)
         late = [worker for worker in workers if worker.rank not in outcomes]
         for worker in late:
             os.kill(worker.process.pid, signal.SIGUSR1)  # faulthandler writes the stacks into the worker's output
@@ -164,23 +147,32 @@ class Pool:
         return f"---- rank {rank} {kind}: {value}\n---- output of rank {rank}:\n{self._last_outputs[rank][-6000:]}"
 
 
+def stop_fork_server() -> None:
+    """End the process that workers are forked from, once no pool needs it; else it ends with this process."""
+    forkserver._forkserver._stop()  # there is no public way
+
+
 class _Worker:
     """The parent's end of one process."""
 
-    def __init__(self, rank: int):
+    def __init__(self, rank: int, env: dict[str, str] | None = None):
         self.rank = rank
         self.log = tempfile.NamedTemporaryFile(prefix=f"worker{rank}-", suffix=".log")  # noqa: SIM115
         self.start = 0  # where the present call's output starts
         self.ready = False
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_main, args=(rank, theirs, self.log.name), daemon=True)
-        self.process.start()
+        self.connection, theirs = multiprocessing.Pipe()
+        environment = {**os.environ, **(env or {})}
+        with _environment({"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **(env or {})}):
+            # the fork server's environment is that of the first start; what begins with another one is spawned
+            context = multiprocessing.get_context("spawn" if env else "forkserver")
+            multiprocessing.get_context("forkserver").set_forkserver_preload(["support.preload"])
+            self.process = context.Process(target=_main, args=(rank, theirs, self.log.name, environment), daemon=True)
+            self.process.start()
         theirs.close()
 
     def hello(self) -> bool:
         """Wait until the process has imported what it needs."""
-        if not self.ready and self.connection.poll(120):
+        if not self.ready and self.connection.poll(patience(120)):
             try:
                 self.ready = self.connection.recv() == "hello"
             except EOFError:
@@ -210,8 +202,22 @@ class _Worker:
         self.connection.close()
 
 
-def _main(rank: int, connection: Connection, log: str) -> None:
+@contextlib.contextmanager
+def _environment(changes: dict[str, str]) -> Iterator[None]:
+    """What processes started meanwhile inherit."""
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _main(rank: int, connection: Connection, log: str, environment: dict[str, str]) -> None:
     """The worker: one call after the other."""
+    os.environ.clear()
+    os.environ.update(environment)
     descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
@@ -269,7 +275,7 @@ def _start_group(rank: int, world: int, timeout: float) -> None:
 
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=timeout))
+    dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=patience(timeout)))
 
 
 def _stop_group() -> None:

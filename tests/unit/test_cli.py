@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deepspeed_cdp.cli.main import COMMANDS, main
+from support.patience import patience
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
 CASES = {
@@ -327,7 +328,7 @@ def test_convert_is_the_old_command_too(capsys, tmp_path):
         [sys.executable, "-m", "deepspeed_cdp.cli.convert", "check", str(tmp_path / "none")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     assert done.returncode == 1 and "is not a folder" in done.stderr
 
@@ -337,7 +338,7 @@ def test_costs_and_schedules_need_no_torch():
         "import sys; from deepspeed_cdp.cli.main import main; main(['costs']); main(['timeline', '--ranks', '2']); "
         "sys.exit(any(m in sys.modules for m in ('torch', 'deepspeed', 'matplotlib')))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=patience(120)).returncode == 0
 
 
 def test_a_closed_pipe_is_no_error():
@@ -346,7 +347,7 @@ def test_a_closed_pipe_is_no_error():
         shell=True,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=patience(120),
     )
     assert "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 

@@ -1,0 +1,122 @@
+"""Processes that tests start, and the shared memory that they leave: found by an environment variable, and by port.
+
+Every process of a run of the tests inherits ``CDP_TEST_RUN``, the path of the run's temporary folder (see session.py), and every
+process of one ``run`` here ``CDP_TEST_LAUNCH`` as well.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from support.patience import Patience
+
+RUN, LAUNCH = "CDP_TEST_RUN", "CDP_TEST_LAUNCH"
+SHARED_MEMORY = Path("/dev/shm")
+BUFFERS = f"deepspeed_allreduce_buffer_{os.getuid()}_*"  # under its launcher DeepSpeed makes 66 MiB per rank and removes none
+
+
+# ---- processes ----------------------------------------------------------------------------------------------------------
+def processes(name: str, value: str) -> list[int]:
+    """The processes, other than this one, whose environment began with ``name=value``."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            state = (folder / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            if state not in "ZX" and f"{name}={value}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return [pid for pid in found if pid != os.getpid()]
+
+
+def command_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
+
+
+def signal_all(pids: list[int], which: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, which)
+
+
+def run(
+    command: list[str], seconds: float, env: dict[str, str] | None = None, merged: bool = False, **options: Any
+) -> subprocess.CompletedProcess:
+    """As ``subprocess.run`` with captured text, but nothing that the command has started survives it.
+
+    Args:
+        seconds: the time limit on an idle machine. When it has passed, processes with faulthandler registered for SIGUSR1 show
+            their stacks, all are killed, and ``returncode`` is negative.
+        merged: standard error goes to standard output.
+    """
+    mark, limit = uuid.uuid4().hex, Patience(seconds)
+    env = {**(os.environ if env is None else env), LAUNCH: mark}
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = subprocess.Popen(command, env=env, stdout=out, stderr=out if merged else err, text=True, **options)
+        try:
+            while process.poll() is None and (left := limit.left()) > 0:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(min(2.0, left))
+            if process.poll() is None:
+                signal_all(processes(LAUNCH, mark), signal.SIGUSR1)
+                time.sleep(1.0)
+                (out if merged else err).write(f"\nended after its time limit of {seconds:.0f} s on an idle machine\n")
+        finally:
+            signal_all(processes(LAUNCH, mark), signal.SIGKILL)
+            process.wait()
+            remove_unheld_buffers()
+        texts = []
+        for file in (out, err):
+            file.flush()
+            file.seek(0)
+            texts.append(file.read())
+    return subprocess.CompletedProcess(command, process.returncode, *texts)
+
+
+# ---- ports and shared memory --------------------------------------------------------------------------------------------
+def free_port() -> int:
+    """A TCP port that nobody listens on, and that no client is given before somebody does: one below those for clients."""
+    ports = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    below = int(ports.read_text().split()[0]) if ports.exists() else 0
+    while True:
+        port = random.SystemRandom().randrange(5000, below if below > 6000 else 60000)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        if RUN in os.environ:
+            with Path(os.environ[RUN], "ports").open("a") as file:
+                file.write(f"{port}\n")
+        return port
+
+
+def buffers(port: int | str = "*") -> list[Path]:
+    """DeepSpeed's buffers in shared memory, of the process groups whose store listens on ``port``."""
+    return sorted(SHARED_MEMORY.glob(f"{BUFFERS}_{port}_*"))
+
+
+def remove_buffers(port: int | str) -> None:
+    """A process that has mapped a buffer keeps it; the memory is free when the last of them ends."""
+    for path in buffers(port):
+        path.unlink(missing_ok=True)
+
+
+def remove_unheld_buffers() -> None:
+    """Remove the buffers made since the run began that no process has mapped any more: their makers are dead."""
+    begun = Path(os.environ[RUN], "begun").stat().st_mtime
+    unheld = {path for path in buffers() if path.stat().st_mtime >= begun}
+    for maps in Path("/proc").glob("[0-9]*/maps") if unheld else ():
+        with contextlib.suppress(OSError):
+            text = maps.read_text()
+            unheld = {path for path in unheld if str(path) not in text}
+    for path in unheld:
+        path.unlink(missing_ok=True)
