@@ -7,6 +7,7 @@ from deepspeed_cdp.analysis.activations import track
 from deepspeed_cdp.analysis.timing import waves
 from deepspeed_cdp.analysis.timing.baselines import baselines
 from deepspeed_cdp.analysis.timing.events import simulate
+from deepspeed_cdp.analysis.timing.times import Work
 from deepspeed_cdp.cli import prediction
 from deepspeed_cdp.cli.output import UserError, columns, human, milliseconds, show
 from deepspeed_cdp.cli.prediction import Prediction, predict
@@ -33,56 +34,11 @@ def run(args: argparse.Namespace) -> int:
 def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
     """All printed figures as plain data, in bytes and seconds."""
     plan, s = p.plan, p.plan.schedule
-    total = sum(w.forward for w in p.work) or 1.0
-    stages = []
-    for stage in range(s.ranks):
-        members = [i for i in plan.members(stage) if i != PERSISTENT]
-        persistent = plan.persistent if plan.persistent and stage == 0 else None
-        stages.append(
-            {
-                "stage": stage,
-                "owner": s.owner(stage),
-                "units": len(members),
-                "from": plan.units[members[0]].modules[0],
-                "to": plan.units[members[-1]].modules[-1],
-                "parameter_bytes": sum(plan.units[i].p_bytes for i in members) + (persistent.p_bytes if persistent else 0),
-                "trained": sum(p.work[i].parameters for i in members) + (p.persistent if persistent else 0),
-                "flops_fraction": sum(p.work[i].forward for i in members) / total,
-                "seconds": sum(p.times.passes[i, b] for i in members for b in (False, True)),
-            }
-        )
+    stages, run = _stages(p), _simulated(p)
     activations, trouble = _activations(p)
-    memory = _memory(p, stages, activations)
-    received = [plan.received_bytes(r) for r in range(s.ranks)]
-    received_messages = [messages(plan, r) for r in range(s.ranks)]
-    clipped = p.config.settings.clip > 0
-    if plan.rings == 1:
-        run: Any = simulate(plan, p.times, steps=10, clipped=clipped)
-    elif s.rounds == 1:
-        run = waves.simulate(s, waves.of_plan(plan, p.times), 16, plan.rings, p.exchange(), clipped=clipped)
-    else:
-        raise UserError("gradient accumulation on several rings cannot be simulated; plan one ring, or accumulate 1")
-    period = run.period()
-    psi = sum(u.p_bytes for u in plan.units) + (plan.persistent.p_bytes if plan.persistent else 0)
-    sent = max(sum(x.values()) for x in received)
-    parts = {
-        "passes": p.times.compute,
-        "adding gradients": p.times.adds,
-        "memory traffic beside the passes": p.times.contention,
-        "waiting": max(0.0, period - sum(p.times.passes.values()) * s.rounds),
-    }
-    persistent = plan.persistent.p_bytes if plan.persistent else 0
-    sizes = [u.p_bytes for u in plan.units]
-    others = baselines(
-        [*p.work, *([type(p.work[0])(0.0, p.persistent)] if persistent else [])],
-        sizes + ([persistent] if persistent else []),
-        [u.g_bytes for u in plan.units] + ([plan.persistent.g_bytes] if plan.persistent else []),
-        s.ranks * plan.rings,
-        p.hardware,
-        p.times.compute,
-        s.rounds,
-        4 + 4 * p.config.states,
-    )
+    persistent = plan.persistent
+    psi = sum(plan.unit(i).p_bytes for i in plan.every_unit)
+    time = _time(p, run)
     result = {
         "model": {
             "name": p.loaded.name,
@@ -100,37 +56,102 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
         "across": [across_bytes(plan, r, plan.rings // 2) for r in range(s.ranks)],
         "exchange": max(p.exchange()) if plan.rings > 1 else 0.0,
         "units": [{"name": u.name, "stage": u.stage, "bytes": u.p_bytes, "flops": w.forward} for u, w in zip(plan.units, p.work)],
-        "persistent": None
-        if plan.persistent is None
-        else {"bytes": persistent, "names": [*plan.persistent.trainable, *plan.persistent.frozen]},
+        "persistent": persistent and {"bytes": persistent.p_bytes, "names": [*persistent.trainable, *persistent.frozen]},
         "stages": stages,
-        "memory": memory,
+        "memory": _memory(p, stages, activations),
         "activations": activations,
-        "traffic": {"received": received, "messages": received_messages, "link_busy": sent / p.hardware.bandwidth / period},
-        "time": {
-            "step": period,
-            "parts": parts,
-            "compute_only": p.times.compute,
-            "from": p.source,
-            "of_compute": p.times.compute / period,
-            "idle": run.idle(),
-            "offsets": run.offsets(),
-        },
-        "others": [
-            {
-                "name": o.name,
-                "memory": o.states + o.working + activations,
-                "received": o.received,
-                "messages": o.messages,
-                "step": o.seconds,
-            }
-            for o in others
-        ],
+        "traffic": _traffic(p, time["step"]),
+        "time": time,
+        "others": _baselines(p, activations),
         "hardware": p.hardware.__dict__,
     }
+    parts = time["parts"]
     result["dominates"] = max((k for k in parts if k != "passes"), key=parts.__getitem__)
     result["warnings"] = p.warnings + trouble + warnings(result, device_memory)
     return result
+
+
+def _stages(p: Prediction) -> list[dict[str, Any]]:
+    plan, total = p.plan, sum(w.forward for w in p.work) or 1.0
+    stages = []
+    for stage in range(plan.schedule.ranks):
+        members = [i for i in plan.members(stage) if i != PERSISTENT]
+        persistent = plan.persistent if plan.persistent and stage == 0 else None
+        stages.append(
+            {
+                "stage": stage,
+                "owner": plan.schedule.owner(stage),
+                "units": len(members),
+                "from": plan.units[members[0]].modules[0],
+                "to": plan.units[members[-1]].modules[-1],
+                "parameter_bytes": sum(plan.units[i].p_bytes for i in members) + (persistent.p_bytes if persistent else 0),
+                "trained": sum(p.work[i].parameters for i in members) + (p.persistent if persistent else 0),
+                "flops_fraction": sum(p.work[i].forward for i in members) / total,
+                "seconds": sum(p.times.passes[i, b] for i in members for b in (False, True)),
+            }
+        )
+    return stages
+
+
+def _simulated(p: Prediction) -> Any:
+    """The simulated run, with ``period``, ``idle`` and ``offsets``."""
+    plan, s, clipped = p.plan, p.plan.schedule, p.config.settings.clip > 0
+    if plan.rings == 1:
+        return simulate(plan, p.times, steps=10, clipped=clipped)
+    if s.rounds == 1:
+        return waves.simulate(s, waves.of_plan(plan, p.times), 16, plan.rings, p.exchange(), clipped=clipped)
+    raise UserError("gradient accumulation on several rings cannot be simulated; plan one ring, or accumulate 1")
+
+
+def _time(p: Prediction, run: Any) -> dict[str, Any]:
+    period = run.period()
+    return {
+        "step": period,
+        "parts": {
+            "passes": p.times.compute,
+            "adding gradients": p.times.adds,
+            "memory traffic beside the passes": p.times.contention,
+            "waiting": max(0.0, period - sum(p.times.passes.values()) * p.plan.schedule.rounds),
+        },
+        "compute_only": p.times.compute,
+        "from": p.source,
+        "of_compute": p.times.compute / period,
+        "idle": run.idle(),
+        "offsets": run.offsets(),
+    }
+
+
+def _traffic(p: Prediction, period: float) -> dict[str, Any]:
+    ranks = range(p.plan.schedule.ranks)
+    received = [p.plan.received_bytes(r) for r in ranks]
+    busy = max(sum(x.values()) for x in received) / p.hardware.bandwidth / period
+    return {"received": received, "messages": [messages(p.plan, r) for r in ranks], "link_busy": busy}
+
+
+def _baselines(p: Prediction, activations: int) -> list[dict[str, Any]]:
+    """Lower bounds for ZeRO-3, FSDP2 and DDP on as many ranks."""
+    plan, s = p.plan, p.plan.schedule
+    units = [*plan.units, *([plan.persistent] if plan.persistent else [])]
+    others = baselines(
+        [*p.work, *([Work(0.0, p.persistent)] if plan.persistent else [])],
+        [u.p_bytes for u in units],
+        [u.g_bytes for u in units],
+        s.ranks * plan.rings,
+        p.hardware,
+        p.times.compute,
+        s.rounds,
+        4 + 4 * p.config.states,
+    )
+    return [
+        {
+            "name": o.name,
+            "memory": o.states + o.working + activations,
+            "received": o.received,
+            "messages": o.messages,
+            "step": o.seconds,
+        }
+        for o in others
+    ]
 
 
 def _activations(p: Prediction) -> tuple[int, list[str]]:

@@ -91,6 +91,14 @@ def dry_run(
 class _DryRun:
     def __init__(self, schedule: PipeSchedule, ranks: list[_PipelineRank]):
         self.schedule, self.ranks = schedule, ranks
+        self.local = {
+            "load": self._load,
+            "forward": self._forward,
+            "backward": self._backward,
+            "send_finished": self._keep_finished,  # to itself
+            "norm": self._norm,
+            "update": self._update,
+        }
 
     def run(self) -> None:
         """Run all instructions: local ones at once, a message when both its sides have reached it."""
@@ -157,57 +165,67 @@ class _DryRun:
         self._need(version > max(v for (u, _), v in rank.weights.items() if u == unit), r, i, "is older than the version in use")
         rank.weights[unit, slot] = version
 
+    # ---- local instructions -----------------------------------------------------------------------------------------------
     def _local(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
-        schedule, need, at = self.schedule, self._need, (i.stage, i.step, i.micro)
-        if i.name == "load":
-            if i.stage == 0:
-                rank.inputs.add(at)
-        elif i.name == "forward":
-            need(at in rank.inputs, r, i, "has no input")
-            rank.inputs.discard(at)
-            rank.graphs[at] = versions = {}
-            for u in schedule.units_at(i.stage):
-                wanted = schedule.version(i.step, i.micro, schedule.units[u][0])
-                need(rank.weights.get((u, wanted % schedule.copies(u))) == wanted, r, i, f"lacks version {wanted} of unit {u}")
-                versions[u] = wanted
-            need(i.version == schedule.version(i.step, i.micro, i.stage), r, i, "does not say the rule's version")
-            rank.outputs.add(at)
-            after = (i.stage + 1, i.step, i.micro)
-            if i.stage < schedule.stages - 1 and schedule.rank_of(i.step, i.micro, i.stage + 1) == r:
-                rank.inputs.add(after)
-            rank.most_graphs = max(rank.most_graphs, len(rank.graphs))
-        elif i.name == "backward":
-            need(at in rank.graphs, r, i, "has no forward")
-            need(i.stage == schedule.stages - 1 or at in rank.output_grads, r, i, "has no gradient")
-            for u, version in rank.graphs.pop(at).items():
-                need(rank.weights.get((u, version % schedule.copies(u))) == version, r, i, f"version {version} is gone")
-                so_far = rank.sums[u, i.stage]
-                if i.micro == 0:
-                    so_far.clear()
-                need(so_far == [(i.step, q) for q in range(i.micro)], r, i, f"unit {u} holds the sum of {so_far}")
-                so_far.append((i.step, i.micro))
-            rank.output_grads.discard(at)
-            rank.input_grads.add(at)
-            if i.stage and schedule.rank_of(i.step, i.micro, i.stage - 1) == r:
-                rank.output_grads.add((i.stage - 1, i.step, i.micro))
-        elif i.name == "send_finished":
-            rank.finished[i.unit, i.stage, i.step] = list(rank.sums[i.unit, i.stage])
-        elif i.name == "norm":
-            whole = [(i.step, q) for q in range(schedule.micro_batches)]
-            for u in schedule.homed(i.stage):
-                for b in schedule.units[u]:
-                    got = rank.finished.pop((u, b, i.step), None) or list(rank.sums[u, b])
-                    need(got == whole, r, i, f"the sum of unit {u} from stage {b} holds {got}")
-            if schedule.placement == "single" or i.stage == schedule.stages - 1:
-                rank.norms.setdefault(i.step, [])
-            need(rank.norms.get(i.step) == list(range(schedule.stages - 1, i.stage, -1)), r, i, "norms before it are missing")
-            rank.norms[i.step].append(i.stage)
-            if i.stage == 0:
-                rank.totals.add(i.step)
-        elif i.name == "update":
-            need(not schedule.exact_norm or i.step in rank.totals, r, i, "does not know the step's norm")
-            need(i.step in rank.norms, r, i, "comes before its norm")
-            for u in schedule.homed(i.stage):
-                self._write(r, rank, i, u, i.version)
-        else:
+        run = self.local.get(i.name)
+        if run is None:
             raise ScheduleError(f"rank {r}: no such instruction: {i}")
+        run(r, rank, i)
+
+    def _load(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
+        if i.stage == 0:
+            rank.inputs.add((i.stage, i.step, i.micro))
+
+    def _forward(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
+        schedule, need, at = self.schedule, self._need, (i.stage, i.step, i.micro)
+        need(at in rank.inputs, r, i, "has no input")
+        rank.inputs.discard(at)
+        rank.graphs[at] = versions = {}
+        for u in schedule.units_at(i.stage):
+            wanted = schedule.version(i.step, i.micro, schedule.units[u][0])
+            need(rank.weights.get((u, wanted % schedule.copies(u))) == wanted, r, i, f"lacks version {wanted} of unit {u}")
+            versions[u] = wanted
+        need(i.version == schedule.version(i.step, i.micro, i.stage), r, i, "does not say the rule's version")
+        rank.outputs.add(at)
+        if i.stage < schedule.stages - 1 and schedule.rank_of(i.step, i.micro, i.stage + 1) == r:
+            rank.inputs.add((i.stage + 1, i.step, i.micro))
+        rank.most_graphs = max(rank.most_graphs, len(rank.graphs))
+
+    def _backward(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
+        schedule, need, at = self.schedule, self._need, (i.stage, i.step, i.micro)
+        need(at in rank.graphs, r, i, "has no forward")
+        need(i.stage == schedule.stages - 1 or at in rank.output_grads, r, i, "has no gradient")
+        for u, version in rank.graphs.pop(at).items():
+            need(rank.weights.get((u, version % schedule.copies(u))) == version, r, i, f"version {version} is gone")
+            so_far = rank.sums[u, i.stage]
+            if i.micro == 0:
+                so_far.clear()
+            need(so_far == [(i.step, q) for q in range(i.micro)], r, i, f"unit {u} holds the sum of {so_far}")
+            so_far.append((i.step, i.micro))
+        rank.output_grads.discard(at)
+        rank.input_grads.add(at)
+        if i.stage and schedule.rank_of(i.step, i.micro, i.stage - 1) == r:
+            rank.output_grads.add((i.stage - 1, i.step, i.micro))
+
+    def _keep_finished(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
+        rank.finished[i.unit, i.stage, i.step] = list(rank.sums[i.unit, i.stage])
+
+    def _norm(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
+        schedule, need = self.schedule, self._need
+        whole = [(i.step, q) for q in range(schedule.micro_batches)]
+        for u in schedule.homed(i.stage):
+            for b in schedule.units[u]:
+                got = rank.finished.pop((u, b, i.step), None) or list(rank.sums[u, b])
+                need(got == whole, r, i, f"the sum of unit {u} from stage {b} holds {got}")
+        if schedule.placement == "single" or i.stage == schedule.stages - 1:
+            rank.norms.setdefault(i.step, [])
+        need(rank.norms.get(i.step) == list(range(schedule.stages - 1, i.stage, -1)), r, i, "norms before it are missing")
+        rank.norms[i.step].append(i.stage)
+        if i.stage == 0:
+            rank.totals.add(i.step)
+
+    def _update(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
+        self._need(not self.schedule.exact_norm or i.step in rank.totals, r, i, "does not know the step's norm")
+        self._need(i.step in rank.norms, r, i, "comes before its norm")
+        for u in self.schedule.homed(i.stage):
+            self._write(r, rank, i, u, i.version)

@@ -216,7 +216,7 @@ def moved(good: Program, i: int, j: int) -> Program:
 
 
 def late_push(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
-    """A relay, or a sum, more than two positions later than planned: after the time at which the neighbour needs it."""
+    """Parameters forwarded, or a sum sent, more than two positions too late: after the neighbour needs them."""
     if good[i].kind in (Kind.FORWARD_PARAM, Kind.SEND_GRAD) and good[i].stream in ("P", "G"):
         later = [j for j in range(i + 1, len(good)) if good[j].time > good[i].time + 2 * p.scale]
         if later:

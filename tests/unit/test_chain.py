@@ -80,7 +80,7 @@ def test_rings_that_take_their_units_in_different_orders_are_found():
 
 
 def test_a_credit_given_too_early_is_found():
-    """Y is let in while X still lies there."""
+    """The credit for Y comes while X is still in the region."""
     one = plan(2, 1, 3)
     good = list(links_of(one)[1][0])
     at = next(i for i, link in enumerate(good) if link.kind == LinkKind.GRANT_CREDIT)

@@ -127,8 +127,8 @@ def test_filling_gaps_leaves_the_others_where_they_are(
 
 # ---- what must be noticed ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("rounds", [1, 2])
-def test_sums_that_are_let_in_only_in_the_next_step_are_refused(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come in the owner's next round, but a user's barrier between two steps would keep it from letting them in."""
+def test_credits_for_sums_only_in_the_next_step_are_refused(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums arrive in the owner's next round, but a user's barrier between two steps would keep it from granting their credits."""
     true = buffer_layout.finished_sums
 
     def late(plan: Plan, rank: int) -> Stream:
@@ -144,8 +144,8 @@ def test_sums_that_are_let_in_only_in_the_next_step_are_refused(rounds: int, mon
 
 
 @pytest.mark.parametrize(("ranks", "rank"), [(3, 1), (4, 1), (5, 1)])
-def test_what_is_let_in_before_the_update_is_refused(ranks: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By this rank, which has something to let in as soon as its finished sums are out of use."""
+def test_credits_before_the_update_are_refused(ranks: int, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By this rank, which grants credits as soon as its finished sums are out of use."""
     true = builder.update_in_round
     monkeypatch.setattr(builder, "update_in_round", lambda p, r: (true(p, r)[0] - (r == rank), true(p, r)[1]))
     with pytest.raises(PlanError, match=r"GRANT_CREDIT \(stream"):

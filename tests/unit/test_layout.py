@@ -1,4 +1,4 @@
-"""plan/interval_alloc.py by brute force: lifetimes laid on a circle of ticks, and a walk that posts messages at their credits."""
+"""plan/interval_alloc.py by brute force: lifetimes on a circle of ticks, and runs that post messages at their credits."""
 
 import random
 
@@ -177,7 +177,7 @@ def share(i: int, j: int, offsets: list[int], sizes: list[int]) -> bool:
 
 @settings(max_examples=250, derandomize=True, deadline=None)
 @given(laid_out())
-def test_gates_in_a_walk_over_four_repetitions(case) -> None:
+def test_credits_over_four_repetitions(case) -> None:
     """Items are released in order. What is posted at its credit meets only free bytes; one release earlier it, or one that is
     to be posted before it, would meet bytes in use."""
     offsets, sizes = case
@@ -243,7 +243,7 @@ def test_gates_with_releases_by_their_definition(case) -> None:
 
 @settings(max_examples=250, derandomize=True, deadline=None)
 @given(rounds())
-def test_gates_in_a_walk_over_rounds_with_kept_units(case) -> None:
+def test_credits_over_rounds_with_kept_units(case) -> None:
     """Laid out by ``allocate``: what is posted at its credit meets only free bytes, and is posted before its lifetime begins."""
     lives, ends, period = case
     assume(all(x.end - x.start < period for x in lives))

@@ -30,7 +30,9 @@ def run(plan: Plan, barrier: bool, programs_of=with_rendezvous) -> str | None:
     n = plan.schedule.ranks
     programs = [[programs_of(plan, r, first) for first in (True, False)] for r in range(n)]
     at, step, pending = [0] * n, [0] * n, [[] for _ in range(n)]
-    named: list[Counter] = [Counter() for _ in range(n)]  # by edge: regions this rank has let in, offers it has made
+    named: list[Counter] = [
+        Counter() for _ in range(n)
+    ]  # by edge: credits that this rank has granted, units that it has published
     met: list[Counter] = [Counter() for _ in range(n)]
     arrived: list[Counter] = [Counter() for _ in range(n)]
     used: list[Counter] = [Counter() for _ in range(n)]

@@ -101,12 +101,12 @@ def test_a_call_takes_its_own_data_only():
     for placement in PLACEMENTS:
         schedule = PipeSchedule(4, 3, 2, placement)
         for rank in range(schedule.ranks):
-            walker = ProgramCursor(schedule, rank)
+            cursor = ProgramCursor(schedule, rank)
             for call in range(4):
-                loads = [i for i in walker.call() if i.name == "load" and i.stage == 0]
+                loads = [i for i in cursor.call() if i.name == "load" and i.stage == 0]
                 assert {i.step for i in loads} <= {call}
                 assert [i.micro for i in loads] == sorted(i.micro for i in loads)
-            assert not [i for i in walker.rest() if i.name == "load" and i.stage == 0]
+            assert not [i for i in cursor.rest() if i.name == "load" and i.stage == 0]
 
 
 def test_instructions_say_what_they_are():

@@ -185,7 +185,7 @@ def test_an_update_before_its_sums_are_complete_is_rejected(name: str) -> None:
 
 
 def test_a_reader_must_take_a_unit_before_its_owner_may_write_the_next_version() -> None:
-    """Rank 0 lets the last offer of stage 1, which is averaged unit by unit, in as late as its owner averages that unit."""
+    """Rank 0 pulls the last published unit of stage 1 only when its owner averages that unit again (unit by unit)."""
     p, good = plan("four"), program("four", 0, False)
     owner = p.schedule.owner(1)
     i, a = max((i, a) for i, a in enumerate(good) if a.kind == Kind.PULL_PARAM and a.peer == owner and a.backward)

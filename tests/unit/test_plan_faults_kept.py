@@ -20,7 +20,7 @@ def kept_reads(name: str, rank: int, backward: bool) -> Iterator[tuple[int, Acti
 
 @pytest.mark.parametrize(("name", "rank"), KEPT)
 def test_kept_parameters_freed_after_the_forward_are_missed(name: str, rank: int) -> None:
-    """An end of the forward that the program must not have, with what the backward's end lets in, or with nothing."""
+    """A release after the forward, which the program must not have, with the credits of the backward's release or without."""
     good, count = program(name, rank, False), 0
     for i, read in kept_reads(name, rank, False):
         end = next(j for j, a in enumerate(good) if a.kind == Kind.RELEASE_PARAM and a.unit == read.unit and a.backward)
@@ -56,10 +56,10 @@ def test_kept_parameters_are_read_where_they_came(name: str, rank: int) -> None:
 def test_kept_parameters_sent_again_are_refused(name: str, rank: int) -> None:
     """A second message for the backward, as there is for units that are not kept."""
     good = program(name, rank, False)
-    relays = {a.unit: a for a in good if a.kind == Kind.FORWARD_PARAM and plan(name).kept(a.unit)}
-    assert bool(relays) == (rank < plan(name).schedule.ranks - 1)
+    forwards = {a.unit: a for a in good if a.kind == Kind.FORWARD_PARAM and plan(name).kept(a.unit)}
+    assert bool(forwards) == (rank < plan(name).schedule.ranks - 1)
     for i, read in enumerate(good):
-        if read.kind == Kind.WAIT_PARAM and read.backward and read.unit in relays:
-            relay = relays[read.unit]._replace(time=read.time, backward=True)
-            message = rejected(name, rank, False, put(good, i, read, relay))
+        if read.kind == Kind.WAIT_PARAM and read.backward and read.unit in forwards:
+            forward = forwards[read.unit]._replace(time=read.time, backward=True)
+            message = rejected(name, rank, False, put(good, i, read, forward))
             assert re.search(r"rank \d+, step \d+: FORWARD_PARAM|is never received|nothing moves", message), message

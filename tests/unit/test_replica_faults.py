@@ -101,7 +101,7 @@ def test_a_copy_before_the_old_version_is_out_of_use_is_rejected(name: str) -> N
 
 
 def early_credit(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
-    """Stages from 1 on are let in one visit earlier: stage 1's first unit is still in its backward."""
+    """Credits for stages from 1 on come one visit earlier, while stage 1's first unit is still in its backward."""
     if good[i].kind == Kind.RELEASE_PARAM and any(
         x.unit == good[i].unit for x in good[i].posts
     ):  # not on the rank that owns stage 1

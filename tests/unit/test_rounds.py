@@ -33,7 +33,7 @@ def test_messages_that_no_time_step_interrupts_follow_one_another(common):
 
 
 def test_a_message_that_had_a_time_step_to_come_starts_anew_where_time_is_common():
-    logs = along([2, 4, 6, 8], 0)  # handed on as it came, each time two time steps later
+    logs = along([2, 4, 6, 8], 0)  # forwarded on arrival, each time two time steps later
     assert longest(logs, [0] * 4, True) == Rounds(1, 1, 0)
     assert longest(logs, [0] * 4, False) == Rounds(3, 3, 0)
 
@@ -50,7 +50,7 @@ def test_what_is_small_or_before_the_beginning_does_not_count_but_is_followed():
     assert longest([log[:1] for log in logs], [0, 0], True, least=9) == Rounds()
 
 
-def test_a_message_that_nobody_sent_is_refused():
+def test_a_message_that_no_rank_sent_is_refused():
     with pytest.raises(ValueError, match=r"rank 1 waits for a message of rank 0 \(stream P, step 1\)"):
         longest([[], [land(1, 0)]], [0, 0], True)
 

@@ -79,7 +79,7 @@ def readers_are_neighbours(s: Schedule) -> None:
         chain.sort()
         pushed, owner = s.first_readers(step, stage), s.owner(stage)
         for x, after in zip(chain, [*chain[1:], None]):
-            first, after = x is chain[0] or s.ranks == 1, after if s.ranks > 1 else None  # alone, there is nobody to relay to
+            first, after = x is chain[0] or s.ranks == 1, after if s.ranks > 1 else None  # a single rank has no neighbour
             assert s.is_first(step, x.round, x.rank, stage) == first
             alone = x.rank == owner and (first or version == step)
             assert s.source(step, x.round, x.rank, stage) == (None if alone else owner if first else (x.rank - 1) % s.ranks)

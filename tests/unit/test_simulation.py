@@ -86,12 +86,12 @@ def test_dp_waits_for_everyone():
     plan = plan_of(4, rule="dp")
     hop = 1e-3
     run = simulate(plan, bare(plan, update=1e-3, latency=hop))
-    # the last rank's backward ends three hops later; then sum, norm, update and offer travel
+    # the last rank's backward ends three hops later; then sum, norm, update and published version travel
     assert run.period() > 4 * STEP + 3 * hop + 1e-3
     assert simulate(plan_of(4), bare(plan_of(4), update=1e-3, latency=hop)).period() < run.period()
 
 
-def test_offsets_lie_between_the_bounds_of_the_design():
+def test_offsets_lie_between_the_bounds_of_the_analysis():
     plan = plan_of(4, units=4)
     run = simulate(plan, full(plan, 0.2), steps=30)
     stage = sum(run_time for (_, b), run_time in full(plan, 0.2).passes.items()) / 8
