@@ -1,12 +1,15 @@
-"""Records when a rank's passes, waits, hand-offs and updates happen; off by default (``engine.cyclic_trace``).
+"""Records when a rank's passes, waits, messages and updates happen; off by default (``engine.cyclic_trace``).
 
-A recorder stands between the walk (executor.py) and its actions for as long as it is on; without one nothing is changed. On CPUs
-it reads ``perf_counter``; on GPUs it records events on the stream that does the work and reads them when it stops, so nothing
-waits for the device inside a step. (It does once before the first step and once after the last.)
+A recorder wraps the executor's actions while it is on. On CPUs it reads ``perf_counter``. On GPUs it records CUDA events on the
+stream that does the work, and reads them when it stops: inside a step nothing waits for the device. It synchronizes with the
+device before the first recorded step and after the last.
 
-One time axis: each rank's file holds its monotonic clock and its wall clock at the start. Processes of one host (same boot id)
-share the monotonic clock, so these are aligned exactly; hosts are aligned by their wall clocks, as well as these are kept. A
-GPU's events are placed by one event that the host recorded, with the device idle, when the trace began.
+A recording ends by itself after a number of steps that follows from the plan, so that its memory is bounded. All ranks end at
+the same step.
+
+Each rank's file holds its monotonic clock and its wall clock at the start. Processes of one host (same boot id) share the
+monotonic clock, which aligns them exactly. Hosts are aligned by their wall clocks. CUDA events are placed relative to an event
+that the host recorded at the start, with the device idle.
 """
 
 import json
@@ -27,20 +30,27 @@ SENDS = (Kind.FORWARD_PARAM, Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.PUB
 OWNER = (Kind.REDUCE_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
 BEGINS = (Kind.WAIT_PARAM, Kind.FORWARD_PARAM, Kind.RECV_GRAD)
 TRACKS = {"passes": 0, "waits": 1, "owner": 2}
+MOST_EVENTS = 200_000  # of a rank
+EVENTS_PER_PASS = 8  # of a unit: the pass, its waits and messages, and a share of the owner's
 
 
 class Recorder:
-    """Times one rank's walk.
+    """Times the actions of one rank.
 
     Args:
         executor: between two steps.
         device: whose work is timed.
+
+    Attributes:
+        steps: how many steps are recorded at most.
     """
 
     def __init__(self, executor: Executor, device: torch.device):
         self.executor, self.cuda = executor, device.type == "cuda"
         self.rank = executor.transport.label  # in the world, where there are several rings
         self._base = self.rank - executor.rank
+        self.steps = max(1, MOST_EVENTS // (EVENTS_PER_PASS * len(executor.plan.visits) * executor.schedule.rounds))
+        self._until, self._full = executor.global_step + self.steps, False
         self._slices: list[tuple[str, str, Any, Any, dict[str, Any]]] = []  # track, name, begin, end, what
         self._messages: list[tuple[str, Any, dict[str, Any]]] = []  # "send" or "receive", when, what
         self._begun: dict[tuple[int, int, bool], Any] = {}
@@ -79,6 +89,9 @@ class Recorder:
 
     def _around(self, kind: Kind, do: Callable[[Action], None]) -> Callable[[Action], None]:
         def timed(a: Action) -> None:
+            if self.executor.global_step >= self._until:
+                self._end_recording()
+                return do(a)
             visit = (a.round, a.unit, a.backward)
             if kind in (Kind.RELEASE_PARAM, Kind.SEND_GRAD) and a.backward:
                 self._end(visit)
@@ -100,6 +113,16 @@ class Recorder:
                 self._begun[visit] = (self._mark(), self._what(a) if kind == Kind.WAIT_PARAM else self._begun[visit][1])
 
         return timed
+
+    def _end_recording(self) -> None:
+        if not self._full and self.rank == 0:
+            from deepspeed.utils import logger
+
+            logger.warning(
+                f"engine.cyclic_trace() has recorded {self.steps} steps and records no more; leave the context earlier, and "
+                "trace a part of the training"
+            )
+        self._full = True
 
     def _end(self, visit: tuple[int, int, bool]) -> None:
         begun = self._begun.pop(visit, None)
@@ -145,6 +168,7 @@ class Recorder:
             "threshold": h.schedule.threshold,
             "rounds": h.schedule.rounds,
             "host": host(),
+            "ended_at_step": self._until if self._full else None,
             "monotonic_us": self._start / 1e3,
             "wall_us": self._wall / 1e3,
             "clock": "cuda events" if self.cuda else "perf_counter",

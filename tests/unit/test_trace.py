@@ -3,6 +3,7 @@
 import json
 import time
 
+import deepspeed
 import pytest
 import torch
 
@@ -86,6 +87,22 @@ def test_every_pass_and_message_once_and_training_is_the_same(kind, settings):
         assert "release" not in vars(executor) and executor.actions[Kind.WAIT_PARAM] == executor.residency.wait
     plain = train(kind, ranks, settings, sgd, 1 + STEPS)
     assert all(torch.equal(states[0][k], v) for k, v in plain["state"].items())
+
+
+def test_a_recording_ends_by_itself(monkeypatch):
+    said = []
+    monkeypatch.setattr(deepspeed.utils.logger, "warning", lambda text, *_: said.append(text))
+    whole, *_ = record("mlp", 2, Settings())
+    assert not said and [x["deepspeed_cdp"]["ended_at_step"] for x in whole] == [None, None]
+    monkeypatch.setattr(trace, "MOST_EVENTS", 2 * trace.EVENTS_PER_PASS * 12)  # of two steps of six units
+    traces, *_ = record("mlp", 2, Settings())
+    assert [x["deepspeed_cdp"]["ended_at_step"] for x in traces] == [3, 3]
+    for found, full in zip(traces, whole):
+        events = [e for e in found["traceEvents"] if "args" in e and "step" in e["args"]]
+        assert {e["args"]["step"] for e in events} == {m["step"] for m in found["deepspeed_cdp"]["messages"]} == {1, 2}
+        assert len(events) == sum("args" in e and e["args"].get("step") in (1, 2) for e in full["traceEvents"])
+        assert len(events) + len(found["deepspeed_cdp"]["messages"]) <= trace.MOST_EVENTS
+    assert len(said) == 1 and said[0].startswith("engine.cyclic_trace() has recorded 2 steps and records no more; leave ")
 
 
 def test_merged_files_are_on_one_axis_and_hand_offs_go_forward(tmp_path, capsys):
