@@ -17,7 +17,7 @@ tests/unit/test_waves.py compares it with events.py. If links are busy most of t
 is up to a fifth too fast.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,76 +143,104 @@ def simulate(
         clipped: owners update whole stages at the end, not unit by unit.
     """
     assert schedule.rounds == 1
-    n, k = schedule.ranks, schedule.threshold
-    update, link_p, link_g = (np.asarray(x, float) for x in (stages.update, stages.parameters, stages.sums))
-    u, latency, ranks, period = stages.units, stages.latency, np.arange(n), schedule.period
-    between = np.zeros(n) if exchange is None else np.asarray(exchange, float)
-    publish = update if clipped or schedule.exact_norm else update / u
-    # by position: stage, seconds, delays of the parameters and of the sum behind the neighbour's, time on the link
-    stage = np.concatenate([np.arange(n), np.arange(n)[::-1]])
-    back = np.arange(2 * n) >= n
-    took = np.concatenate([np.asarray(stages.forward, float), np.asarray(stages.backward, float)[::-1]])
-    again = back & np.asarray(stages.kept)[stage]  # the forward's parameters are still there
-    hop = np.where(again, -np.inf, link_p[stage] / u + latency)
-    lag = np.where(back, took / u + link_g[stage] / u + latency, -np.inf)
-    loads = np.where(again, 0.0, link_p[stage]) + np.where(back, link_g[stage], 0.0)
+    run = _Simulation(schedule, stages, steps, rings, exchange, clipped)
     generator = np.random.default_rng(seed)
-    starts, ends = np.zeros((steps, rings, n)), np.zeros((steps, rings, n))
-    clock, link = np.zeros((rings, n)), np.zeros((rings, n))  # ends of each rank's latest pass, and of the messages on its link
-    # start, end, arrival of the parameters, after each of the last three logical times
-    history = [[np.zeros((rings, n)) for _ in range(3)] for _ in range(3)]
-    published = np.zeros((steps + 1, rings, n))  # version, ring, stage
-    room = np.full((rings, n), -np.inf)
-    for tau in range(period * (steps - 1) + 2 * (n - 1) + 2 * n):
-        step, position = np.divmod(tau - 2 * ranks, period)
-        active = (step >= 0) & (step < steps) & (position < 2 * n)
+
+    def delays(rank: int, step: int) -> np.ndarray:
+        seconds = generator.uniform(0, jitter, rings) if jitter else np.zeros(rings)
+        if late and late[:2] == (rank, step):
+            seconds[0] += late[2]
+        return seconds
+
+    for tau in range(schedule.period * (steps - 1) + 2 * (schedule.ranks - 1) + 2 * schedule.ranks):
+        run.advance(tau, delays)
+    return Waves(run.starts, run.ends, float(run.took.sum()))
+
+
+class _Simulation:
+    """The state of ``simulate``; arrays are [ring, rank] unless stated otherwise, times are seconds.
+
+    Attributes:
+        stage, back, took: by position: stage, whether it is a backward, its duration.
+        hop, lag: by position: delay of the parameters behind the neighbour's pass, and of its running sum; -inf for none.
+        loads: by position: time of its messages on the link.
+        clock, link: ends of each rank's latest pass, and of the messages on its link.
+        history: start, end and arrival of the parameters, after each of the last three logical times.
+        published: [version, ring, stage] -> time of publication.
+    """
+
+    def __init__(
+        self, schedule: Schedule, stages: Stages, steps: int, rings: int, exchange: Sequence[float] | None, clipped: bool
+    ):
+        n, u, self.latency = schedule.ranks, stages.units, stages.latency
+        self.schedule, self.steps, self.rings, self.ranks, self.units = schedule, steps, rings, np.arange(n), u
+        update, link_p, self.link_g = (np.asarray(x, float) for x in (stages.update, stages.parameters, stages.sums))
+        self.between = np.zeros(n) if exchange is None else np.asarray(exchange, float)
+        self.update = update if clipped or schedule.exact_norm else update / u
+        self.stage = np.concatenate([np.arange(n), np.arange(n)[::-1]])
+        self.back = np.arange(2 * n) >= n
+        self.took = np.concatenate([np.asarray(stages.forward, float), np.asarray(stages.backward, float)[::-1]])
+        kept = self.back & np.asarray(stages.kept)[self.stage]  # the forward's parameters are still there
+        self.hop = np.where(kept, -np.inf, link_p[self.stage] / u + self.latency)
+        self.lag = np.where(self.back, self.took / u + self.link_g[self.stage] / u + self.latency, -np.inf)
+        self.loads = np.where(kept, 0.0, link_p[self.stage]) + np.where(self.back, self.link_g[self.stage], 0.0)
+        self.starts, self.ends = np.zeros((steps, rings, n)), np.zeros((steps, rings, n))
+        self.clock, self.link = np.zeros((rings, n)), np.zeros((rings, n))
+        self.history = [[np.zeros((rings, n)) for _ in range(3)] for _ in range(3)]
+        self.published = np.zeros((steps + 1, rings, n))
+
+    def advance(self, tau: int, delays: Callable[[int, int], np.ndarray]) -> None:
+        """Compute the passes of all ranks that have one at this logical time."""
+        n = self.schedule.ranks
+        step, position = np.divmod(tau - 2 * self.ranks, self.schedule.period)
+        active = (step >= 0) & (step < self.steps) & (position < 2 * n)
         p = np.where(active, position, 0)
-        then, last = history[(tau - 2) % 3], history[(tau - 1) % 3]
-        begin = clock.copy()
+        two_before, one_before = self.history[(tau - 2) % 3], self.history[(tau - 1) % 3]
+        begin = self.clock.copy()
         for r in np.flatnonzero(active & (p == 0)):
-            if jitter:
-                begin[:, r] += generator.uniform(0, jitter, rings)
-            if late and late[:2] == (r, step[r]):
-                begin[0, r] += late[2]
-        seconds = took[p]
-        # parameters: at the neighbour since it began this pass, or published by the owner, for first readers of a version
-        here = np.full((rings, n), -np.inf)
-        here[:, 1:] = then[2][:, :-1] + hop[p[1:]]
-        s = stage[p]
+            begin[:, r] += delays(r, step[r])
+        here = self._parameters(active, p, step, two_before)
+        np.maximum(begin, here, out=begin)
+        begin[:, :-1] = np.maximum(begin[:, :-1], two_before[1][:, 1:])  # room: the next rank has used older messages
+        lag = self.lag[p[1:]]  # sums: one unit behind the neighbour, at the start and at the end
+        np.maximum(begin[:, 1:], two_before[0][:, :-1] + lag, out=begin[:, 1:])
+        end = begin + self.took[p]
+        np.maximum(end[:, 1:], two_before[1][:, :-1] + lag, out=end[:, 1:])
+        # the link to the next rank (the last rank's: to the owners) may be at most one pass behind
+        ready = np.maximum(np.where(np.isinf(here), begin, np.minimum(here, begin)), self.link)
+        carried = ready + np.where(active, self.loads[p], 0.0)
+        np.maximum(end, carried - self.took[p], out=end)
+        here = np.where(np.isinf(here), begin, here)
+        for kept, new in ((self.clock, end), (self.link, carried)):
+            np.copyto(kept, new, where=active)
+        for kept, old, new in zip(self.history[tau % 3], one_before, (begin, self.clock, here)):
+            np.copyto(kept, np.where(active, new, old))
+        for r in np.flatnonzero(active & (p == 0)):
+            self.starts[step[r], :, r] = begin[:, r]
+        for r in np.flatnonzero(active & (p == 2 * n - 1)):
+            self.ends[step[r], :, r] = end[:, r]
+        if active[-1] and self.back[p[-1]]:  # the last rank has finished this stage's sum
+            self._publish(int(self.stage[p[-1]]), int(step[-1]) + 1, end[:, -1])
+
+    def _parameters(self, active: np.ndarray, p: np.ndarray, step: np.ndarray, two_before: list[np.ndarray]) -> np.ndarray:
+        """Arrival of the parameters: from the neighbour, or from the owner for the first reader of a version."""
+        n, k, ranks = self.schedule.ranks, self.schedule.threshold, self.ranks
+        here = np.full((self.rings, n), -np.inf)
+        here[:, 1:] = two_before[2][:, :-1] + self.hop[p[1:]]
+        s = self.stage[p]
         first = (ranks == 0) if k == 2 * n - 1 else (ranks == 0) | ((ranks + s >= k) & (ranks - 1 + s < k))
         for r in np.flatnonzero(first & active):
             fresh = k < 2 * n - 1 and r + s[r] >= k
             version = step[r] if fresh else max(step[r] - 1, 0)
-            away = hop[p[r]] if n - 1 - s[r] != r else min(hop[p[r]], 0.0)
-            here[:, r] = published[version, :, s[r]] + away
-        np.maximum(begin, here, out=begin)
-        # room: the next rank has used the messages of four positions before
-        room[:, :-1] = then[1][:, 1:]
-        np.maximum(begin, room, out=begin)
-        # sums: one unit behind the neighbour, at the beginning and at the end
-        np.maximum(begin[:, 1:], then[0][:, :-1] + lag[p[1:]], out=begin[:, 1:])
-        end = begin + seconds
-        np.maximum(end[:, 1:], then[1][:, :-1] + lag[p[1:]], out=end[:, 1:])
-        # the link to the next rank (the last rank's: to the owners) may be at most one pass behind
-        ready = np.maximum(np.where(np.isinf(here), begin, np.minimum(here, begin)), link)
-        carried = ready + np.where(active, loads[p], 0.0)
-        np.maximum(end, carried - seconds, out=end)
-        here = np.where(np.isinf(here), begin, here)
-        for kept, new in zip((clock, link), (end, carried)):
-            np.copyto(kept, new, where=active)
-        for kept, old, new in zip(history[tau % 3], last, (begin, clock, here)):
-            np.copyto(kept, np.where(active, new, old))
-        for r in np.flatnonzero(active & (p == 0)):
-            starts[step[r], :, r] = begin[:, r]
-        for r in np.flatnonzero(active & (p == 2 * n - 1)):
-            ends[step[r], :, r] = end[:, r]
-        if active[-1] and back[p[-1]]:  # the last rank has finished this stage's sum
-            mine, version = int(s[-1]), int(step[-1]) + 1
-            done = np.broadcast_to(end[:, -1].max(), (rings,)) if rings > 1 else end[:, -1]
-            if schedule.exact_norm:
-                if mine == 0:  # every update waits for the whole step's norm
-                    published[version] = done[:, None] + latency + between.max() + publish[None, :]
-            else:
-                away = 0.0 if mine == 0 else link_g[mine] / u + latency
-                published[version, :, mine] = done + away + between[mine] + publish[mine]
-    return Waves(starts, ends, float(took.sum()))
+            hop = self.hop[p[r]] if n - 1 - s[r] != r else min(self.hop[p[r]], 0.0)
+            here[:, r] = self.published[version, :, s[r]] + hop
+        return here
+
+    def _publish(self, stage: int, version: int, finished: np.ndarray) -> None:
+        """The owners update a stage whose sums are finished; with an exact norm, all stages after the last sum."""
+        done = np.broadcast_to(finished.max(), (self.rings,)) if self.rings > 1 else finished
+        if not self.schedule.exact_norm:
+            hop = 0.0 if stage == 0 else self.link_g[stage] / self.units + self.latency
+            self.published[version, :, stage] = done + hop + self.between[stage] + self.update[stage]
+        elif stage == 0:
+            self.published[version] = done[:, None] + self.latency + self.between.max() + self.update[None, :]
