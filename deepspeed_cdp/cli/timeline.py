@@ -160,13 +160,35 @@ def pairs(found: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, dict[s
 def recorded(files: list[str], steps: int) -> tuple[dict[str, Any], str, dict[str, Any], dict[str, Any]]:
     """The timeline of a recorded run, merged from all ranks."""
     found = read(files)
-    total = len(found)
     passes = [[e for e in one["traceEvents"] if e.get("cat") == "passes"] for one in found]
     if not all(passes):
         raise UserError("a rank's file holds no pass; record at least one step")
-    last = max(e["args"]["step"] for e in passes[0])
-    first = max(last - steps + 1, min(e["args"]["step"] for e in passes[0]))
-    rows, ranks = [("rank", "steps", "ms per step", "passes", "waits", "owner", "behind the rank before")], []
+    ranks, matched = _per_rank(found, passes), pairs(found)
+    last, earliest = (choose(e["args"]["step"] for e in passes[0]) for choose in (max, min))
+    hosts = len({one["deepspeed_cdp"]["host"] for one in found})
+    about = found[0]["deepspeed_cdp"]
+    rows = [("rank", "steps", "ms per step", "passes", "waits", "owner", "behind the rank before")]
+    for r in ranks:
+        offset = "" if r["offset_ms"] is None else f"{r['offset_ms']:.2f} ms"
+        rows.append((r["rank"], r["steps"], *(f"{r[k + '_ms']:.2f}" for k in ("period", "passes", "waits", "owner")), offset))
+    text = "\n".join(
+        [
+            f"{len(found)} ranks, K = {about['threshold']}, steps {earliest} to {last}; "
+            f"{len(matched)} hand-offs; clock: {about['clock']}; "
+            + ("one host, one clock" if hosts == 1 else f"{hosts} hosts, aligned by their wall clocks"),
+            "",
+            *columns(rows),
+            "(ms per step, by the host's or device's clock)",
+        ]
+    )
+    result = {"ranks": len(found), "threshold": about["threshold"], "hosts": hosts, "per_rank": ranks, "handoffs": len(matched)}
+    trace = {"traceEvents": _flows(found, matched), "displayTimeUnit": "ms"}
+    return result, text, trace, _picture(found, passes, matched, max(last - steps + 1, earliest), last)
+
+
+def _per_rank(found: list[dict[str, Any]], passes: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Each rank's mean milliseconds per step, by category."""
+    ranks: list[dict[str, Any]] = []
     starts: list[dict[int, float]] = []
     for rank, one in enumerate(found):
         mine = passes[rank]
@@ -178,38 +200,20 @@ def recorded(files: list[str], steps: int) -> tuple[dict[str, Any], str, dict[st
             cat: sum(e["dur"] for e in one["traceEvents"] if e.get("cat") == cat) / len(t) for cat in ("passes", "waits", "owner")
         }
         both = [by_step[x] - starts[rank - 1][x] for x in t if rank and x in starts[rank - 1]]
-        offset = sum(both) / len(both) if both else None
         ranks.append(
             {
                 "rank": rank,
                 "steps": len(t),
                 "period_ms": period / 1e3,
-                "offset_ms": None if offset is None else offset / 1e3,
+                "offset_ms": sum(both) / len(both) / 1e3 if both else None,
                 **{f"{k}_ms": v / 1e3 for k, v in sums.items()},
             }
         )
-        r = ranks[-1]
-        rows.append(
-            (
-                rank,
-                len(t),
-                f"{r['period_ms']:.2f}",
-                *(f"{r[k + '_ms']:.2f}" for k in sums),
-                "" if offset is None else f"{r['offset_ms']:.2f} ms",
-            )
-        )
-    matched = pairs(found)
-    hosts = len({one["deepspeed_cdp"]["host"] for one in found})
-    text = "\n".join(
-        [
-            f"{total} ranks, K = {found[0]['deepspeed_cdp']['threshold']}, steps {min(starts[0])} to {last}; "
-            f"{len(matched)} hand-offs; clock: {found[0]['deepspeed_cdp']['clock']}; "
-            + ("one host, one clock" if hosts == 1 else f"{hosts} hosts, aligned by their wall clocks"),
-            "",
-            *columns(rows),
-            "(ms per step, by the host's or device's clock)",
-        ]
-    )
+    return ranks
+
+
+def _flows(found: list[dict[str, Any]], matched: list[tuple]) -> list[dict[str, Any]]:
+    """All events of a Chrome trace, with an arrow for each message."""
     events = [e for one in found for e in one["traceEvents"]]
     for number, (a, src, b, dst) in enumerate(matched):
         flow = {"cat": "hand-off", "name": a["stream"], "id": number}
@@ -217,23 +221,26 @@ def recorded(files: list[str], steps: int) -> tuple[dict[str, Any], str, dict[st
             {**flow, "ph": "s", "pid": src, "tid": 0, "ts": a["ts"]},
             {**flow, "ph": "f", "bp": "e", "pid": dst, "tid": 0, "ts": b["ts"]},
         ]
+    return events
+
+
+def _picture(
+    found: list[dict[str, Any]], passes: list[list[dict[str, Any]]], matched: list[tuple], first: int, last: int
+) -> dict[str, Any]:
+    """Arguments of ``draw`` for the steps from ``first`` on."""
+
+    def span(e: dict[str, Any]) -> tuple[float, float]:
+        return e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3
+
     bars = [
-        Bar(
-            rank,
-            e["ts"] / 1e3,
-            (e["ts"] + e["dur"]) / 1e3,
-            e["args"]["stage"],
-            e["args"]["backward"],
-            e["args"]["version"] < e["args"]["step"],
-            "",
-        )
+        Bar(rank, *span(e), e["args"]["stage"], e["args"]["backward"], e["args"]["version"] < e["args"]["step"], "")
         for rank, mine in enumerate(passes)
         for e in mine
         if first <= e["args"]["step"]
     ]
     low = min(b.begin for b in bars)
     waits = [
-        (rank, e["ts"] / 1e3, (e["ts"] + e["dur"]) / 1e3)
+        (rank, *span(e))
         for rank, one in enumerate(found)
         for e in one["traceEvents"]
         if e.get("cat") == "waits" and first <= e["args"]["step"]
@@ -241,20 +248,12 @@ def recorded(files: list[str], steps: int) -> tuple[dict[str, Any], str, dict[st
     arrows = [
         Arrow(src, a["ts"] / 1e3, dst, b["ts"] / 1e3) for a, src, b, dst in matched if a["ts"] / 1e3 >= low and first <= b["step"]
     ]
-    picture = {
+    return {
         "bars": bars,
-        "ranks": total,
+        "ranks": len(found),
         "title": f"recorded: steps {first} to {last}",
         "axis": "ms",
         "waits": waits,
         "arrows": arrows if len(arrows) <= 400 else [],
         "labels": False,
     }
-    result = {
-        "ranks": total,
-        "threshold": found[0]["deepspeed_cdp"]["threshold"],
-        "hosts": hosts,
-        "per_rank": ranks,
-        "handoffs": len(matched),
-    }
-    return result, text, {"traceEvents": events, "displayTimeUnit": "ms"}, picture
