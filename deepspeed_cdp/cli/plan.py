@@ -9,25 +9,45 @@ from deepspeed_cdp.analysis.timing.baselines import baselines
 from deepspeed_cdp.analysis.timing.events import simulate
 from deepspeed_cdp.analysis.timing.times import Work
 from deepspeed_cdp.cli import prediction
-from deepspeed_cdp.cli.output import UserError, columns, human, milliseconds, show
+from deepspeed_cdp.cli.output import UserError, columns, complain, human, milliseconds, show
 from deepspeed_cdp.cli.prediction import Prediction, predict
 from deepspeed_cdp.plan.actions import Kind
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.cross_ring import across_bytes
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.program import build
+from deepspeed_cdp.plan.warmup import Phases
+from deepspeed_cdp.verify.summary import check_rings
+from deepspeed_cdp.verify.well_formed import PlanError
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     prediction.add(parser)
+    parser.add_argument(
+        "--check", action="store_true", help="only dry-run the plan: all ranks' programs, checked for hangs and mixed versions"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan."""
+    """Print the plan, or the result of its dry-run."""
+    if args.check:
+        return check(args)
     p = predict(args)
     result = figures(p, args.device_memory)
     show(result, text(result), args.json)
+    return 0
+
+
+def check(args: argparse.Namespace) -> int:
+    """Dry-run the plan and print one line; exit code 1 if the dry-run fails."""
+    config, _, plan, _ = prediction.planned(args)
+    try:
+        summary = check_rings(Phases(plan, config.settings.warmup_steps).plans)
+    except PlanError as error:
+        complain(f"the plan fails its dry-run: {error}", args.json)
+        return 1
+    show(summary._asdict(), str(summary), args.json)
     return 0
 
 

@@ -125,8 +125,8 @@ def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument("--device-memory", type=size, default=size("80GiB"), metavar="SIZE", help="of a rank; default: 80GiB")
 
 
-def predict(args: argparse.Namespace) -> Prediction:
-    """Plan the model of the options.
+def planned(args: argparse.Namespace) -> tuple[settings.Config, models.Loaded, Plan, dict[int, FlatLayout]]:
+    """The config and the model of the options, and the engine's plan for them.
 
     Raises:
         UserError, ValueError: the model or config cannot be planned.
@@ -138,7 +138,16 @@ def predict(args: argparse.Namespace) -> Prediction:
             args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence, args.class_name
         )
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
-        plan, layouts = make_plan(loaded.module, trained, config.settings, ranks, args.ranks // ranks)
+        return config, loaded, *make_plan(loaded.module, trained, config.settings, ranks, args.ranks // ranks)
+
+
+def predict(args: argparse.Namespace) -> Prediction:
+    """Plan the model of the options, and predict its parts' times.
+
+    Raises:
+        UserError, ValueError: the model or config cannot be planned.
+    """
+    config, loaded, plan, layouts = planned(args)
     trace = discover.trace(loaded.module, loaded.example)
     flops = {} if trace is None else by_path(trace, [path for unit in plan.units for path in unit.modules])
     traced = any(flops.values())

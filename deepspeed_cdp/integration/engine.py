@@ -26,7 +26,7 @@ from deepspeed_cdp.runtime import trace
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.transport.choose import connect
 from deepspeed_cdp.transport.ring_view import rings_of
-from deepspeed_cdp.verify.summary import check_rings, ring_actions
+from deepspeed_cdp.verify.summary import check_rings, estimated_actions
 
 
 class CyclicEngine(EngineBase, DeepSpeedEngine):
@@ -106,7 +106,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             )
             self._initial = None
             plans = self._runtime.executor.phases.plans
-            self._dry_run(sum(map(ring_actions, plans)), lambda: check_rings(plans))
+            self._dry_run(sum(map(estimated_actions, plans)), lambda: check_rings(plans))
         except BaseException:
             self._failed = True
             self._transport.close(False)  # else what it has posted is freed while the interpreter ends, and torch aborts

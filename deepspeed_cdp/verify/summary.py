@@ -27,10 +27,19 @@ class Summary(NamedTuple):
         return f"dry-run: {self.actions:,} actions, {self.steps} steps, {self.ways} ways, {self.seconds:.2f} s: OK"
 
 
-def ring_actions(plan: Plan) -> int:
+def estimated_actions(plan: Plan) -> int:
     """Actions of the dry-run of a plan, from rank 0's program: others have about as many."""
-    rings = 1 if plan.rings == 1 else plan.rings + 1  # several rings: one of them alone, and all of them together
-    return rings * plan.schedule.ranks * len(build(plan, 0, False)) * STEPS * RING_WAYS
+    return _runs(plan) * plan.schedule.ranks * len(build(plan, 0, False)) * STEPS
+
+
+def _runs(plan: Plan) -> int:
+    """How often a rank's programs are run: with several rings, those of one ring alone and those of all rings together."""
+    return RING_WAYS * (1 if plan.rings == 1 else 1 + plan.rings)
+
+
+def _actions(plan: Plan) -> int:
+    ranks = range(plan.schedule.ranks)
+    return _runs(plan) * sum(len(build(plan, r, True)) + (STEPS - 1) * len(build(plan, r, False)) for r in ranks)
 
 
 def check_rings(plans: Iterable[Plan]) -> Summary:
@@ -44,7 +53,7 @@ def check_rings(plans: Iterable[Plan]) -> Summary:
         check.validate(plan, STEPS)
         if plan.rings > 1:
             cross_ring.validate(plan, STEPS)
-        actions += ring_actions(plan)
+        actions += _actions(plan)
     return Summary(actions, STEPS, RING_WAYS, time.perf_counter() - began)
 
 

@@ -6,6 +6,7 @@
 import contextlib
 import io
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 
 from deepspeed_cdp.cli.main import COMMANDS, main
+from deepspeed_cdp.verify import check
+from deepspeed_cdp.verify.well_formed import PlanError
 from support.patience import patience
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "cli"
@@ -302,6 +305,35 @@ def test_a_plan_says_what_it_takes_for_auto(tmp_path, capsys):
         told += [w for w in json.loads(capsys.readouterr().out)["warnings"] if "auto" in w]
     assert len(told) == 2 and told[0].startswith("train_micro_batch_size_per_gpu and gradient_accumulation_steps are")
     assert told[1].startswith("gradient_accumulation_steps is")
+
+
+@pytest.mark.parametrize("options", ["--ranks 4", "--ranks 2 --rule dp", "--ranks 4 --ring-size 2"])
+def test_a_plan_is_checked(options):
+    command = f"plan --model python:support.cli_models:mlp {options} --check"
+    assert re.fullmatch(r"dry-run: [\d,]+ actions, 4 steps, 3 ways, \d\.\d\d s: OK\n", output(command))
+    found = json.loads(output(f"{command} --json"))
+    assert found.keys() == {"ok", "actions", "steps", "ways", "seconds"} and found["actions"] > 0
+
+
+def test_a_plan_with_a_warm_up_is_two_plans(tmp_path):
+    config, plan = tmp_path / "c.json", "plan --model python:support.cli_models:mlp --ranks 3 --check --json"
+    counts = []
+    for block in ({"enabled": True}, {"enabled": True, "rule": "dp"}, {"enabled": True, "warmup_steps": 3}):
+        config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "cyclic": block}))
+        counts.append(json.loads(output(f"{plan} --config {config}"))["actions"])
+    assert counts[2] == pytest.approx(counts[0] + counts[1], rel=0.1)
+
+
+def test_a_plan_that_fails_its_dry_run(monkeypatch, capsys):
+    def broken(plan, steps):
+        raise PlanError("rank 1, step 0: broken on purpose")
+
+    monkeypatch.setattr(check, "validate", broken)
+    command = "plan --model python:support.cli_models:mlp --ranks 2 --check".split()
+    assert main(command) == 1
+    assert capsys.readouterr() == ("", "error: the plan fails its dry-run: rank 1, step 0: broken on purpose\n")
+    assert main([*command, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
 
 
 @pytest.mark.parametrize("name", COMMANDS)
