@@ -232,7 +232,7 @@ def test_a_read_of_a_freed_region_with_the_same_content_is_rejected(name: str) -
             if backward and (unit, False) in reads and reads[unit, False][1].offset != a.offset:
                 assert not plan(name).kept(unit)
                 found.append(rejected(name, rank, False, put(good, i, a._replace(offset=reads[unit, False][1].offset))))
-    assert any("for what landed at" in message for message in found), found
+    assert any("but its message landed at" in message for message in found), found
 
 
 @pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep", "one"])
