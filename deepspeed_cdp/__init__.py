@@ -1,8 +1,7 @@
 """Cyclic data parallelism as a DeepSpeed engine.
 
 A training script needs nothing from here: importing ``deepspeed`` registers the engine, and the ``cyclic`` block of
-ds_config.json
-chooses it. The names below are for those who register by hand or look further; docs/architecture.md walks through the folders.
+ds_config.json chooses it. The names below serve scripts that register by hand. docs/architecture.md explains the folders.
 """
 
 from pathlib import Path
@@ -13,7 +12,7 @@ from deepspeed_cdp.version import __version__
 
 __all__ = ["CyclicConfig", "CyclicEngine", "__version__", "register"]
 
-# Import paths that documents have given users before 0.1, such as deepspeed_cdp.convert, keep working.
+# Import paths that documents once gave users, such as deepspeed_cdp.convert, keep working.
 __path__.append(str(Path(__file__).with_name("former_paths")))
 
 # Registers as soon as deepspeed is imported, or now. The pure folders thus import neither torch nor deepspeed.

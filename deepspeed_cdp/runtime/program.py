@@ -1,12 +1,10 @@
 """A rank's program as the executor runs it: where each pass begins and ends, and words for where a rank is."""
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import END, PERSISTENT
-from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.runtime.state import RankState
 
 
 class OutOfOrder(RuntimeError):
@@ -35,15 +33,6 @@ class IndexedProgram:
         for visit, index in program.begun.items():
             program.ended.setdefault(visit, index)  # parameters that are kept: their forward ends without an action
         return program
-
-
-class RankState(Protocol):
-    """What an error says of the rank it happened on."""
-
-    rank: int
-    global_step: int
-    plan: Plan
-    transport: Transport
 
 
 class ActionLocation:
