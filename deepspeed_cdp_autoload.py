@@ -1,15 +1,16 @@
-"""Registers deepspeed_cdp when `deepspeed` is imported, and costs next to nothing until then.
+"""Registers deepspeed_cdp when `deepspeed` is imported.
 
-DeepSpeed has no plugin hook. At interpreter start-up, in every program, the installed deepspeed_cdp_autoload.pth puts one small
-finder on sys.meta_path. It leaves every module alone but `deepspeed`; for that one it imports this file, which has the module's
-loader call deepspeed_cdp.integration.plugin.register() right after execution, so that `from deepspeed import initialize`
-already sees the
-registered function. The finder's few lines are in the .pth file itself, because the first import of a module that is not frozen
-into the interpreter lists the library's folders, which costs more than all the rest. (In a virtual environment Python runs every
-.pth file twice, hence its last condition.) The finder stays, for importlib.reload.
+DeepSpeed has no plugin hook. At interpreter start-up, in every program, the installed deepspeed_cdp_autoload.pth puts a small
+finder on sys.meta_path. When `deepspeed` is imported, the finder imports this file. This file has the loader call
+deepspeed_cdp.integration.plugin.register() right after it has executed the module: `from deepspeed import initialize` gets the
+registered function. The finder stays, for importlib.reload.
+
+The finder's code is in the .pth file itself: importing a module at start-up would list the library's folders, which takes longer
+than everything else. In a virtual environment Python runs every .pth file twice, hence its last condition.
 """
 
 import sys
+from typing import Any
 
 
 def _register() -> None:
@@ -36,15 +37,15 @@ class DeepSpeedCDPFinder:
     """The finder of the .pth file, for programs that import deepspeed_cdp without it. Known by its name in both places."""
 
     @staticmethod
-    def find_spec(name, path=None, target=None):
+    def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
         return find_spec(path, target) if name == "deepspeed" else None
 
 
-def _is_ours(finder) -> bool:
+def _is_ours(finder: Any) -> bool:
     return getattr(finder, "__name__", None) == DeepSpeedCDPFinder.__name__
 
 
-def find_spec(path=None, target=None):
+def find_spec(path: Any = None, target: Any = None) -> Any:
     """The spec of `deepspeed` as the other finders give it, with a loader that registers after execution."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
@@ -58,11 +59,11 @@ def find_spec(path=None, target=None):
     return None
 
 
-def _hook(loader) -> None:
+def _hook(loader: Any) -> None:
     """Extends this one loader object. Its class stays, so that resources and source are found as ever."""
     execute = loader.exec_module
 
-    def exec_module(module):
+    def exec_module(module: Any) -> None:
         execute(module)
         if module.__name__ == "deepspeed":
             _register()

@@ -37,7 +37,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         optimizer_group_names: names of the trained parameters of each of the optimizer's groups, in its order, on every rank.
     """
 
-    _runtime: Runtime | None = None
+    _runtime: Runtime = None  # type: ignore[assignment]  # until the optimizer is configured
     _access: Access | None = None
     _initial: Initial | None = None
     _evaluating = False  # between eval() and train()
@@ -74,7 +74,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         )
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        self._require_optimizer(optimizer)
+        optimizer = self._checked(optimizer)
         config = self._config.cyclic_config
         _, sum_dtype = self.get_data_types()
         settings = Settings(
@@ -101,7 +101,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
                 settings,
                 self._transport,
                 self.device,
-                self._initial if self._initial.elsewhere else None,
+                self._initial if self._initial and self._initial.elsewhere else None,
                 self._on_gathered,
             )
             self._initial = None
@@ -113,8 +113,8 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             raise
         self._access = Access(self._runtime, dist.group.WORLD)
         self._access.attach()
-        optimizer = CyclicOptimizer(self._runtime)
-        optimizer.parameter_offload = offload_stub(self.module)
+        surface = CyclicOptimizer(self._runtime)
+        surface.parameter_offload = offload_stub(self.module)
         self.enable_backward_allreduce = False
         self._log_ignored()
         if why := self._runtime.param_hooks.accumulation.why_none:
@@ -122,7 +122,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         if warning := self.cyclic_plan.schedule.warning:
             warn(warning)
         self._destroy_at_exit()
-        return optimizer
+        return surface
 
     def _on_gathered(self, whole: bool) -> None:
         if self._access is not None:
@@ -264,7 +264,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             "waited_step": None if waited is None else of,
             "waited": waited,
             "waited_sent": sent,
-            "waited_total": None if waited is None else sum(waited.values()) + sum(sent.values()),
+            "waited_total": None if waited is None or sent is None else sum(waited.values()) + sum(sent.values()),
             "busy": busy,
             "slowest": None if busy is None else first + busy.index(max(busy)),
         }

@@ -29,7 +29,7 @@ class EngineBase:
     """
 
     _config: Any
-    _transport: Transport | None = None
+    _transport: Transport = None  # type: ignore[assignment]  # until the engine is connected; a single device stays alone
     _failed = False
     _exit_callback: Callable[[], None] | None = None
 
@@ -40,7 +40,6 @@ class EngineBase:
         Raises:
             ValueError: on every rank that differs from another, with the first setting that does.
         """
-        assert self._transport is not None
         engine: Any = self
         shared = {
             "deepspeed_cdp version": __version__,
@@ -64,12 +63,14 @@ class EngineBase:
         return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works, tested with ZeRO or not
 
     @staticmethod
-    def _require_optimizer(optimizer: Any) -> None:
+    def _checked(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+        """The optimizer; raises ValueError if there is none."""
         if optimizer is None or isinstance(optimizer, DummyOptim):
             raise ValueError(
                 "optimizer is missing in ds_config and in deepspeed.initialize(): the cyclic engine trains; give an "
                 'optimizer, or set "cyclic": {"enabled": false} to run inference without it'
             )
+        return optimizer
 
     def _offloading(self) -> dict[str, bool]:
         """The runtime's arguments for ``zero_optimization.offload_optimizer``."""

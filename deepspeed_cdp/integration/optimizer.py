@@ -26,6 +26,12 @@ class CyclicOptimizer(ZeROOptimizer):
         self.owner, self.scale, self.optimizer = runtime.owner, runtime.scale, runtime.owner.optimizer
 
     @property
+    def _alive(self) -> Runtime:
+        if self._runtime is None:
+            raise RuntimeError("the optimizer belongs to an engine that is destroyed; use it before engine.destroy()")
+        return self._runtime
+
+    @property
     def overflow(self) -> bool:
         """Whether the latest step that is known on every rank was skipped."""
         return self._runtime is not None and self._runtime.overflow
@@ -72,20 +78,19 @@ class CyclicOptimizer(ZeROOptimizer):
     def scale_if_loss(self, value: Any) -> Any:
         """A loss, times the scale of the step under way."""
         scaled = self.scale.scaling and maybe_loss_for_backward(value)
-        return value * self.scale.of(self._runtime.executor.global_step) if scaled else value
+        return value * self.scale.of(self._alive.executor.global_step) if scaled else value
 
     # ---- a step -----------------------------------------------------------------------------------------------------------
     def backward_epilogue(self, **_: Any) -> None:
         if self._runtime is not None:
             self._runtime.end_backward()
 
-    def step(self, closure=None) -> None:
+    def step(self, closure: Any = None) -> None:
         """Record the hyperparameters; the owner's update follows when the sums have come in."""
         if closure is not None:
             raise ValueError("optimizer.step() got a closure, but the update happens later and cannot call it; use engine.step()")
-        self.optimizer._opt_called = True  # for torch's schedulers, which warn when step() has not been called before them
-        assert self._runtime is not None, "the engine is destroyed"
-        self._runtime.step()
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn unless step() came before
+        self._alive.step()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Nothing to do: with ``managed_gradient_accumulation: false`` DeepSpeed asks before each step."""
@@ -95,7 +100,7 @@ class CyclicOptimizer(ZeROOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Collective (it flushes): this rank's part, the torch optimizer's state by the names of the parameters it owns."""
-        self._runtime.flush()
+        self._alive.flush()
         names = {p: n for n, p in self.owner.masters.items()}
         return {
             "state": {names[p]: s for p, s in self.state.items()},
@@ -112,7 +117,7 @@ class CyclicOptimizer(ZeROOptimizer):
         Raises:
             ValueError: it was made with other groups, or another partition.
         """
-        self._runtime.flush()
+        self._alive.flush()
         if len(state["param_groups"]) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"the optimizer state has {len(state['param_groups'])} parameter groups, this optimizer has "
@@ -121,14 +126,14 @@ class CyclicOptimizer(ZeROOptimizer):
         unknown = set(state["state"]) - set(self.owner.masters)
         if unknown:
             raise ValueError(
-                f"the optimizer state holds {min(unknown)!r}, which rank {self._runtime.executor.rank} does not own; "
+                f"the optimizer state holds {min(unknown)!r}, which rank {self._alive.executor.rank} does not own; "
                 "load it with the number of ranks and the partition it was saved with"
             )
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"]):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for name, values in state["state"].items():
             self.owner.put_state(name, values)
-        self.scale.restart(self._runtime.executor.global_step, state.get("loss_scale"))
+        self.scale.restart(self._alive.executor.global_step, state.get("loss_scale"))
 
     def destroy(self) -> None:
         """Drop references that would keep buffers alive."""

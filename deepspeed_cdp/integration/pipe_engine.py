@@ -33,7 +33,7 @@ class PipeOptimizer(DeepSpeedOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: PipeRuntime):
         self.optimizer, self._runtime = optimizer, runtime
-        optimizer._opt_called = True  # torch's schedulers look at it, and updates are made by copies
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look at it, and updates are made by copies
         masters = [
             [m for owner in runtime.owners.values() for m in owner.optimizer.param_groups[g]["params"]]
             for g in range(len(optimizer.param_groups))
@@ -46,7 +46,7 @@ class PipeOptimizer(DeepSpeedOptimizer):
         return self.optimizer.param_groups
 
     @property
-    def state(self) -> dict[torch.nn.Parameter, dict[str, Any]]:
+    def state(self) -> dict[torch.Tensor, dict[str, Any]]:
         """Of this rank's masters; up to date after ``engine.flush()``."""
         return {p: s for owner in self._runtime.owners.values() for p, s in owner.optimizer.state.items()}
 
@@ -66,7 +66,8 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         optimizer_group_names: names of this rank's trained parameters in each of the optimizer's groups.
     """
 
-    _runtime: PipeRuntime | None = None
+    _runtime: PipeRuntime = None  # type: ignore[assignment]  # until the optimizer is configured
+    data_iterator: Iterator | None
     _placed = False
 
     # ---- setting up ---------------------------------------------------------------------------------------------------------
@@ -86,11 +87,13 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         self._ties = ties_of(model)
         self.pipe_schedule = PipeSchedule(stages, k, steps // stages, self.placement, tuple(self._ties.values()), exact)
         self._warn_of_stall(config.rule)
-        self._transport = connect_pipeline(
+        transport = connect_pipeline(
             config.transport, dist.get_rank(), self.pipe_schedule.ranks, config.timeout_seconds, self.device
         )
         try:
-            self._agree(model)
+            if transport is not None:  # more than a single device
+                self._transport = transport
+                self._agree(model)
             super()._configure_distributed_model(model)
         except BaseException:
             self._close(False)
@@ -105,10 +108,8 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
                 f'{schedule.period} passes ({schedule.idle:.0%}); K >= {schedule.stages - 1} ("cdp-v2") does not wait'
             )
 
-    def _agree(self, model: torch.nn.Module) -> None:
+    def _agree(self, model: Any) -> None:
         """Collective: all ranks have the same settings, or all end with a sentence about what differs."""
-        if self._transport is None:
-            return
         layers = (
             repr([(type(s).__name__, repr(s)) for s in model._layer_specs])
             if all(not isinstance(s, torch.nn.Module) and not callable(getattr(s, "__code__", None)) for s in model._layer_specs)
@@ -123,7 +124,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         )
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
-        self._require_optimizer(optimizer)
+        optimizer = self._checked(optimizer)
         rank, schedule, device = dist.get_rank(), self.pipe_schedule, self.device
         _, sum_dtype = self.get_data_types()
         parts = {s: self._part(s) for s in schedule.stages_of(rank)}
@@ -305,11 +306,12 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
             batches = self._batches("eval_batch")
             with self._noting_failure():
                 self.module.eval()
-                result, outputs = evaluate(self._runtime, batches, count, compute_loss, share)
+                results, outputs = evaluate(self._runtime, batches, count, compute_loss, share)
         finally:
             self.data_iterator = before
+        result: Any = results
         if reduce_output == "avg":
-            result = sum(result) / count if result else None
+            result = sum(results) / count if results else None
             result = result.to(self.device, torch.float32) if share else result
         if share and self.monitor.enabled and self.global_rank == 0:
             self.monitor.write_events([("Train/Samples/eval_loss", result.item(), self.global_samples)])

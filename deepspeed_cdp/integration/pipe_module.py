@@ -8,6 +8,7 @@ If N divides the ranks of its pyramid (N odd), DeepSpeed builds several pipeline
 """
 
 from collections import namedtuple
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,8 @@ from deepspeed.runtime.pipe.topology import PipeDataParallelTopology, ProcessTop
 
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 
+_Place = namedtuple("_Place", ("pipe", "data", "rank"))
+
 
 class PyramidTopology(ProcessTopology):
     """N(N+1)/2 ranks, of which stage s has N-s. To DeepSpeed it is a grid of one axis, without data parallelism."""
@@ -25,8 +28,8 @@ class PyramidTopology(ProcessTopology):
         places = PipeSchedule(num_stages, 0, placement="pyramid")
         self.cyclic_stages = num_stages
         self._places, self.axes, self.dims = places, ["rank"], [places.ranks]
-        self.ProcessCoord = namedtuple("ProcessCoord", ("pipe", "data", "rank"))
-        self.mapping = {self.ProcessCoord(places.stages_of(r)[0], 0, r): r for r in range(places.ranks)}
+        self.ProcessCoord: Any = _Place
+        self.mapping = {_Place(places.stages_of(r)[0], 0, r): r for r in range(places.ranks)}
 
     def get_axis_names(self) -> list[str]:
         return self.axes
@@ -135,7 +138,7 @@ def ties_of(model: PipelineModule) -> dict[str, tuple[int, ...]]:
 
 
 @contextmanager
-def only_stage(model: PipelineModule, bounds: list[int], stage: int, number: int):
+def only_stage(model: PipelineModule, bounds: list[int], stage: int, number: int) -> Iterator[None]:
     """While it lasts ``model(x)`` is the forward of one stage, of micro-batch ``number`` (by which DeepSpeed seeds layers)."""
     kept = (model.forward_funcs, model._local_start, model.is_checkpointable_results, model.micro_offset)
     start, stop, offset = bounds[stage], bounds[stage + 1], model._local_start

@@ -40,7 +40,7 @@ def _tolerant(stock: Callable[..., None]) -> Callable[..., None]:
         except TypeError:  # the stock function says it in its own words
             given = {}
         stages, topology = given.get("num_stages"), given.get("topology")
-        if topology is None and _misfits(stages):
+        if topology is None and stages is not None and _misfits(stages):
             from deepspeed_cdp.integration.pipe_module import topology_for
 
             topology = topology_for(stages)

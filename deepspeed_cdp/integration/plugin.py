@@ -10,7 +10,7 @@ import functools
 import inspect
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from deepspeed_cdp.integration import compat
@@ -123,7 +123,7 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
     return initialize
 
 
-def _resolve_config(given: dict[str, Any]) -> dict[str, Any]:
+def _resolve_config(given: Mapping[str, Any]) -> dict[str, Any]:
     """The ds_config dict that stock `initialize` is going to use, without side effects.
 
     Args:
@@ -134,7 +134,7 @@ def _resolve_config(given: dict[str, Any]) -> dict[str, Any]:
     """
     import hjson
 
-    config = given.get("config")
+    config: Any = given.get("config")
     if config is None:
         config = given.get("config_params")
     args = given.get("args")
@@ -155,9 +155,10 @@ def _resolve_config(given: dict[str, Any]) -> dict[str, Any]:
     return loaded if isinstance(loaded, dict) else {}
 
 
-def _refuse_model(given: dict[str, Any], placement: str) -> None:
+def _refuse_model(given: Mapping[str, Any], placement: str) -> None:
     """Raises for what the config does not show (`check_supported` sees the rest, hybrid engine included)."""
     import deepspeed
+    import torch
     from deepspeed.moe.layer import MoE
 
     from deepspeed_cdp.integration.support import refusal
@@ -170,7 +171,7 @@ def _refuse_model(given: dict[str, Any], placement: str) -> None:
             f"cyclic.placement is '{placement}', but the model is a {type(model).__name__}; placements are for "
             'deepspeed.PipelineModule; use "auto".'
         )
-    for name, module in model.named_modules() if hasattr(model, "named_modules") else ():
+    for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(module, MoE):
             raise refusal("model: deepspeed.moe.layer.MoE", f"at '{name}'")
     mpu, mesh = given.get("mpu"), given.get("mesh_param")

@@ -410,9 +410,9 @@ def check_ring_size(config: Any, size: int) -> None:
 
 def _refuse(rows: Iterable[Row], config: Any, raw: dict[str, Any]) -> None:
     for row in rows:
-        for setting in row.settings if row.refuses else ():
+        for setting in row.settings:
             value = _value(config, raw, setting)
-            if value is not _ABSENT and row.refuses(value, config):
+            if value is not _ABSENT and row.refuses and row.refuses(value, config):
                 under = f" under cyclic.rule {config.cyclic_config.rule}" if row.reason == LATE else ""
                 raise ValueError(f"{setting} is {_show(value)}{under}: {row.reason}; {row.fix}.")
 

@@ -16,7 +16,7 @@ class Event(Protocol):
 
     def query(self) -> bool: ...
 
-    def elapsed_time(self, end: "Event") -> float: ...
+    def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
 class StreamThroughputTimer(ThroughputTimer):
@@ -32,7 +32,9 @@ class StreamThroughputTimer(ThroughputTimer):
 
     def __init__(self, stock: ThroughputTimer, event: Callable[[], Event]):
         super().__init__(stock.config, stock.batch_size, stock.start_step, stock.steps_per_output, logging_fn=stock.logging)
-        self._event, self._begin = event, None
+        self._event = event
+        self._begin: Event | None = None
+        self.step_elapsed_time = 0.0
         self._pending: deque[tuple[Event, Event, bool]] = deque()  # of micro-batches: begin, end, whether it is a step's last
         self._finished, self._latest = 0, 0.0  # steps that the device has finished, and the seconds of the last one
 

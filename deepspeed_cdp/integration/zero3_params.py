@@ -13,7 +13,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _init_external_params
@@ -21,6 +21,8 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _init_e
 from deepspeed_cdp.model.flat_layout import aligned
 from deepspeed_cdp.runtime.param_hooks import IDLE
 from deepspeed_cdp.runtime.runtime import Runtime
+
+ZeroParam: TypeAlias = Any  # a torch.nn.Parameter with the attributes below
 
 _ATTRIBUTES = (
     "ds_id",
@@ -52,7 +54,7 @@ class Access:
             group: the process group that ``GatheredParameters`` broadcasts over.
         """
         self.runtime, self._group = runtime, group
-        self._names = {p: n for n, p in runtime.module.named_parameters()}
+        self._names: dict[ZeroParam, str] = {p: n for n, p in runtime.module.named_parameters()}
         self._owner = {
             s.name: runtime.plan.schedule.owner(runtime.plan.unit(i).stage)
             for i, pairs in runtime.param_hooks.slots.items()
@@ -68,7 +70,7 @@ class Access:
             p.all_gather, p.partition, p._z3_optimizer = partial(self._all_gather, p), partial(self._partition, p), self
         # If saved tensors pass through hooks, an autograd.Function gets new tensor objects instead of the parameters. TRL's fused
         # head reads their ds_status; ordinary tensors are available.
-        torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
+        torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
         self._attached.add(self)
         self.update_status(self.runtime.is_whole)
         _init_external_params(self.runtime.module)
@@ -82,7 +84,7 @@ class Access:
             self.runtime.module.__dict__.pop(key, None)
         self._attached.discard(self)
         if not self._attached and "ds_status" in torch.Tensor.__dict__:
-            del torch.Tensor.ds_status
+            del torch.Tensor.ds_status  # type: ignore[attr-defined]
 
     def update_status(self, whole: bool) -> None:
         """``ds_status`` of every parameter: available if ``whole``, or if GatheredParameters has given it out."""
@@ -90,12 +92,12 @@ class Access:
         for p in self._names:
             p.ds_status = ZeroParamStatus.AVAILABLE if whole or p in self.runtime.borrowed else ZeroParamStatus.NOT_AVAILABLE
 
-    def _name(self, p: torch.nn.Parameter) -> str:
+    def _name(self, p: ZeroParam) -> str:
         return self._names[p]
 
     # ---- what GatheredParameters calls ----------------------------------------------------------------------------------
     @torch.no_grad()
-    def _all_gather(self, param: torch.nn.Parameter, param_list: Sequence[torch.nn.Parameter] | None = None, **_: Any) -> None:
+    def _all_gather(self, param: ZeroParam, param_list: Sequence[ZeroParam] | None = None, **_: Any) -> None:
         """Give the parameters their values, in their own dtype, in memory of their own, on every rank.
 
         In the middle of a step nothing happens to parameters that are there, those of the unit in use: after ``zero.Init``
@@ -132,11 +134,7 @@ class Access:
 
     @torch.no_grad()
     def _partition(
-        self,
-        param: torch.nn.Parameter,
-        param_list: Sequence[torch.nn.Parameter] | None = None,
-        has_been_updated: bool = False,
-        **_: Any,
+        self, param: ZeroParam, param_list: Sequence[ZeroParam] | None = None, has_been_updated: bool = False, **_: Any
     ) -> None:
         """Take the values back: into the masters if one rank's have been given to all, else they are dropped, as ZeRO-3 does."""
         mine, others = self._split(param, param_list)
@@ -149,16 +147,16 @@ class Access:
             others[0].partition(param_list=others, has_been_updated=has_been_updated)
         self.runtime.param_hooks.give_back(mine)
         borrowed = [p for p in mine if p in self.runtime.borrowed]
+        for p in borrowed if has_been_updated else ():
+            if p.data.shape != p.ds_shape:
+                raise ValueError(
+                    f"{self._name(p)} is {tuple(p.data.shape)} at the end of GatheredParameters, but {tuple(p.ds_shape)} "
+                    "in the plan; resize parameters before deepspeed.initialize()"
+                )
         for p in borrowed:
             before, value = self.runtime.borrowed.pop(p), p.data
             if has_been_updated:
-                name = self._name(p)
-                if value.shape != p.ds_shape:
-                    raise ValueError(
-                        f"{name} is {tuple(value.shape)} at the end of GatheredParameters, but {tuple(p.ds_shape)} "
-                        "in the plan; resize parameters before deepspeed.initialize()"
-                    )
-                self._write(name, value)
+                self._write(self._name(p), value)
                 if self.runtime.is_whole:
                     before.copy_(value)
             p.data = before
@@ -166,34 +164,30 @@ class Access:
             self.runtime.publish()
         self.update_status(self.runtime.is_whole)
 
-    def _split(
-        self, param: torch.nn.Parameter, params: Sequence[torch.nn.Parameter] | None
-    ) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    def _split(self, param: ZeroParam, params: Sequence[ZeroParam] | None) -> tuple[list[ZeroParam], list[ZeroParam]]:
         """This engine's parameters and others'."""
         params = [param] if params is None else params
         return [p for p in params if p in self._names], [p for p in params if p not in self._names]
 
     # ---- what safe_get_* and safe_set_* call ----------------------------------------------------------------------------
     @torch.no_grad()
-    def get_full_hp_param(self, param: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
+    def get_full_hp_param(self, param: ZeroParam, optim_state_key: str | None = None) -> torch.Tensor:
         """The fp32 master, or an entry of its optimizer state, on every rank."""
         name, what = self._name(param), "safe_get_full_fp32_param" if optim_state_key is None else "safe_get_full_optimizer_state"
         self._settle(what)
         mine = self._owner[name] == self.runtime.executor.rank
-        shape, dtype, value = tuple(param.ds_shape), torch.float32, None
+        shape, dtype = tuple(param.ds_shape), torch.float32
+        value = self._master_or_state(name, optim_state_key) if mine else None
         if optim_state_key is not None:
-            value = self._state(name, optim_state_key) if mine else None
             shape, dtype = self._agree_on(name, optim_state_key, value)
-        elif mine:
-            value = self._value(name).to(torch.float32)
         flat = torch.empty(torch.Size(shape).numel() * dtype.itemsize, dtype=torch.uint8, device=self.runtime.device)
-        if mine:
+        if value is not None:
             flat.copy_(value.to(flat.device).contiguous().reshape(-1).view(torch.uint8))
         self.runtime.transport.broadcast(flat, self._owner[name], self._where(what))
         return flat.view(dtype).view(shape)
 
     @torch.no_grad()
-    def set_full_hp_param(self, value: torch.Tensor, param: torch.nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(self, value: torch.Tensor, param: ZeroParam, optim_state_key: str | None = None) -> None:
         """Every rank calls it with the same value; the owner takes its own."""
         name, what = self._name(param), "safe_set_full_fp32_param" if optim_state_key is None else "safe_set_full_optimizer_state"
         self._settle(what)
@@ -210,19 +204,18 @@ class Access:
             return
         self._put_state(what, name, optim_state_key, value, True)
 
-    def get_local_fp32_param(self, param: torch.nn.Parameter, optim_state_key: str | None = None) -> torch.Tensor:
+    def get_local_fp32_param(self, param: ZeroParam, optim_state_key: str | None = None) -> torch.Tensor:
         """This rank's part: on the owner all of it, elsewhere an empty tensor. Collective too: it flushes."""
         name = self._name(param)
         self._settle("safe_get_local_fp32_param" if optim_state_key is None else "safe_get_local_optimizer_state")
         mine = self._owner[name] == self.runtime.executor.rank
+        value = self._master_or_state(name, optim_state_key) if mine else None
         if optim_state_key is not None:
-            held = self._state(name, optim_state_key) if mine else None
-            self._agree_on(name, optim_state_key, held)
-        elif mine:
-            held = self._value(name).to(torch.float32)
-        return held.detach().to(self.runtime.device, copy=True) if mine else torch.empty(0, device=self.runtime.device)
+            self._agree_on(name, optim_state_key, value)
+        device = self.runtime.device
+        return torch.empty(0, device=device) if value is None else value.detach().to(device, copy=True)
 
-    def set_local_hp_param(self, value: torch.Tensor, param: torch.nn.Parameter, optim_state_key: str | None = None) -> None:
+    def set_local_hp_param(self, value: torch.Tensor, param: ZeroParam, optim_state_key: str | None = None) -> None:
         """As ``get_local_fp32_param`` gives it: the owner's value counts, the others' are empty."""
         what = "safe_set_local_fp32_param" if optim_state_key is None else "safe_set_local_optimizer_state"
         name = self._name(param)
@@ -243,7 +236,7 @@ class Access:
         if self.runtime.is_whole:  # keep evaluation's copies right without another collective
             self.runtime.scatter()
 
-    def _no_gradient(self, what: str, param: torch.nn.Parameter | None) -> ValueError:
+    def _no_gradient(self, what: str, param: ZeroParam | None) -> ValueError:
         name = "a gradient" if param is None else f"the gradient of {self._name(param)!r}"
         return ValueError(
             f"{what} asked for {name}, but sums are on their way round the ring until the owner has used them, so "
@@ -251,19 +244,19 @@ class Access:
             "(param.register_hook) for this rank's own gradient"
         )
 
-    def get_fp32_grad_for_param(self, param: torch.nn.Parameter) -> torch.Tensor:
+    def get_fp32_grad_for_param(self, param: ZeroParam) -> torch.Tensor:
         raise self._no_gradient("safe_get_full_grad", param)
 
-    def set_fp32_grad_for_param(self, value: torch.Tensor, param: torch.nn.Parameter) -> None:
+    def set_fp32_grad_for_param(self, value: torch.Tensor, param: ZeroParam) -> None:
         raise self._no_gradient("safe_set_full_grad", param)
 
-    def get_local_fp32_grad_for_param(self, param: torch.nn.Parameter) -> torch.Tensor:
+    def get_local_fp32_grad_for_param(self, param: ZeroParam) -> torch.Tensor:
         raise self._no_gradient("safe_get_local_grad", param)
 
-    def set_local_grad_for_param(self, value: torch.Tensor, param: torch.nn.Parameter) -> None:
+    def set_local_grad_for_param(self, value: torch.Tensor, param: ZeroParam) -> None:
         raise self._no_gradient("safe_set_local_grad", param)
 
-    def update_fp32_grad_for_param_vectorized(self, update: Callable, params: Iterable[torch.nn.Parameter]) -> None:
+    def update_fp32_grad_for_param_vectorized(self, update: Callable, params: Iterable[ZeroParam]) -> None:
         raise self._no_gradient("safe_update_full_grad_vectorized", next(iter(params), None))
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
@@ -282,11 +275,15 @@ class Access:
 
     def _value(self, name: str) -> torch.Tensor:
         owner = self.runtime.owner
-        return (owner.masters.get(name) if name in owner.masters else owner.frozen[name]).detach()
+        return (owner.masters[name] if name in owner.masters else owner.frozen[name]).detach()
 
     def _write(self, name: str, value: torch.Tensor) -> None:
         if self._owner[name] == self.runtime.executor.rank:
             self._value(name).copy_(value)
+
+    def _master_or_state(self, name: str, key: str | None) -> torch.Tensor | None:
+        """On the owner: the fp32 master, or with a key an entry of its state."""
+        return self._value(name).to(torch.float32) if key is None else self._state(name, key)
 
     def _state(self, name: str, key: str) -> torch.Tensor | None:
         """An entry of the state that this rank keeps for the parameter, None if there is none. A copy, if it is a number."""
@@ -324,7 +321,7 @@ class Access:
         """Shape and dtype of the owner's entry, on every rank; all of them raise if there is none."""
         owner = self.runtime.owner
         mine = {
-            "keys": sorted(map(str, owner.optimizer.state.get(owner.masters.get(name), {}))) if name in owner.masters else [],
+            "keys": sorted(map(str, owner.optimizer.state.get(owner.masters[name], {}))) if name in owner.masters else [],
             "shape": None if value is None else list(value.shape),
             "dtype": None if value is None else str(value.dtype).removeprefix("torch."),
         }
