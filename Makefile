@@ -30,6 +30,7 @@ test-all: $(STAMP)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 # The site, in build/docs; fails on broken links and on docstrings that name what is not there. (--quiet would hide both.)
 docs: export NO_MKDOCS_2_WARNING := 1

@@ -112,6 +112,8 @@ def test_install_activates_and_uninstall_removes(environment, source, tmp_path, 
     assert PTH in environment.traces()
     assert (environment.site / PTH).read_text() == (source / PTH).read_text()
     assert environment.probe() == ACTIVE
+    typed = "import deepspeed_cdp, pathlib; print(pathlib.Path(deepspeed_cdp.__file__).with_name('py.typed').exists())"
+    assert environment.run("-c", typed).splitlines()[-1] == "True"
     command = Path(environment.python).with_name("deepspeed-cdp")
     assert environment.run(str(command), "costs", "--json").startswith('{"ok": true')
     if way == "editable":
@@ -149,11 +151,17 @@ def stub_plugin(folder: Path, plugin: str) -> Environment:
     environment = Environment(folder / "venv")
     stub_deepspeed(environment)
     hand_installed(environment)
-    package = environment.site / "deepspeed_cdp"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "integration/plugin.py").write_text(plugin)
+    stub_package(environment.site, plugin)
     return environment
+
+
+def stub_package(site: Path, plugin: str) -> None:
+    """A package that holds nothing but this plugin."""
+    folder = site / "deepspeed_cdp" / "integration"
+    folder.mkdir(parents=True)
+    for path in (folder.parent, folder):
+        (path / "__init__.py").write_text("")
+    (folder / "plugin.py").write_text(plugin)
 
 
 def test_a_real_registration_error_is_told(tmp_path):
@@ -215,12 +223,9 @@ def test_deepspeed_imported_before_the_pth_file_runs(tmp_path):
     environment = Environment(tmp_path / "venv")
     stub_deepspeed(environment)
     late = tmp_path / "late"
-    (late / "deepspeed_cdp").mkdir(parents=True)
+    late.mkdir()
     for name in (PTH, "deepspeed_cdp_autoload.py"):
         shutil.copy(REPOSITORY / name, late / name)
-    (late / "deepspeed_cdp" / "__init__.py").write_text("")
-    (late / "deepspeed_cdp" / "integration/plugin.py").write_text(
-        "import deepspeed\ndef register(): deepspeed.initialize = 'registered'"
-    )
+    stub_package(late, "import deepspeed\ndef register(): deepspeed.initialize = 'registered'")
     code = f"import deepspeed, site; site.addsitedir({str(late)!r}); print(deepspeed.initialize)"
     assert environment.run("-c", code).strip() == "registered"

@@ -242,7 +242,7 @@ def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
     events = EventAccumulator(str(folder / "tb"))
     events.Reload()
-    return {tag: [(e.step, e.value) for e in events.StepMetrics(tag)] for tag in events.Tags()["scalars"]}
+    return {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
 
 
 @pytest.fixture(scope="module")
