@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 import torch
 
-from deepspeed_cdp.transport.cuda_bindings import Driver
+from deepspeed_cdp.transport.cuda_bindings import CudaBindings
 
 CALLS, TURNS, LANES = 30, 7, 6
 
@@ -28,7 +28,7 @@ class Bench:
 
     def __init__(self) -> None:
         torch.cuda.set_device(0)
-        self.driver = Driver()
+        self.driver = CudaBindings()
         self.words = torch.zeros(64, dtype=torch.int32, device="cuda")
         self.gate = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
         self.source = torch.zeros(1 << 20, dtype=torch.uint8, device="cuda")
@@ -38,9 +38,9 @@ class Bench:
         self.lane = torch.cuda.Stream(priority=-1)
         self.held = [torch.cuda.Stream(priority=-1) for _ in range(LANES)]
         self.current = torch.cuda.current_stream().cuda_stream
-        self.events = [self.driver.event(), self.driver.event()]
-        self.driver.record(self.events[0], self.lane.cuda_stream)
-        self.driver.record(self.events[1], self.current)
+        self.events = [self.driver.create_event(), self.driver.create_event()]
+        self.driver.record_event(self.events[0], self.lane.cuda_stream)
+        self.driver.record_event(self.events[1], self.current)
         self._small()
         self.matrix @ self.matrix  # a kernel's first use loads it, which waits for all streams: not while some are held
         torch.cuda.synchronize()
@@ -52,15 +52,15 @@ class Bench:
         """The driver calls of the transport, and two for comparison."""
         d, lane, word = self.driver, self.lane.cuda_stream, self.words.data_ptr()
         return {
-            "write": lambda: d.write(lane, word, 1),
-            "wait": lambda: d.wait(lane, word, 0),
-            "wait on the passes' stream": lambda: d.wait(self.current, word, 0),
+            "write": lambda: d.write_value(lane, word, 1),
+            "wait": lambda: d.wait_value(lane, word, 0),
+            "wait on the passes' stream": lambda: d.wait_value(self.current, word, 0),
             "copy": lambda: d.copy(lane, self.there.data_ptr(), self.source.data_ptr(), 4096),
-            "record": lambda: d.record(self.events[0], lane),
-            "record on the passes' stream": lambda: d.record(self.events[1], self.current),
-            "follow": lambda: d.follow(lane, self.events[1]),
-            "follow on the passes' stream": lambda: d.follow(self.current, self.events[0]),
-            "query of an event": lambda: d.reached(self.events[0]),
+            "record": lambda: d.record_event(self.events[0], lane),
+            "record on the passes' stream": lambda: d.record_event(self.events[1], self.current),
+            "follow": lambda: d.wait_event(lane, self.events[1]),
+            "follow on the passes' stream": lambda: d.wait_event(self.current, self.events[0]),
+            "query of an event": lambda: d.event_done(self.events[0]),
             "kernel": self._small,
         }
 
@@ -76,7 +76,7 @@ class Bench:
         """Streams wait until the host releases them."""
         self.gate.zero_()
         for i, stream in enumerate(self.held):
-            self.driver.wait(stream.cuda_stream, self.gate.data_ptr(), 1)
+            self.driver.wait_value(stream.cuda_stream, self.gate.data_ptr(), 1)
             if i % 2:
                 self.driver.copy(stream.cuda_stream, self.there.data_ptr(), self.source.data_ptr(), 4096)
         try:

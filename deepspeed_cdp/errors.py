@@ -1,15 +1,15 @@
-"""Errors that a user or an operator reads."""
+"""Errors for users and operators."""
 
-# why ranks do not meet
-APART = "a rank crashed, exited or is late, or evaluates, saves, loads or flushes where others do not"
+WHY_MISSING = "a rank crashed, exited or is late, or evaluates, saves, loads or flushes where others do not"
 
 
 class HandoffError(RuntimeError):
-    """A hand-off did not happen: a peer is gone, too slow, or out of step.
+    """A message did not arrive, or was not taken: the peer failed, is too slow, or is out of step.
 
-    The message names this rank, the step, the stage, the stream and the peer.
+    The message names this rank, the step, the stage, the stream and the peer. The engine cannot go on: restart from the last
+    checkpoint.
     """
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; the message names the file. Nothing was changed."""
+    """A checkpoint cannot be written or read. The message names the file; nothing was changed, and training may go on."""

@@ -37,7 +37,7 @@ FOLDERS = {  # in the order of the page
     "cli": "Command line",
     "verify": "Dry-run",
 }
-REASONS = ("fail", "give_up")  # methods of transports whose argument becomes the message of a later HandoffError
+REASONS = ("fail", "abort")  # methods of transports whose argument becomes the message of a later HandoffError
 DIAGNOSES = ("diagnose", "explain")  # methods of transports that return such a message
 OF_METHODS = ("splitlines", "strip", "lower", "tolist", "item", "decode", "partition")  # value.method() is shown as {value}
 MOST = 12  # variants of one message

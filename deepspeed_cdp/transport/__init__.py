@@ -1,4 +1,5 @@
-"""How messages travel: one contract (``base``), several transports, and the choice between them (``choose``).
+"""Point-to-point messages between ranks: one contract (``base``) and its transports.
 
-A transport moves bytes between ranks and knows nothing of stages or versions. Imports ``errors`` only.
+A transport moves bytes between ranks and knows nothing of stages or versions. ``choose`` decides which transport a machine
+allows, and ``connect`` makes it. Imports ``errors`` and ``version`` only.
 """

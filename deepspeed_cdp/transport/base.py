@@ -1,21 +1,23 @@
 """The contract that every transport keeps.
 
-A transport moves flat ``uint8`` tensors between ranks. It knows nothing of stages or versions: the plan says which region of
-which buffer a message fills, and when that region is free (design: a credit).
+A transport moves flat ``uint8`` tensors between ranks. It knows nothing of stages or versions. The plan says which region of
+which buffer a message fills, and when that region is free.
 
-Two ranks and a stream name make an *edge*. Messages of one edge are matched in order: the n-th ``push`` on the sender meets the
-n-th ``post`` on the receiver, and both name tensors of the same size. Edges never block one another.
+An *edge* is a stream name, a sender and a receiver. The n-th ``push`` on the sender matches the n-th ``post`` on the receiver,
+with a tensor of the same size. Edges never block one another.
 
-Life of a message::
+A message is sent in four calls::
 
-    receiver: ticket = post(stream, src, into)     # the region is free: the message may land in it
-    sender:   ticket = push(stream, dst, source)   # never blocks; waits for the post by itself
+    receiver: ticket = post(stream, src, into)     # like irecv: allows the message to land in `into`
+    sender:   ticket = push(stream, dst, source)   # like isend: never blocks, and transfers once the receiver has posted
     receiver: ticket.wait(where)                   # the message has landed in `into`
     sender:   ticket.wait(where)                   # `source` may be overwritten
 
-On a GPU "wait" means that the current stream waits, and "free" and "landed" mean in the order of streams; the host goes on.
-One-sided transports also need to know where in the peer's allocation a message lands or lies: the plan tells (``into_at``,
-``from_at``).
+On GPUs the host only enqueues these calls. ``wait`` then makes the current CUDA stream wait, and "landed" and "overwritten" refer
+to the order of work on CUDA streams.
+
+Transports that write to, or read from, a peer's memory need the message's offset in the peer's allocation. The plan knows it, and
+passes it as ``into_at`` or ``from_at``.
 """
 
 from abc import ABC, abstractmethod
@@ -26,14 +28,14 @@ from typing import Any, Protocol
 
 import torch
 
-from deepspeed_cdp.transport.wait_timing import DeviceWaits
+from deepspeed_cdp.transport.wait_timing import WaitTiming
 
 Edge = tuple[str, int, int]  # (stream, source, destination)
-PULLED = ("P0", "H0")  # offers: pushed when published, begun when the reader takes them
+PULLED = ("P0", "H0")  # streams whose receiver starts the transfer: the sender only announces a published version
 
 
 class Where(Protocol):
-    """What a rank is doing, put into words only when an error needs them; a plain string is one."""
+    """What a rank is doing, for errors: a string, or an object that is formatted only if an error needs it."""
 
     def __str__(self) -> str: ...
 
@@ -42,12 +44,12 @@ class Ticket(Protocol):
     """One side of one message."""
 
     def wait(self, where: Where) -> None:
-        """Return once this side is done; idempotent.
+        """Wait until this side is done; idempotent.
 
         Args:
-            where: what the rank was doing, put first in the error ("rank 1, step 7, stage 2, ...").
+            where: what the rank is doing; the error begins with it ("rank 1, step 7, stage 2, ...").
         Raises:
-            HandoffError: the peer is gone, or nothing came within ``timeout_seconds``.
+            HandoffError: the peer is gone, or did not take its part within ``timeout_seconds``.
         """
 
     def done(self) -> bool:
@@ -55,23 +57,26 @@ class Ticket(Protocol):
 
 
 class Transport(ABC):
-    """Point-to-point messages between ``size`` ranks; see the module's text for the life of a message.
+    """Point-to-point messages between ``size`` ranks; the module's docstring describes them.
 
     Attributes:
         rank, size: this rank and the number of ranks in the ring.
-        label: this rank's number in the world, for people; rings: how many there are, ring: this rank's (cross_ring.py).
-        sent: messages pushed, by (stream, peer).
-        received: messages waited for and landed, by (stream, peer).
-        bytes_sent, bytes_received: the same in bytes.
-        waited: seconds this rank spent blocked in receiving ``Ticket.wait``, by (stream, peer); empty unless ``host_waits``.
-        waited_sent: the same in sending ones: until the peer has taken a message, whose memory is needed again.
-        collectives: calls of ``gather``, ``broadcast`` and ``reset``; none happens in a training step.
+        label: this rank among all ranks of the job, for messages to people.
+        ring, rings: this rank's ring and the number of rings (``RingView``).
+        sent, bytes_sent: messages pushed, and their bytes, by (stream, peer).
+        received, bytes_received: messages waited for, and their bytes, by (stream, peer).
+        waited: seconds that the host was blocked until messages arrived, by (stream, peer); empty unless ``host_waits``.
+        waited_sent: seconds that the host was blocked until peers took messages, by (stream, peer).
+        collectives: calls of ``gather``, ``broadcast`` and ``reset``; a training step makes none.
+        host_waits: the host waits for messages; else a CUDA stream does.
+        timing: how long that CUDA stream waits; None if ``host_waits``.
+        rendezvous: both sides of a message must start it at the same place of an order that all ranks share.
     """
 
     name: str
-    host_waits = True  # whether it is the host that waits for messages; else a stream of the device does
-    timing: DeviceWaits | None = None  # how long that stream waits
-    rendezvous = False  # whether both sides of a message must begin it at the same place of the ranks' common order
+    host_waits = True
+    timing: WaitTiming | None = None
+    rendezvous = False
     rings, ring = 1, 0
 
     def __init__(self, rank: int, size: int, timeout_seconds: float):
@@ -89,81 +94,96 @@ class Transport(ABC):
         return self.rank
 
     def count(self, edge: tuple[str, int], nbytes: int) -> None:
-        """A message was received."""
+        """Count a received message of ``nbytes`` bytes on ``edge`` (stream, peer)."""
         self.received[edge] += 1
         self.bytes_received[edge] += nbytes
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Collective: zeroed memory (uint8, 1-D) that messages are read from and land in; the same size on all ranks."""
+        """Collective: zeroed memory (uint8, 1-D) for messages, of the same size on all ranks."""
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
     def moved_on(self) -> None:  # noqa: B027, only streams care
-        """The current stream has been given work since the last message: what comes next must follow it."""
+        """Tell the transport that work was enqueued on the current CUDA stream: the next message must wait for that work."""
 
     def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:  # noqa: B027, nothing to do without connections
-        """Collective: these edges will be used. Does nothing on transports that need not know.
+        """Collective: connect the edges that will be used. Transports without connections per edge do nothing.
 
         Args:
             edges: all of the ring's, the same list on all ranks.
-            deferred: messages that the peer initiates begin at ``start_peer``, not when they are named (only where
-                ``rendezvous``).
+            deferred: messages that the peer initiates start at ``start_peer``, not at ``post`` or ``push`` (``rendezvous`` only).
         """
 
     def start_peer(self, stream: str, peer: int, incoming: bool) -> None:  # noqa: B027
-        """The peer begins its next message on this edge about now, so this rank's side may begin too (``rendezvous`` only).
+        """Start this rank's side of the next message that the peer initiates on this edge (``rendezvous`` only).
 
         Args:
-            incoming: this rank receives; else it sends what it has offered.
+            incoming: this rank receives; else it sends.
         """
 
     def mark(self) -> Any:
-        """This point of the current stream's work, for ``after``, and as a ticket of which to wait; None where the host waits."""
+        """Record an event on the current CUDA stream, to be waited for by ``after`` or as a ticket; None if ``host_waits``."""
         return None
 
     def after(self, mark: Any) -> None:  # noqa: B027, nothing to wait for on one stream
-        """Let the current stream go on only once the mark's point is passed."""
+        """Make the current CUDA stream wait for an event of ``mark``."""
 
     def owner_stream(self) -> AbstractContextManager:
-        """Where the owner's update runs: beside the passes if the device can."""
+        """Context in which a stage owner's update runs: a CUDA stream of its own, beside the passes."""
         return nullcontext()
 
     @abstractmethod
     def post(
         self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
     ) -> Ticket:
-        """Let the next message of edge (src -> this rank, stream) land in ``into``.
+        """Receive the next message of edge (stream, src, this rank) into ``into``.
 
         Args:
             into: uint8, 1-D, contiguous.
-            after: pushes that still read from it, and marks behind what an owner has read: it is free when they are done.
-            where: for the error, if one of these never is.
-            from_at: where in ``src``'s allocation the message lies, if the plan knows.
+            after: tickets of pushes, and marks of work, that still read ``into``; the message lands after them.
+            where: what the rank is doing, for the error if one of these is never done.
+            from_at: offset of the message in ``src``'s allocation, in bytes; -1: unknown.
+        Raises:
+            HandoffError: a ticket of ``after`` failed.
+            ValueError: ``src`` is not another rank of the ring.
         """
 
     @abstractmethod
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Ticket:
-        """Send ``source`` as the next message of edge (this rank -> dst, stream). Never blocks.
+        """Send ``source`` as the next message of edge (stream, this rank, dst). Never blocks.
 
         Args:
-            source: uint8, 1-D, contiguous.
-            after: the message whose arrival filled ``source``, if it is passed on as it came.
-            into_at: where in ``dst``'s allocation it lands, if the plan knows.
+            source: uint8, 1-D, contiguous; unchanged until the ticket is done.
+            after: ticket of the message that filled ``source``, if it is forwarded unchanged.
+            into_at: offset in ``dst``'s allocation where the message lands, in bytes; -1: unknown.
+        Raises:
+            ValueError: ``dst`` is not another rank of the ring.
         """
 
     @abstractmethod
     def gather(self, value: Any, where: Where) -> list[Any]:
-        """Collective: every rank's ``value`` (plain data that json can carry), in rank order."""
+        """Collective: every rank's ``value`` (JSON-serializable), in rank order.
+
+        Raises:
+            HandoffError: not all ranks called within ``timeout_seconds``.
+        """
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
-        """Collective: fill ``tensor`` (uint8, 1-D, contiguous) on every rank with ``src``'s."""
+        """Collective: copy rank ``src``'s ``tensor`` (uint8, 1-D, contiguous) into every rank's.
+
+        Raises:
+            HandoffError: not all ranks took part within ``timeout_seconds``.
+        """
 
     @abstractmethod
     def reset(self, where: Where) -> None:
-        """Collective: finish the messages that both sides have named, forget the rest, start every edge anew.
+        """Collective, between steps: complete the messages that were both posted and pushed, and drop all others.
 
-        Where ``rendezvous``, a post that only this side has begun may be written to before it returns.
-        After it returns, a message pushed before it can never meet a post made after it. Every rank must be between steps.
+        A push from before never matches a post from after. With ``rendezvous``, a dropped post's memory may be written to until
+        ``reset`` returns.
+
+        Raises:
+            HandoffError: not all ranks called, or a message was not completed, within ``timeout_seconds``.
         """
 
     @abstractmethod
@@ -171,6 +191,6 @@ class Transport(ABC):
         """Free everything; idempotent.
 
         Args:
-            drain: first wait (up to ``timeout_seconds``) until peers have taken the messages they have posted for: a rank that
-                finishes early must not pull the last hand-offs from under its neighbours.
+            drain: first wait, up to ``timeout_seconds``, until peers have received the messages that they have posted for. A rank
+                that finishes early does so, since its peers still need its last messages.
         """

@@ -1,4 +1,4 @@
-"""The tensors behind the plan's regions, and cached views of them."""
+"""A rank's communication buffers: one allocation of the transport, cut into the plan's regions."""
 
 from collections.abc import Mapping
 
@@ -8,10 +8,13 @@ from deepspeed_cdp.transport.base import Transport
 
 
 class Buffers:
-    """One rank's flat buffers (uint8, 1-D), cut from one allocation of the transport; laid out alike on all ranks.
+    """One rank's regions (uint8, 1-D). The constructor is collective; all ranks have the same layout.
 
+    Args:
+        regions: bytes by name (``Plan.regions``).
     Attributes:
-        regions: by name (see ``Plan.regions``).
+        arena: the whole allocation.
+        regions: tensors by name.
     """
 
     def __init__(self, regions: Mapping[str, int], transport: Transport):
@@ -25,11 +28,11 @@ class Buffers:
         self._views: dict[tuple[str, int, int], torch.Tensor] = {}
 
     def address(self, region: str, offset: int) -> int:
-        """Where this byte lies in the allocation, here and on every other rank."""
+        """Offset in bytes of a region's byte in the allocation, the same on all ranks."""
         return self._start[region] + offset
 
     def view(self, region: str, offset: int, nbytes: int) -> torch.Tensor:
-        """The bytes of one message; the same tensor object every time, so that views of it can be cached too."""
+        """``nbytes`` bytes of a region (uint8, 1-D). Equal arguments give the same tensor object, whose views callers cache."""
         key = (region, offset, nbytes)
         view = self._views.get(key)
         if view is None:
@@ -37,5 +40,5 @@ class Buffers:
         return view
 
     def nbytes(self) -> int:
-        """Everything this rank holds for hand-offs, finished sums and published copies."""
+        """Size of the allocation in bytes."""
         return self.arena.numel()

@@ -1,18 +1,18 @@
-"""The few calls of the CUDA driver that torch does not offer: stream memory operations and plain copies between addresses.
+"""ctypes bindings of CUDA driver calls that torch does not offer: stream memory operations, and copies between addresses.
 
-``cuStreamWaitValue32`` holds a stream until a word in memory has reached a value, ``cuStreamWriteValue32`` sets one when the work
-before it is done. Neither uses a multiprocessor; the words may lie in a peer's memory.
+``cuStreamWaitValue32`` makes a stream wait until a 32-bit word in memory reaches a value. ``cuStreamWriteValue32`` writes a word
+once the stream's earlier work is done. Neither occupies a multiprocessor, and the word may be in a peer GPU's memory.
 """
 
 import ctypes
 
 
-class Driver:
-    """libcuda, called directly: each call returns once it is enqueued.
+class CudaBindings:
+    """libcuda. Calls that take a stream only enqueue work. Streams, events and addresses are integers.
 
     Raises:
-        OSError: there is no driver library.
-        RuntimeError: the driver reports an error.
+        OSError: the driver library is missing.
+        RuntimeError: a call failed; the message names it and the driver's error.
     """
 
     def __init__(self) -> None:
@@ -45,56 +45,56 @@ class Driver:
             self._name(code, ctypes.byref(name))
             raise RuntimeError(f"{what}: {name.value.decode() if name.value else code}")
 
-    def wait(self, stream: int, word: int, value: int) -> None:
-        """Hold ``stream`` until the 32-bit word at address ``word`` is at least ``value`` (compared cyclically)."""
+    def wait_value(self, stream: int, word: int, value: int) -> None:
+        """Make ``stream`` wait until the 32-bit word at address ``word`` is at least ``value``, compared modulo 2**32."""
         self._check(self._wait(stream, word, value & 0xFFFFFFFF, 0), "cuStreamWaitValue32")
 
-    def write(self, stream: int, word: int, value: int) -> None:
-        """Set the word once ``stream`` has done what it was given; what it wrote before is visible by then."""
+    def write_value(self, stream: int, word: int, value: int) -> None:
+        """Set the word once ``stream`` has finished its earlier work, whose writes are visible by then."""
         self._check(self._write(stream, word, value & 0xFFFFFFFF, 0), "cuStreamWriteValue32")
 
     def copy(self, stream: int, to: int, source: int, nbytes: int) -> None:
-        """Copy between device addresses, a peer's too, with a copy engine."""
+        """Copy ``nbytes`` bytes between device addresses with a copy engine; either may be a peer's."""
         self._check(self._copy(to, source, nbytes, stream), "cuMemcpyDtoDAsync")
 
     def fill(self, stream: int, to: int, value: int, nbytes: int) -> None:
-        """Set ``nbytes`` bytes at a device address; unlike torch's kernels this loads nothing on first use."""
+        """Set ``nbytes`` bytes at a device address to ``value``. Unlike a torch kernel, this loads no module on first use."""
         self._check(self._fill(to, value, nbytes, stream), "cuMemsetD8Async")
 
-    def stream(self, priority: int = -1) -> int:
-        """A new stream of high priority that no one else is given (torch hands out the same 32 in turn)."""
+    def create_stream(self, priority: int = -1) -> int:
+        """A new non-blocking stream that nothing else uses; torch's pool gives each of its 32 streams to several users."""
         handle = ctypes.c_void_p()
         self._check(self._new_stream(ctypes.byref(handle), 1, priority), "cuStreamCreateWithPriority")  # CU_STREAM_NON_BLOCKING
         return handle.value or 0
 
-    def destroy(self, stream: int) -> None:
-        """Give a stream of ``stream`` back."""
+    def destroy_stream(self, stream: int) -> None:
+        """Destroy a stream that ``create_stream`` made."""
         self._check(self._end_stream(stream), "cuStreamDestroy")
 
-    def idle(self, stream: int) -> bool:
-        """Whether ``stream`` has done what it was given."""
+    def stream_done(self, stream: int) -> bool:
+        """Whether ``stream`` has finished all its work."""
         code = self._idle(stream)
         if code == 600:  # CUDA_ERROR_NOT_READY
             return False
         self._check(code, "cuStreamQuery")
         return True
 
-    def event(self) -> int:
+    def create_event(self) -> int:
         """A new event without timing."""
         handle = ctypes.c_void_p()
         self._check(self._create(ctypes.byref(handle), 2), "cuEventCreate")  # CU_EVENT_DISABLE_TIMING
         return handle.value or 0
 
-    def record(self, event: int, stream: int) -> None:
-        """The event comes when ``stream`` has done what it was given."""
+    def record_event(self, event: int, stream: int) -> None:
+        """Record the event on ``stream``."""
         self._check(self._record(event, stream), "cuEventRecord")
 
-    def follow(self, stream: int, event: int) -> None:
-        """Hold ``stream`` until the event, as it was last recorded, comes; the event may be recorded anew right after."""
+    def wait_event(self, stream: int, event: int) -> None:
+        """Make ``stream`` wait for the event's latest recording; the event may be recorded again at once."""
         self._check(self._await(stream, event, 0), "cuStreamWaitEvent")
 
-    def reached(self, event: int) -> bool:
-        """Whether the event has come."""
+    def event_done(self, event: int) -> bool:
+        """Whether the event's latest recording has passed."""
         code = self._query(event)
         if code == 600:  # CUDA_ERROR_NOT_READY
             return False

@@ -1,28 +1,29 @@
-"""What transports between GPUs share: events, the owner's stream, and a thread that sees when the device has waited too long."""
+"""Common parts of the transports between GPUs: tickets of CUDA events, the owner's stream, collectives, and a watchdog."""
 
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.errors import WHY_MISSING, HandoffError
 from deepspeed_cdp.transport.base import Transport, Where
-from deepspeed_cdp.transport.cuda_bindings import Driver
-from deepspeed_cdp.transport.store_exchange import StoreExchange
-from deepspeed_cdp.transport.wait_timing import DeviceWaits
+from deepspeed_cdp.transport.cuda_bindings import CudaBindings
+from deepspeed_cdp.transport.store_exchange import StoreExchange, first_line
+from deepspeed_cdp.transport.wait_timing import WaitTiming
 
 
-class Awaited(ABC):
-    """One side of a message that CUDA streams can be made to wait for.
+class StreamTicket(ABC):
+    """One side of a message, for which CUDA streams can be made to wait.
 
     Attributes:
-        edge: (stream, peer); nbytes: what is counted as received when it is waited for, -1 for nothing.
+        edge: (stream, peer).
+        nbytes: bytes to count as received at the first ``wait``; -1: not a received message.
     """
 
     __slots__ = ("transport", "edge", "nbytes", "counted")
@@ -31,37 +32,37 @@ class Awaited(ABC):
         self.transport, self.edge, self.nbytes, self.counted = transport, edge, nbytes, nbytes < 0
 
     @abstractmethod
-    def enqueue(self, stream: int) -> None:
-        """Hold a CUDA stream until the message is there."""
+    def enqueue_wait(self, cuda_stream: int) -> None:
+        """Make a CUDA stream (its handle) wait until this side of the message is done."""
 
     def wait(self, where: Where) -> None:
         transport = self.transport
-        transport.check()
-        transport.hold(self, self.edge, self.nbytes >= 0)
+        transport.raise_failure()
+        transport.wait_on_current_stream(self, self.edge, self.nbytes >= 0)
         transport.moved_on()
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
 
 
-class Event(Awaited):
-    """A message whose work on a CUDA stream ends with an event, or a mark; the event goes back to the pool with the ticket."""
+class EventTicket(StreamTicket):
+    """A message, or a mark, that is done at a CUDA event. The event returns to the transport's pool with the ticket."""
 
     __slots__ = ("event",)
 
-    def __init__(self, transport: "CudaTransport", edge: tuple[str, int], stream: int, nbytes: int):
+    def __init__(self, transport: "CudaTransport", edge: tuple[str, int], cuda_stream: int, nbytes: int):
         super().__init__(transport, edge, nbytes)
-        self.event = transport.events.pop() if transport.events else transport.driver.event()
-        transport.driver.record(self.event, stream)
+        self.event = transport.events.pop() if transport.events else transport.driver.create_event()
+        transport.driver.record_event(self.event, cuda_stream)
 
     def __del__(self) -> None:
         self.transport.events.append(self.event)
 
-    def enqueue(self, stream: int) -> None:
-        self.transport.driver.follow(stream, self.event)
+    def enqueue_wait(self, cuda_stream: int) -> None:
+        self.transport.driver.wait_event(cuda_stream, self.event)
 
     def done(self) -> bool:
-        return self.transport.driver.reached(self.event)
+        return self.transport.driver.event_done(self.event)
 
 
 def _timing_event() -> torch.cuda.Event:
@@ -71,58 +72,61 @@ def _timing_event() -> torch.cuda.Event:
 
 
 class CudaTransport(Transport):
-    """Part of a transport between GPUs; the host only enqueues.
+    """Base class of transports between GPUs. In a training step the host only enqueues.
 
     Attributes:
-        device: this rank's GPU; driver: calls that torch does not offer; events: free ones.
+        device: this rank's GPU.
+        driver: CUDA driver calls.
+        events: free CUDA events, for ``EventTicket``.
     """
 
     host_waits = False
-    timing: DeviceWaits
-    _meeting: StoreExchange
-    _watch: "Watch"
+    timing: WaitTiming
+    _store_exchange: StoreExchange
+    _watchdog: "Watchdog"
 
     def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device):
         super().__init__(rank, size, timeout_seconds)
-        self.device, self.driver = device, Driver()
+        self.device, self.driver = device, CudaBindings()
         self.events: list[int] = []
         self._owner = torch.cuda.Stream(device)
-        self.timing = DeviceWaits(_timing_event)
+        self.timing = WaitTiming(_timing_event)
         self._failure: str | None = None
         self._closed = False
 
     def current(self) -> int:
-        """The handle of the stream that torch uses now."""
+        """Handle of torch's current CUDA stream."""
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
-    def hold(self, awaited: Awaited, edge: tuple[str, int], came: bool) -> None:
-        """Make the current stream wait, watched; and time it in some steps if it is the passes'.
+    def wait_on_current_stream(self, ticket: StreamTicket, edge: tuple[str, int], came: bool) -> None:
+        """Make the current CUDA stream wait for ``ticket``; the watchdog supervises it, and ``timing`` times it in some steps.
 
         Args:
-            came: whether it waits for a message to come; else for its own to be taken.
+            edge: (stream, peer); stream "": a mark, which is not timed.
+            came: the ticket is of a received message; else of a sent one.
         """
         current = self.current()
         timed = self.timing.active and current != self._owner.cuda_stream and edge[0] != ""
         before = self.timing.mark() if timed else None
-        awaited.enqueue(current)
+        ticket.enqueue_wait(current)
         if timed:
             self.timing.note(edge, came, before)
-        self._watch.look_behind(current)  # the host may block right there
+        self._watchdog.expect_stream(current)  # the host may block right behind this wait
 
-    def check(self) -> None:
-        """Raise what the watch has found."""
+    def raise_failure(self) -> None:
+        """Raise HandoffError if the watchdog has found a message late."""
         if self._failure:
             raise HandoffError(self._failure)
 
     # ---- the owner's stream ---------------------------------------------------------------------------------------------
-    def mark(self) -> Event:
-        mark = Event(self, ("", self.rank), self.current(), -1)
-        self._watch.look(mark)
+    def mark(self) -> EventTicket:
+        mark = EventTicket(self, ("", self.rank), self.current(), -1)
+        self._watchdog.expect(mark)
         return mark
 
-    def after(self, mark: Event | None) -> None:
+    def after(self, mark: EventTicket | None) -> None:
         if mark is not None:
-            mark.enqueue(self.current())
+            mark.enqueue_wait(self.current())
             self.moved_on()
 
     def owner_stream(self) -> AbstractContextManager:
@@ -131,86 +135,106 @@ class CudaTransport(Transport):
     # ---- collectives, none in a training step ---------------------------------------------------------------------------
     def gather(self, value: Any, where: Where) -> list[Any]:
         self.collectives += 1
-        self.check()
-        return self._meeting.exchange(value, where)
+        self.raise_failure()
+        return self._store_exchange.exchange(value, where)
 
     def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
         self.collectives += 1
-        self.check()
-        self._meeting.exchange(None, where)  # with a timeout, unlike what follows
-        dist.broadcast(tensor, src)
+        self.raise_failure()
+        self._store_exchange.exchange(None, where)  # names missing ranks, which a broadcast cannot
+        failed = f"{where}: broadcast from rank {src} failed within {self.timeout_seconds} s ({WHY_MISSING})"
+        try:
+            work = dist.broadcast(tensor, src, async_op=True)
+            self._wait_on_host([work.is_completed], lambda: failed)
+            work.wait()  # raises what went wrong; the current stream waits, too
+        except HandoffError:
+            _abort_default_group(self.device)  # its kernel would block the device until torch's own timeout
+            raise
+        except RuntimeError as error:
+            raise HandoffError(f"{failed}: {first_line(error)}") from error
 
-    def _synchronize(self, idle: Sequence[Callable[[], bool]], where: Where) -> None:
-        """Wait on the host until each says that it is idle, up to the timeout."""
+    def _wait_on_host(self, queries: Sequence[Callable[[], bool]], late: Callable[[], str]) -> None:
+        """Block the host until each query has returned True.
+
+        Raises:
+            HandoffError: the watchdog's reason, or ``late()`` after ``timeout_seconds``.
+        """
         deadline = time.monotonic() + self.timeout_seconds
-        for query in idle:
+        for query in queries:
             while not query():
                 if self._failure or time.monotonic() > deadline:
-                    raise HandoffError(self._failure or f"{where}: {self.diagnose()}")
+                    raise HandoffError(self._failure or late())
                 time.sleep(0.0005)
 
-    # ---- when something is wrong ----------------------------------------------------------------------------------------
+    # ---- failures -------------------------------------------------------------------------------------------------------
     @abstractmethod
     def diagnose(self) -> str:
-        """What holds this rank up."""
+        """Which message blocks this rank."""
 
     @abstractmethod
-    def give_up(self, reason: str) -> None:
-        """Called by the watch, again and again: unblock the device, and let the next call raise."""
+    def abort(self, reason: str) -> None:
+        """Unblock the device, and let the next call raise HandoffError(``reason``). The watchdog calls it repeatedly."""
 
 
-class Watch:
-    """A thread that sees when the device has waited too long."""
+def _abort_default_group(device: torch.device) -> None:
+    """End the running collectives of the default process group; best effort, while another error is raised."""
+    with suppress(Exception):
+        dist.distributed_c10d._get_default_group()._get_backend(device).abort()
+
+
+class Watchdog:
+    """A thread that aborts the transport when the device has waited for longer than ``timeout_seconds``."""
 
     def __init__(self, transport: CudaTransport):
         self._transport = transport
-        self._marks: deque[tuple[float, Event]] = deque()
-        self._behind: dict[int, tuple[float, int]] = {}  # stream -> when the event behind its latest wait was recorded, the event
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp watch")
+        self._marks: deque[tuple[float, EventTicket]] = deque()
+        self._stream_events: dict[int, tuple[float, int]] = {}  # CUDA stream -> (time, event) of its latest expect_stream
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp watchdog")
         self._thread.start()
 
-    def look(self, mark: Event) -> None:
-        """This mark should be reached within the timeout."""
+    def expect(self, mark: EventTicket) -> None:
+        """Expect the mark to be reached within the timeout. At most five marks a second are kept."""
         now = time.monotonic()
         if not self._marks or now - self._marks[-1][0] > 0.2:
             self._marks.append((now, mark))
 
-    def look_behind(self, stream: int) -> None:
-        """So should what the stream has been given so far. The latest such place counts: the host may block right behind it."""
-        latest = self._behind.get(stream)
-        event = latest[1] if latest else self._transport.driver.event()
-        if latest:  # before it is recorded anew: the watch must not see it with the old time
-            self._behind[stream] = (time.monotonic(), event)
-        self._transport.driver.record(event, stream)
-        self._behind[stream] = (time.monotonic(), event)
+    def expect_stream(self, cuda_stream: int) -> None:
+        """Expect the stream to finish its work so far within the timeout. A stream's latest call replaces its earlier ones."""
+        latest = self._stream_events.get(cuda_stream)
+        event = latest[1] if latest else self._transport.driver.create_event()
+        if latest:  # first the new time: the thread must not see the event's new recording with the old time
+            self._stream_events[cuda_stream] = (time.monotonic(), event)
+        self._transport.driver.record_event(event, cuda_stream)
+        self._stream_events[cuda_stream] = (time.monotonic(), event)
 
-    def _late(self, patience: float) -> bool:
+    def _late(self, timeout: float) -> bool:
         driver, now = self._transport.driver, time.monotonic()
         while self._marks and self._marks[0][1].done():
             self._marks.popleft()
-        if self._marks and now - self._marks[0][0] > patience:
+        if self._marks and now - self._marks[0][0] > timeout:
             return True
-        return any(now - since > patience and not driver.reached(event) for since, event in list(self._behind.values()))
+        return any(now - since > timeout and not driver.event_done(event) for since, event in list(self._stream_events.values()))
 
     def _run(self) -> None:
-        transport, patience = self._transport, self._transport.timeout_seconds
+        transport, timeout = self._transport, self._transport.timeout_seconds
         torch.cuda.set_device(transport.device)
-        torch.cuda.current_stream().query()  # makes the context current here too, which calls of the driver need
-        while not self._over.wait(min(1.0, patience / 4)):
+        torch.cuda.current_stream().query()  # makes the CUDA context current in this thread, for driver calls
+        while not self._stopping.wait(min(1.0, timeout / 4)):
             try:
-                reason = transport._failure or (transport.diagnose() if self._late(patience) else None)
-            except RuntimeError as error:  # of the driver: the device itself has failed
+                reason = transport._failure or (transport.diagnose() if self._late(timeout) else None)
+            except RuntimeError as error:  # from the driver: the device itself has failed
                 reason = f"rank {transport.rank}: the GPU does not answer: {error}"
             if reason:
-                transport.give_up(reason)
+                transport.abort(reason)
 
     def stop(self) -> None:
-        self._over.set()
+        """End the thread; waits for it for up to 5 s."""
+        self._stopping.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(5)
 
     @property
-    def over(self) -> bool:
-        """Whether it does nothing any more."""
+    def stopped(self) -> bool:
+        """Whether the thread has ended."""
         return not self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""A transport that dawdles, so that tests see orders of events that a quiet machine never shows."""
+"""A transport with random delays, so that tests see orders of events that do not occur on an idle machine."""
 
 import random
 import time
@@ -11,15 +11,15 @@ from deepspeed_cdp.transport.base import Edge, Ticket, Transport, Where
 
 
 class _Late:
-    """A ticket whose ``wait`` starts late."""
+    """A ticket whose ``wait`` starts after a delay."""
 
     __slots__ = ("ticket", "owner")
 
     def __init__(self, ticket: Ticket, owner: "Delayed"):
         self.ticket, self.owner = ticket, owner
 
-    def wait(self, where: str) -> None:
-        self.owner.dawdle()
+    def wait(self, where: Where) -> None:
+        self.owner.delay()
         self.ticket.wait(where)
 
     def done(self) -> bool:
@@ -27,11 +27,11 @@ class _Late:
 
 
 class Delayed(Transport):
-    """Sleep a random time before each post, push and wait of ``transport``; everything else, counters too, is its own.
+    """Sleeps for a random time before each post, push and wait of ``transport``. Counters are the transport's own.
 
     Args:
         transport: the transport to slow down.
-        seed: with the rank, the seed of the delays.
+        seed: of the delays, together with the rank.
         max_seconds: delays are uniform in [0, max_seconds).
     """
 
@@ -49,34 +49,34 @@ class Delayed(Transport):
     def collectives(self) -> int:
         return self.inner.collectives
 
-    def dawdle(self) -> None:
-        """Sleep once."""
+    def delay(self) -> None:
+        """Sleep for a random time."""
         time.sleep(self._random.random() * self._max_seconds)
 
     def post(
         self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
     ) -> _Late:
-        self.dawdle()
+        self.delay()
         return _Late(self.inner.post(stream, src, into, after, where, from_at), self)
 
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Late:
-        self.dawdle()
+        self.delay()
         return _Late(self.inner.push(stream, dst, source, after, into_at), self)
 
     def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:
         self.inner.prepare(edges, deferred)
 
     def start_peer(self, stream: str, peer: int, incoming: bool) -> None:
-        self.dawdle()
+        self.delay()
         self.inner.start_peer(stream, peer, incoming)
 
-    def gather(self, value: Any, where: str) -> list[Any]:
+    def gather(self, value: Any, where: Where) -> list[Any]:
         return self.inner.gather(value, where)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, where: str) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
         self.inner.broadcast(tensor, src, where)
 
-    def reset(self, where: str) -> None:
+    def reset(self, where: Where) -> None:
         self.inner.reset(where)
 
     def close(self, drain: bool) -> None:

@@ -1,15 +1,15 @@
-"""Hand-offs over gloo: CPU, sockets, a private process group.
+"""Messages between CPUs over gloo: sockets, in a private process group.
 
-What gloo does, found by experiment and relied upon here:
+Experiments found these properties of gloo, on which the transport relies:
 
-- A send starts only when its receive is posted (true rendezvous), and both match by tag per pair of ranks, in order per tag.
-- A pending send or receive whose Work is dropped is cancelled; the pair stays usable for other tags.
-- ``Work.is_completed`` stays False until ``wait`` was called, and a second ``wait`` on a finished Work times out: tickets
-  remember their own state.
-- A ``wait`` that times out closes every connection of the process group, here and so for the peers. So nothing can be
-  polled, a timeout is final, and a deliberate timeout is how ``close`` hangs up.
-- A message longer than the posted tensor aborts the receiver's process, a shorter one lands silently. So tags carry a hash
-  of the size: sides that disagree never meet, and time out.
+- A send starts only once its receive is posted. Both match by tag per pair of ranks, in order per tag.
+- Dropping the Work of a pending send or receive cancels it; the pair of ranks stays usable for other tags.
+- ``Work.is_completed`` stays False until ``wait`` was called. A second ``wait`` on a finished Work times out. So tickets remember
+  their own state.
+- A ``wait`` that times out closes every connection of the process group, here and so for the peers. So polling is impossible, a
+  timeout is final, and ``close`` disconnects by a deliberate timeout.
+- A message longer than the posted tensor aborts the receiver's process, and a shorter one lands without an error. So tags contain
+  a hash of the size: sides that disagree never match, and time out.
 """
 
 import threading
@@ -21,13 +21,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deepspeed_cdp.errors import APART, HandoffError
+from deepspeed_cdp.errors import WHY_MISSING, HandoffError
 from deepspeed_cdp.transport.base import Ticket, Transport, Where
 from deepspeed_cdp.transport.store_exchange import StoreExchange, first_line
 
-_EPOCHS, _STREAMS = 1 << 5, 1 << 6  # a tag (31 bits) is: epoch 5, stream 6, number of the message 8, hash of its size 12
-_HANG_UP = (1 << 31) - 1  # a tag of epoch 31 and stream 63, which is never given out
-_DRAIN_SECONDS = 0.1  # a finished send may still sit in the kernel: hanging up at once could cut it off
+# A tag has 31 bits: epoch 5, stream 6, number of the message 8, hash of its size 12.
+_EPOCHS, _STREAMS = 1 << 5, 1 << 6
+_DISCONNECT_TAG = (1 << 31) - 1  # epoch 31 and stream 63, which no message has
+_FLUSH_SECONDS = 0.1  # after the last send: its bytes may still be in the kernel's socket buffers
 
 _PENDING, _DONE, _FAILED = range(3)
 
@@ -39,12 +40,12 @@ class _Edge:
 
     def __init__(self, key: tuple[str, int], receiving: bool, tag: int):
         self.key, self.receiving, self.tag = key, receiving, tag  # key: (stream, peer)
-        self.count = 0  # messages named so far on this side
-        self.pending: dict[int, _Ticket] = {}  # number -> ticket not yet waited for, in order
+        self.count = 0  # messages posted or pushed so far on this side
+        self.pending: dict[int, _Ticket] = {}  # number -> ticket that was not waited for, in order
 
 
 class _Ticket:
-    """One side of one message. ``done`` is conservative: gloo cannot tell before ``wait``."""
+    """One side of one message. ``done`` is False before ``wait``: gloo cannot tell earlier."""
 
     __slots__ = ("transport", "edge", "number", "tensor", "work", "state", "reason")
 
@@ -54,9 +55,9 @@ class _Ticket:
         self.state, self.reason = _PENDING, ""
 
     def done(self) -> bool:
-        return self.state != _PENDING or self.work is None  # zero bytes have no Work
+        return self.state != _PENDING or self.work is None  # a message of zero bytes has no Work
 
-    def wait(self, where: str) -> None:
+    def wait(self, where: Where) -> None:
         if self.state == _DONE:
             return
         if self.state == _FAILED:
@@ -65,7 +66,7 @@ class _Ticket:
         started = time.perf_counter()
         try:
             if self.work is not None:
-                self.work.wait(transport.patience)
+                self.work.wait(transport.timeout)
         except RuntimeError as error:
             self.fail(transport.explain(error, edge))
             raise HandoffError(f"{where}: {self.reason}") from error
@@ -79,26 +80,24 @@ class _Ticket:
         edge.pending.pop(self.number, None)
 
     def fail(self, reason: str) -> None:
-        """Give the message up; dropping the Work cancels it."""
+        """Drop the message; dropping the Work cancels it. ``wait`` raises HandoffError with ``reason``."""
         self.state, self.reason = _FAILED, reason
         self.work = self.tensor = None
         self.edge.pending.pop(self.number, None)
 
 
 class GlooTransport(Transport):
-    """Point-to-point messages over a process group that c10d does not know of.
+    """See the module's docstring. The constructor is collective; all ranks must make those of one ``name`` in the same order.
 
-    Several may live in one process, and ``torch.distributed.destroy_process_group`` does not touch them. All ranks must make
-    their transports of one ``name`` in the same order.
+    The process group is not registered with torch.distributed: ``destroy_process_group`` leaves it alone, and a process may have
+    several.
 
     Args:
-        rank: this rank.
-        size: the number of ranks in the ring.
+        rank, size: this rank and the number of ranks.
         timeout_seconds: how long to wait for a peer before a HandoffError.
-        store: where ranks meet; default: the store of ``torch.distributed.init_process_group``.
-        name: keeps apart the transports that share a store.
+        store, name: as ``StoreExchange``.
     Raises:
-        HandoffError: not all ranks came.
+        HandoffError: not all ranks called, or no connection was made, within ``timeout_seconds``.
     """
 
     name = "gloo"
@@ -107,21 +106,25 @@ class GlooTransport(Transport):
         self, rank: int, size: int, timeout_seconds: float, store: dist.Store | None = None, name: str = "deepspeed_cdp"
     ):
         super().__init__(rank, size, timeout_seconds)
-        self.patience = timedelta(seconds=timeout_seconds)
+        self.timeout = timedelta(seconds=timeout_seconds)
         self._epoch = 0  # resets so far, the same on all ranks
         self._streams: dict[str, int] = {}
         self._in: dict[tuple[str, int], _Edge] = {}  # (stream, src)
         self._out: dict[tuple[str, int], _Edge] = {}  # (stream, dst)
         self._pg: dist.ProcessGroupGloo | None = None
         where = f"rank {rank}, connecting the {size} ranks of {name!r}"
-        self._meeting = StoreExchange(rank, size, timeout_seconds, store, name, where)
-        self._store = self._meeting.store
-        self._connect(where)
+        self._store_exchange = StoreExchange(rank, size, timeout_seconds, store, name, where)
+        self._store = self._store_exchange.store
+        try:
+            self._connect(where)
+        except BaseException:
+            self._store_exchange.close(None)  # the other ranks need not wait
+            raise
 
-    def _connect(self, where: str) -> None:
+    def _connect(self, where: Where) -> None:
         store = dist.PrefixStore(f"connect/{self._epoch}", self._store)
         try:
-            self._pg = dist.ProcessGroupGloo(store, self.rank, self.size, self.patience)
+            self._pg = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
         except RuntimeError as error:
             raise HandoffError(f"{where}: no connection within {self.timeout_seconds} s: {first_line(error)}") from error
 
@@ -148,7 +151,7 @@ class GlooTransport(Transport):
         if size == 0:
             if not edge.receiving:
                 ticket.state = _DONE
-            return ticket  # a receiver's zero bytes are counted by its wait
+            return ticket  # the receiver's wait counts the message
         edge.pending[number] = ticket
         tag = edge.tag | (number & 0xFF) << 12 | (size * 0x9E3779B1 & 0xFFFFFFFF) >> 20
         try:
@@ -160,7 +163,7 @@ class GlooTransport(Transport):
             else:
                 ticket.work = pg.send([tensor], edge.key[1], tag)
         except RuntimeError as error:
-            ticket.fail(self.explain(error, edge))  # told by wait, which knows where
+            ticket.fail(self.explain(error, edge))  # wait raises it, and knows where
         return ticket
 
     def _edge(self, edges: dict[tuple[str, int], _Edge], stream: str, peer: int, receiving: bool) -> _Edge:
@@ -171,10 +174,21 @@ class GlooTransport(Transport):
         return edge
 
     def _stream_number(self, stream: str) -> int:
-        """The number of ``stream``, the same on all ranks: whoever needs it first takes the next free one in the store."""
+        """The number of ``stream``, the same on all ranks: the first rank to need it takes the next free one in the store.
+
+        Raises:
+            HandoffError: the store is gone.
+            ValueError: there are too many streams.
+        """
         if stream not in self._streams:
             for number in range(_STREAMS - 1):
-                taken = self._store.compare_set(f"stream/{number}", "", stream).decode()
+                try:
+                    taken = self._store.compare_set(f"stream/{number}", "", stream).decode()
+                except RuntimeError as error:
+                    raise HandoffError(
+                        f"rank {self.rank}, first message on stream {stream}: the store is gone (rank 0 crashed or exited?): "
+                        f"{first_line(error)}"
+                    ) from error
                 self._streams.setdefault(taken, number)
                 if taken == stream:
                     break
@@ -183,7 +197,7 @@ class GlooTransport(Transport):
         return self._streams[stream]
 
     def explain(self, error: RuntimeError, edge: _Edge) -> str:
-        """What a gloo error on ``edge`` means, without the rank's ``where``."""
+        """The message for a gloo error on ``edge``, without ``where``."""
         (stream, peer), text = edge.key, str(error)
         if "Timed out" in text:
             what = "no message" if edge.receiving else "nobody took the message"
@@ -196,11 +210,11 @@ class GlooTransport(Transport):
 
     # ---- collectives, none in a training step -------------------------------------------------------------------------------
 
-    def gather(self, value: Any, where: str) -> list[Any]:
+    def gather(self, value: Any, where: Where) -> list[Any]:
         self.collectives += 1
-        return self._meeting.exchange(value, where)
+        return self._store_exchange.exchange(value, where)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, where: str) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
         self.collectives += 1
         if self.size == 1 or tensor.numel() == 0:
             return
@@ -208,20 +222,20 @@ class GlooTransport(Transport):
             raise HandoffError(f"{where}: rank {self.rank} has closed its transport")
         try:
             options = dist.BroadcastOptions()  # torch 2.6 takes the timeout in no other way
-            options.rootRank, options.timeout = src, self.patience
-            self._pg.broadcast([tensor], options).wait(self.patience)
+            options.rootRank, options.timeout = src, self.timeout
+            self._pg.broadcast([tensor], options).wait(self.timeout)
         except RuntimeError as error:
             raise HandoffError(
-                f"{where}: broadcast from rank {src} failed within {self.timeout_seconds} s ({APART}): {first_line(error)}"
+                f"{where}: broadcast from rank {src} failed within {self.timeout_seconds} s ({WHY_MISSING}): {first_line(error)}"
             ) from error
 
-    def reset(self, where: str) -> None:
+    def reset(self, where: Where) -> None:
         self.collectives += 1
-        named = {
+        counts = {
             side: [[stream, peer, edge.count] for (stream, peer), edge in edges.items()]
             for side, edges in (("posted", self._in), ("pushed", self._out))
         }
-        everyone = self._meeting.exchange(named, where)
+        everyone = self._store_exchange.exchange(counts, where)
         for edges, side in ((self._in, "pushed"), (self._out, "posted")):
             for (stream, peer), edge in edges.items():
                 there = next((n for s, p, n in everyone[peer][side] if s == stream and p == self.rank), 0)
@@ -232,9 +246,9 @@ class GlooTransport(Transport):
                         ticket.fail(f"message {ticket.number} on stream {stream} was forgotten by a reset")
             edges.clear()
         self._epoch += 1
-        if self._epoch % _EPOCHS == 0:  # tags start anew: so must the connections, which may remember dropped messages
-            self._meeting.exchange(None, where)  # nobody waits for old messages any more
-            self._hang_up()
+        if self._epoch % _EPOCHS == 0:  # tags repeat: connections may remember dropped messages, so make new ones
+            self._store_exchange.exchange(None, where)  # no rank waits for old messages any more
+            self._disconnect()
             self._connect(where)
 
     # ---- the end ------------------------------------------------------------------------------------------------------------
@@ -242,35 +256,35 @@ class GlooTransport(Transport):
     def close(self, drain: bool) -> None:
         if self._pg is None:
             return
-        self._meeting.close([[stream, src, edge.count] for (stream, src), edge in self._in.items()])
+        self._store_exchange.close([[stream, src, edge.count] for (stream, src), edge in self._in.items()])
         threads = self._drain([edge for edge in self._out.values() if edge.pending]) if drain else []
-        self._hang_up()
-        for thread in threads:  # hanging up has woken them; none may be inside gloo when the interpreter ends
+        self._disconnect()
+        for thread in threads:  # disconnecting has woken them; none may be inside gloo when the interpreter ends
             thread.join(10.0)
         for edge in (*self._in.values(), *self._out.values()):
             for ticket in [t for t in edge.pending.values() if t.state == _PENDING]:
                 ticket.fail(f"rank {self.rank} has closed its transport")
 
     def _drain(self, edges: list[_Edge]) -> list[threading.Thread]:
-        """Wait until each edge's pushes are taken, or its peer is closing and has not posted for them, or is gone.
+        """Wait until peers have received the pushes that they posted for, or are gone; at most ``timeout_seconds``.
 
         Returns:
-            Threads that may still be waiting for messages that nobody will take.
+            Threads that may still wait for other pushes.
         """
         waiters: dict[_Edge, threading.Thread] = {}
         taken = dict.fromkeys(edges, 0)
 
         def wait(edge: _Edge) -> None:
             for number, ticket in list(edge.pending.items()):
-                taken[edge] = number  # all before it are taken
+                taken[edge] = number  # all before it were received
                 try:
-                    ticket.work.wait(self.patience)
+                    ticket.work.wait(self.timeout)
                 except RuntimeError:
                     return
                 ticket.state = _DONE
             taken[edge] = edge.count
 
-        for edge in edges:  # gloo cannot be polled, so each edge is waited for in a thread; hanging up wakes them
+        for edge in edges:  # gloo cannot be polled: a thread waits per edge
             waiters[edge] = threading.Thread(target=wait, args=(edge,), daemon=True)
             waiters[edge].start()
         threads = list(waiters.values())
@@ -283,26 +297,28 @@ class GlooTransport(Transport):
                 if not waiters[edge].is_alive() or taken[edge] >= self._posted_by_closing(edge):
                     del waiters[edge]
         if edges:
-            time.sleep(_DRAIN_SECONDS)
+            time.sleep(_FLUSH_SECONDS)
         return threads
 
     def _posted_by_closing(self, edge: _Edge) -> float:
-        """How many messages of ``edge`` its peer posted for in all, once the peer is closing; infinity before."""
+        """Number of messages of ``edge`` that its peer has posted for, once the peer is closing; infinity before."""
         stream, peer = edge.key
         try:
-            posted = self._meeting.closed(peer)
+            posted = self._store_exchange.closing_value(peer)
         except RuntimeError:
-            posted = None  # the connection to the peer decides
+            posted = None  # the store is gone; the connection to the peer tells
         if posted is None:
             return float("inf")
         return next((n for s, r, n in posted if s == stream and r == self.rank), 0)
 
-    def _hang_up(self) -> None:
-        """Close all connections now, whoever still holds a Work, by a timeout (see the module's text)."""
+    def _disconnect(self) -> None:
+        """Close all connections at once, even if a Work exists, by a deliberate timeout (see the module's docstring)."""
         pg, self._pg = self._pg, None
         for peer in range(self.size):
             if peer != self.rank:
                 try:
-                    pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _HANG_UP).wait(timedelta(milliseconds=1))
+                    pg.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _DISCONNECT_TAG).wait(
+                        timedelta(milliseconds=1)
+                    )
                 except RuntimeError:
                     pass

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the contract of ``base.py`` with nothing but a lock, for tests."""
+"""Ranks as threads of one process, for tests: the contract of ``base`` over a lock and copies."""
 
 import json
 import threading
@@ -16,26 +16,26 @@ _WAITING, _DONE, _FAILED = range(3)
 
 
 class Hub:
-    """The meeting place of ``size`` ranks; one per test.
+    """What ``size`` ranks share; one per test.
 
     Args:
         size: the number of ranks.
-        timeout_seconds: how long a wait lasts before it becomes a HandoffError.
+        timeout_seconds: how long to wait for a peer before a HandoffError.
     """
 
     def __init__(self, size: int, timeout_seconds: float):
         self.size, self.timeout_seconds = size, timeout_seconds
         self.changed = threading.Condition()
-        # (epoch, stream, src, dst) -> the side that is ahead: only posts or only pushes wait here
+        # (epoch, stream, src, dst) -> unmatched posts, and unmatched pushes; an edge never has both
         self.posts: dict[tuple[int, str, int, int], deque[_Ticket]] = {}
         self.pushes: dict[tuple[int, str, int, int], deque[_Ticket]] = {}
         self.values: dict[tuple[int, int], str] = {}  # (number of the collective, rank) -> json
         self.tensors: dict[int, torch.Tensor] = {}  # number of the broadcast -> the source's bytes
-        self.closing: set[int] = set()  # these ranks take nothing more
+        self.closing: set[int] = set()  # these ranks receive nothing more
         self.gone: dict[int, str] = {}  # rank -> why it will never answer
 
     def fail(self, rank: int, reason: str) -> None:
-        """Let ``rank`` die as a crashed process would: what peers wait for from it raises at once."""
+        """Simulate a crash of ``rank``: peers that wait for it raise HandoffError at once."""
         with self.changed:
             self.closing.add(rank)
             self.gone.setdefault(rank, reason)
@@ -56,7 +56,7 @@ class _Ticket:
     def done(self) -> bool:
         return self.state != _WAITING
 
-    def wait(self, where: str) -> None:
+    def wait(self, where: Where) -> None:
         transport, hub = self.transport, self.transport.hub
         with hub.changed:
             if self.state == _WAITING:
@@ -79,14 +79,14 @@ class _Ticket:
 
 
 class LocalTransport(Transport):
-    """One rank's end of a Hub; used by one thread."""
+    """One rank of a Hub; used by one thread."""
 
     name = "local"
 
     def __init__(self, hub: Hub, rank: int):
         super().__init__(rank, hub.size, hub.timeout_seconds)
         self.hub = hub
-        self._epoch = 0  # number of resets: edges of different epochs never meet
+        self._epoch = 0  # number of resets; messages of different epochs never match
         self._calls = 0  # number of internal gathers, the same on all ranks
         self._closed = False
 
@@ -96,14 +96,14 @@ class LocalTransport(Transport):
         for ticket in after:
             ticket.wait(where)
         ticket = _Ticket(self, stream, self._peer(src), into, receiving=True)
-        self._meet((self._epoch, stream, src, self.rank), ticket)
+        self._match((self._epoch, stream, src, self.rank), ticket)
         return ticket
 
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Ticket:
         ticket = _Ticket(self, stream, self._peer(dst), source, receiving=False)
         self.sent[stream, dst] += 1
         self.bytes_sent[stream, dst] += source.numel()
-        self._meet((self._epoch, stream, self.rank, dst), ticket)
+        self._match((self._epoch, stream, self.rank, dst), ticket)
         return ticket
 
     def _peer(self, peer: int) -> int:
@@ -111,8 +111,8 @@ class LocalTransport(Transport):
             raise ValueError(f"rank {self.rank} of {self.size}: an edge joins two different ranks, not {peer}")
         return peer
 
-    def _meet(self, edge: tuple[int, str, int, int], ticket: _Ticket) -> None:
-        """Queue ``ticket``, or copy the message if the other side is already there."""
+    def _match(self, edge: tuple[int, str, int, int], ticket: _Ticket) -> None:
+        """Copy the message if the other side has issued it, else queue ``ticket``."""
         hub = self.hub
         own, other = (hub.posts, hub.pushes) if ticket.receiving else (hub.pushes, hub.posts)
         with hub.changed:
@@ -136,7 +136,7 @@ class LocalTransport(Transport):
                 )
             hub.changed.notify_all()
 
-    def _exchange(self, value: Any, where: str) -> list[Any]:
+    def _exchange(self, value: Any, where: Where) -> list[Any]:
         hub, call = self.hub, self._calls
         self._calls += 1
         with hub.changed:
@@ -150,14 +150,14 @@ class LocalTransport(Transport):
             if late := missing():
                 dead = [f"rank {rank} {hub.gone[rank]}" for rank in late if rank in hub.gone]
                 raise HandoffError(f"{where}: " + (dead[0] if dead else f"rank(s) {late} missing after {hub.timeout_seconds} s"))
-            hub.values.pop((call - 1, self.rank), None)  # everybody has read the call before
+            hub.values.pop((call - 1, self.rank), None)  # all ranks have read the previous call's
             return [json.loads(hub.values[call, rank]) for rank in range(self.size)]
 
-    def gather(self, value: Any, where: str) -> list[Any]:
+    def gather(self, value: Any, where: Where) -> list[Any]:
         self.collectives += 1
         return self._exchange(value, where)
 
-    def broadcast(self, tensor: torch.Tensor, src: int, where: str) -> None:
+    def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
         self.collectives += 1
         call = self._calls
         if self.rank == src:
@@ -169,11 +169,11 @@ class LocalTransport(Transport):
         if self.rank == src:
             del self.hub.tensors[call]
 
-    def reset(self, where: str) -> None:
+    def reset(self, where: Where) -> None:
         self.collectives += 1
         self._exchange(None, where)
         hub = self.hub
-        with hub.changed:  # what both sides named was copied at once; what waits in a queue met nobody
+        with hub.changed:  # matched messages were copied at once; queued ones never matched
             for queues, receiving in ((hub.posts, True), (hub.pushes, False)):
                 for edge in [e for e in queues if e[0] == self._epoch and e[3 if receiving else 2] == self.rank]:
                     for ticket in queues.pop(edge):

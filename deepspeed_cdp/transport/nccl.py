@@ -1,19 +1,15 @@
-"""Hand-offs over NCCL: GPUs that do not reach each other's memory, on one host or several.
+"""Messages over NCCL, for GPUs that cannot access each other's memory, on one host or several. The host only enqueues.
 
-Every edge (stream, sender, receiver) has a communicator of two ranks and a CUDA stream of its own, on both sides, so that edges
-never hold each other up. The plan says which edges there are (program.edges); they are connected once, in one order on all ranks,
-and tried with a message: each rank waits at the first of its edges that is not there yet, so the first one missing anywhere has
-both ranks at it. NCCL's memory for each (estimated at 10 to 30 MiB; not measured) is mostly buffers of its channels, which
-``_CTAS`` bounds.
+Connections. Every edge has a communicator of two ranks and a CUDA stream of its own, so edges never block each other.
+``prepare`` connects the plan's edges once, in the same order on all ranks, and sends one message over each. NCCL's memory per
+edge (estimated at 10 to 30 MiB; not measured) is mostly its channels' buffers, which ``_CTAS`` bounds.
 
-A send kernel and its receive kernel hold their multiprocessors until the other has come, so both begin at one place of the order
-that all ranks share (rendezvous.py): the side that is early waits with at most ``_CTAS`` multiprocessors per edge, and nobody
-waits for what lies ahead. The host only enqueues.
+Order. A send kernel and its receive kernel occupy multiprocessors until both run. So both sides start a message at the same place
+of an order that all ranks share (``rendezvous``). The earlier side waits with at most ``_CTAS`` multiprocessors per edge.
 
-A receive that is given up must not look like one that came. Small messages travel in NCCL's protocol LL, which, given up, stores
-what an older message left in its buffer; the other protocol stores nothing. So small messages go by way of longer memory of the
-edge's own, too long for LL, and the beginning of every place is marked with nan before its message is received.
-"""
+Failures. After an abort, an incomplete receive must not look like a message. NCCL's protocol LL, for small messages, may
+deliver what an older message left in its buffer; the other protocols deliver nothing. So small messages pass through a staging
+buffer that is too long for LL, and the beginning of every destination is filled with nan before its receive."""
 
 import threading
 import time
@@ -27,33 +23,33 @@ import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Edge, Where
-from deepspeed_cdp.transport.cuda_common import CudaTransport, Event, Watch
-from deepspeed_cdp.transport.nccl_bindings import Nccl
+from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, Watchdog
+from deepspeed_cdp.transport.nccl_bindings import NcclBindings
 from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 
-_CTAS = 4  # multiprocessors that one message may use at most
-_LONG = 1 << 17  # bytes; protocol LL is for at most 16 KiB per multiprocessor (NCCL_P2P_LL_THRESHOLD)
-_SPOILERS = 12
-_CLOSED, _OPEN = 0, 1
+_CTAS = 4  # most multiprocessors that one message uses
+_STAGED_BYTES = (
+    1 << 17
+)  # shorter messages are staged; protocol LL is for at most 16 KiB per multiprocessor (NCCL_P2P_LL_THRESHOLD)
+_POISON_STREAMS = 12
+_CLOSED, _OPEN = 0, 1  # values of the gate, see _host_words
 
 
 class NcclTransport(RendezvousTransport, CudaTransport):
-    """See the module's text. All ranks must make their transports in the same order.
+    """See the module's docstring. The constructor is collective; all ranks must make their transports in the same order.
 
-    torch.distributed knows nothing of it: several may live in one process, and ``destroy_process_group`` does not touch them
-    (but ``broadcast`` uses the default group).
+    The communicators are not registered with torch.distributed, so ``destroy_process_group`` leaves them alone. ``broadcast``
+    uses the default process group.
 
     Args:
-        rank: this rank.
-        size: the number of ranks.
-        timeout_seconds: how long the device may wait for a peer before this rank ends with an error.
-        device: this rank's GPU, another one on every rank.
-        store: where ranks meet; default: the store of ``torch.distributed.init_process_group``.
-        name: keeps apart the transports that share a store.
+        rank, size: this rank and the number of ranks.
+        timeout_seconds: how long the device waits for a peer before this rank raises HandoffError.
+        device: this rank's GPU, a different one on every rank.
+        store, name: as ``StoreExchange``.
     Raises:
-        HandoffError: not all ranks came.
-        OSError, RuntimeError: no NCCL.
+        HandoffError: not all ranks called.
+        OSError, RuntimeError: NCCL is missing or too old.
     """
 
     name = "nccl"
@@ -69,21 +65,26 @@ class NcclTransport(RendezvousTransport, CudaTransport):
     ):
         super().__init__(rank, size, timeout_seconds, device)
         torch.zeros((), device=device)  # the driver's calls need torch's context
-        self._nccl = Nccl()
-        self._meeting = StoreExchange(
+        self._nccl = NcclBindings()
+        self._store_exchange = StoreExchange(
             rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}"
         )
-        self._ends: dict[Edge, tuple[int, int]] = {}  # edge -> its communicator and its CUDA stream
-        self._longer: dict[Edge, torch.Tensor] = {}  # edge -> memory by way of which its small messages go
-        self._lock = threading.Lock()  # one thread at a time in NCCL
-        self._order = self.driver.event()  # for one stream to follow another
-        self._begun: deque[Message] = deque(maxlen=512)  # the latest, for the watch
-        self._memory: torch.Tensor | None = None
-        self._sides: list[int] = []  # the watch's streams, see _poison
-        # page-locked, so that a thread can write to the device without a stream: a gate, and which of the ``_sides`` are done
-        self._words = torch.zeros(1 + _SPOILERS, dtype=torch.int32, device="cpu", pin_memory=True)
-        self._words[0] = _OPEN
-        self._watch = Watch(self)
+        try:
+            self._connections: dict[Edge, tuple[int, int]] = {}  # edge -> communicator, handle of its CUDA stream
+            self._staging: dict[Edge, torch.Tensor] = {}  # edge -> buffer for small messages
+            self._lock = threading.Lock()  # one thread at a time calls NCCL
+            self._order = self.driver.create_event()  # for one CUDA stream to wait for another
+            self._started: deque[Message] = deque(maxlen=512)  # the latest, for ``diagnose``
+            self._memory: torch.Tensor | None = None
+            self._poison_handles: list[int] = []  # CUDA streams that _poison made
+            # Pinned, so that a thread can write what the device reads without using a CUDA stream. Word 0 is a gate that every
+            # stream passes after a wait; word 1 + k is _OPEN once poison stream k has filled the buffers.
+            self._host_words = torch.zeros(1 + _POISON_STREAMS, dtype=torch.int32, device="cpu", pin_memory=True)
+            self._host_words[0] = _OPEN
+            self._watchdog = Watchdog(self)
+        except BaseException:
+            self._store_exchange.close(None)  # the other ranks need not wait
+            raise
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         memory = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
@@ -93,34 +94,44 @@ class NcclTransport(RendezvousTransport, CudaTransport):
 
     # ---- connecting -----------------------------------------------------------------------------------------------------
     def _connect(self, edges: Sequence[Edge], where: Where) -> None:
-        """Communicators for this rank's edges, each tried with one message."""
+        """Make a communicator for each of this rank's edges, and send one message over it."""
         made = {i: self._nccl.new_id().hex() for i, (_, src, _) in enumerate(edges) if src == self.rank}
-        ids = {int(i): text for there in self._meeting.exchange(made, where) for i, text in there.items()}
+        ids = {int(i): text for there in self._store_exchange.exchange(made, where) for i, text in there.items()}
         for i, edge in enumerate(edges):
             stream, src, dst = edge
             if self.rank in (src, dst):
                 peer = src if self.rank == dst else dst
                 doing = f"{where}: stream {stream} with rank {peer}"
-                comm = self._in_time(
+                comm = self._with_timeout(
                     lambda i=i, dst=dst: self._nccl.connect(bytes.fromhex(ids[i]), int(self.rank == dst), _CTAS), doing
                 )
-                lane = self.driver.stream()
-                self._ends[edge], self._longer[edge] = (comm, lane), self._scratch(_LONG)
-                self._in_time(lambda edge=edge: self._try(edge), doing)
-        self._meeting.exchange(None, where)
+                handle = self.driver.create_stream()
+                self._connections[edge], self._staging[edge] = (comm, handle), self._scratch(_STAGED_BYTES)
+                self._with_timeout(lambda edge=edge: self._send_first(edge), doing)
+        self._store_exchange.exchange(None, where)
 
-    def _try(self, edge: Edge) -> None:
-        """NCCL connects at the first message, which blocks the host: let that be here."""
+    def _send_first(self, edge: Edge) -> None:
+        """Send the edge's first message, at which NCCL connects and blocks the host.
+
+        Raises:
+            RuntimeError: it arrived damaged.
+        """
         word = torch.full((256,), 1 if edge[2] == self.rank else 2, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream(self.device).synchronize()
-        self._carry(edge, word)
-        while not self.driver.idle(self._ends[edge][1]):
+        self._enqueue_transfer(edge, word)
+        while not self.driver.stream_done(self._connections[edge][1]):
             time.sleep(0.0005)
         if not bool((word == 2).all()):
             raise RuntimeError("the first message did not arrive whole")
 
-    def _in_time(self, call: Callable[[], int | None], doing: str) -> int:
-        """What ``call`` returns, which NCCL may block for as long as it likes; not longer than the timeout."""
+    def _with_timeout(self, call: Callable[[], int | None], doing: str) -> int:
+        """Run ``call`` in a thread, since NCCL may block without a timeout, and return its result.
+
+        Args:
+            doing: what the rank is doing; the error begins with it.
+        Raises:
+            HandoffError: ``call`` failed, or did not return within ``timeout_seconds``.
+        """
         result: list[int | None] = []
         errors: list[BaseException] = []
 
@@ -128,7 +139,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             torch.cuda.set_device(self.device)
             try:
                 result.append(call())
-            except BaseException as error:  # told below
+            except BaseException as error:  # raised below
                 errors.append(error)
 
         thread = threading.Thread(target=run, daemon=True, name="deepspeed_cdp connect")
@@ -141,162 +152,164 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         return result[0] or 0
 
     # ---- messages -------------------------------------------------------------------------------------------------------
-    def _point(self) -> Event:
-        return Event(self, ("", self.rank), self.current(), -1)
+    def _record_point(self) -> EventTicket:
+        return EventTicket(self, ("", self.rank), self.current(), -1)
 
-    def _begin(self, message: Message) -> Event:
-        self.check()
-        line, driver = message.line, self.driver
-        edge = line.edge(self.rank)
-        lane = self._ends[edge][1]
+    def _start(self, message: Message) -> EventTicket:
+        self.raise_failure()
+        side, driver = message.side, self.driver
+        edge = side.edge(self.rank)
+        handle = self._connections[edge][1]
         if message.point is not None:
-            message.point.enqueue(lane)
+            message.point.enqueue_wait(handle)
         for ticket in message.after:
             if isinstance(ticket, Message):
-                self.begin_until(ticket)  # (it has begun, unless the plan is wrong)
-                ticket = ticket.handle
+                self.start_until(ticket)  # it has started, unless the plan is wrong
+                ticket = ticket.work
             if ticket is not None:
-                ticket.enqueue(lane)
-        if not line.initiates:  # begin no sooner on the device either: until the peer comes, it holds multiprocessors
-            driver.record(self._order, self.current())
-            driver.follow(lane, self._order)
+                ticket.enqueue_wait(handle)
+        if (
+            not side.initiates
+        ):  # the kernel must not start early on the device either: until the peer starts, it holds multiprocessors
+            driver.record_event(self._order, self.current())
+            driver.wait_event(handle, self._order)
         with self._lock:
-            self.check()
-            self._carry(edge, message.tensor)
+            self.raise_failure()
+            self._enqueue_transfer(edge, message.tensor)
         message.point, message.after = None, ()
-        self._begun.append(message)
-        return Event(self, (line.stream, line.peer), lane, -1)
+        self._started.append(message)
+        return EventTicket(self, (side.stream, side.peer), handle, -1)
 
-    def _carry(self, edge: Edge, tensor: torch.Tensor) -> None:
-        """Enqueue one side of a message; see the module's text."""
-        (comm, lane), driver, nbytes = self._ends[edge], self.driver, tensor.numel()
+    def _enqueue_transfer(self, edge: Edge, tensor: torch.Tensor) -> None:
+        """Enqueue this rank's side of a message, staged and marked with nan as the module's docstring says."""
+        (comm, handle), driver, nbytes = self._connections[edge], self.driver, tensor.numel()
         at = place = tensor.data_ptr()
-        length, small = nbytes, nbytes < _LONG
+        length, small = nbytes, nbytes < _STAGED_BYTES
         if small:
-            place, length = self._longer[edge].data_ptr(), _LONG
+            place, length = self._staging[edge].data_ptr(), _STAGED_BYTES
         if edge[2] == self.rank:
-            driver.fill(lane, place, 0xFF, min(nbytes, _LONG))
-            self._nccl.receive(comm, 0, place, length, lane)
+            driver.fill(handle, place, 0xFF, min(nbytes, _STAGED_BYTES))
+            self._nccl.receive(comm, 0, place, length, handle)
             if small:
-                driver.copy(lane, at, place, nbytes)
+                driver.copy(handle, at, place, nbytes)
         else:
             if small:
-                driver.copy(lane, place, at, nbytes)
-            self._nccl.send(comm, 1, place, length, lane)
+                driver.copy(handle, place, at, nbytes)
+            self._nccl.send(comm, 1, place, length, handle)
 
-    def _await(self, message: Message, where: Where) -> None:
-        self.check()
+    def _wait_started(self, message: Message, where: Where) -> None:
+        self.raise_failure()
         message.where = where
-        self.hold(message.handle, (message.line.stream, message.line.peer), message.line.incoming)
-        self.driver.wait(self.current(), self._words.data_ptr(), _OPEN)
+        self.wait_on_current_stream(message.work, (message.side.stream, message.side.peer), message.side.incoming)
+        self.driver.wait_value(self.current(), self._host_words.data_ptr(), _OPEN)
 
-    def _reached(self, message: Message) -> bool:
-        return message.handle is not None and message.handle.done()
+    def _is_done(self, message: Message) -> bool:
+        return message.work is not None and message.work.done()
 
     def _scratch(self, nbytes: int) -> torch.Tensor:
         scratch = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
         torch.cuda.current_stream(self.device).synchronize()
         return scratch
 
-    def _drain(self, where: Where) -> None:
-        lanes = [lane for _, lane in self._ends.values()]
-        self._synchronize(
-            [*(lambda lane=lane: self.driver.idle(lane) for lane in lanes), self._owner.query, torch.cuda.current_stream().query],
-            where,
-        )
-        self._begun.clear()
+    def _finish_started(self, where: Where) -> None:
+        handles = [handle for _, handle in self._connections.values()]
+        queries = [lambda handle=handle: self.driver.stream_done(handle) for handle in handles]
+        queries += [self._owner.query, torch.cuda.current_stream().query]
+        self._wait_on_host(queries, lambda: f"{where}: {self.diagnose()}")
+        self._started.clear()
 
-    # ---- when something is wrong ----------------------------------------------------------------------------------------
+    # ---- failures -------------------------------------------------------------------------------------------------------
     def diagnose(self) -> str:
-        """Which of the latest messages holds this rank up: the first one waited for that has not come, else the first of all."""
-        late = [m for m in list(self._begun) if m.handle is not None and not m.handle.done()]
-        late.sort(key=lambda m: not m.counted)  # stable
+        """Which message blocks this rank: the first unfinished one that was waited for, else the first unfinished one."""
+        late = [m for m in list(self._started) if m.work is not None and not m.work.done()]
+        late.sort(key=lambda m: not m.counted)  # waited for first; the sort is stable
         for message in late:
-            line = message.line
-            broken = self._nccl.error(self._ends[line.edge(self.rank)][0])
+            side = message.side
+            broken = self._nccl.error(self._connections[side.edge(self.rank)][0])
             what = (
-                f"no message on stream {line.stream} from rank {line.peer}"
-                if line.incoming
-                else f"nobody took the message on stream {line.stream} for rank {line.peer}"
+                f"no message on stream {side.stream} from rank {side.peer}"
+                if side.incoming
+                else f"nobody took the message on stream {side.stream} for rank {side.peer}"
             )
             return f"{message.where or f'rank {self.rank}'}: {what} within {self.timeout_seconds} s" + (
                 f" (NCCL: {broken})" if broken else ""
             )
         return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
 
-    def give_up(self, reason: str, poison: bool = True) -> None:
-        """Called by the watch: end all messages, so that the device goes on, and let the next call raise.
+    def abort(self, reason: str, poison: bool = True) -> None:
+        """Abort all communicators, so that the device goes on, and let the next call raise HandoffError(``reason``).
 
         Args:
-            poison: let the streams find nan: what they compute from now on, for messages that did not come, must not look right.
+            poison: fill the buffers with 0xFF, which is nan: results computed without the messages must not look valid.
         """
         if self._failure:
             return
         self._failure = reason
         try:
             if poison and self._memory is not None:
-                self._words[0] = _CLOSED
-                self._aside(self._poison, self._memory).join(1.0)
-            held = self._lock.acquire(timeout=1.0)  # a call that blocks inside NCCL is ended by the abort
-            # all at once: an abort waits for the device, which another communicator's message may hold
-            ends = [self._aside(self._end, comm) for comm, _ in self._ends.values()]
+                self._host_words[0] = _CLOSED
+                self._in_thread(self._poison, self._memory).join(1.0)
+            held = self._lock.acquire(timeout=1.0)  # the abort also ends a call that blocks inside NCCL
+            # all at once: each abort waits for the device, which another communicator's message may block
+            aborts = [self._in_thread(self._nccl.abort, comm) for comm, _ in self._connections.values()]
             deadline = time.monotonic() + 1.0
-            while self._sides and not self._words[1:].any() and time.monotonic() < deadline:
-                time.sleep(0.001)  # and no call of the driver, which the aborts may block
-            if poison and self._memory is not None and not self._words[1:].any():
+            while self._poison_handles and not self._host_words[1:].any() and time.monotonic() < deadline:
+                time.sleep(0.001)  # no driver call, which the aborts may block
+            if poison and self._memory is not None and not self._host_words[1:].any():
                 self._failure += " (and the GPU did not mark what has not come: numbers read after that may be wrong)"
         finally:
-            self._words[0] = _OPEN
+            self._host_words[0] = _OPEN
         deadline = time.monotonic() + self.timeout_seconds
-        for end in ends:
-            end.join(max(deadline - time.monotonic(), 0.0))
+        for thread in aborts:
+            thread.join(max(deadline - time.monotonic(), 0.0))
         if held:
             self._lock.release()
 
-    def _aside(self, call: Callable[..., None], *given: Any) -> threading.Thread:
-        """Call it in a thread of its own, which nobody need wait for: a driver that is busy may keep it for ever."""
+    def _in_thread(self, call: Callable[..., None], *given: Any) -> threading.Thread:
+        """Run ``call`` in a daemon thread: the driver may block it for ever."""
 
         def run() -> None:
             torch.cuda.set_device(self.device)
-            with suppress(Exception):  # what has gone wrong is told by who gave up
+            with suppress(Exception):  # abort raises the cause
                 call(*given)
 
-        thread = threading.Thread(target=run, daemon=True, name="deepspeed_cdp giving up")
+        thread = threading.Thread(target=run, daemon=True, name="deepspeed_cdp abort")
         thread.start()
         return thread
 
     def _poison(self, memory: torch.Tensor) -> None:
-        """Begin to fill this rank's buffers with nan, on several streams: a device has few queues, so some may be held up until
-        the messages have ended. Nobody who waits for a message goes on until one of them is done."""
-        for k in range(_SPOILERS):
-            side = self.driver.stream(-(2 + k % 4))
-            self._sides.append(side)
-            self.driver.fill(side, memory.data_ptr(), 0xFF, memory.numel())
-            self.driver.write(side, self._words.data_ptr() + 4 * (1 + k), _OPEN)
+        """Enqueue filling this rank's buffers with nan on several CUDA streams.
 
-    def _end(self, comm: int) -> None:
-        self._nccl.abort(comm)
+        The GPU has few hardware queues, so messages may block some of these streams. One that is done suffices. Until then the
+        gate blocks every CUDA stream that has waited for a message.
+        """
+        for k in range(_POISON_STREAMS):
+            handle = self.driver.create_stream(-(2 + k % 4))
+            self._poison_handles.append(handle)
+            self.driver.fill(handle, memory.data_ptr(), 0xFF, memory.numel())
+            self.driver.write_value(handle, self._host_words.data_ptr() + 4 * (1 + k), _OPEN)
 
     # ---- the end --------------------------------------------------------------------------------------------------------
     def close(self, drain: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        self._watch.stop()
+        self._watchdog.stop()
         where = f"rank {self.rank}, closing"
         try:
             if drain and not self._failure:
-                self.reset(where)  # finish what both sides have named
+                self.reset(where)  # completes the messages that both sides have posted and pushed
         except HandoffError:
-            pass  # a peer has failed; it tells itself
-        self._meeting.close(None)
-        reason = f"rank {self.rank} has closed its transport"
-        self._fail_all(reason)
+            pass  # a peer has failed, and raises the cause itself
+        finally:
+            self._store_exchange.close(None)
+        self._fail_all(f"rank {self.rank} has closed its transport")
         if not self._failure:
-            self.give_up(f"{where}: the transport is closed", False)
+            self.abort(f"{where}: the transport is closed", False)
         torch.cuda.synchronize(self.device)
-        for lane in (*(self._sides if self._watch.over else ()), *(lane for _, lane in self._ends.values())):
-            self.driver.destroy(lane)
-        self._ends.clear()
-        self._longer.clear()
+        poison_handles = self._poison_handles if self._watchdog.stopped else []
+        for handle in (*poison_handles, *(handle for _, handle in self._connections.values())):
+            self.driver.destroy_stream(handle)
+        self._connections.clear()
+        self._staging.clear()
         self._memory = None

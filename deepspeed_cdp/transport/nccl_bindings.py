@@ -1,7 +1,7 @@
-"""The few calls of NCCL that hand-offs need, on the library that torch has loaded.
+"""ctypes bindings of NCCL's point-to-point calls, in the library that torch has loaded.
 
-Called directly, because torch's ProcessGroupNCCL chooses the streams itself (from a pool of 32 that others share), keeps threads
-and a registry per group, and ends the process where this package wants an error that says what a rank waited for.
+``ProcessGroupNCCL`` does not fit: it selects CUDA streams from a shared pool, keeps threads per group, and ends the process on a
+timeout, where this package raises an error that names the message.
 """
 
 import ctypes
@@ -30,12 +30,12 @@ class _Config(ctypes.Structure):
     ]
 
 
-class Nccl:
-    """libnccl.
+class NcclBindings:
+    """libnccl. Communicators, streams and addresses are integers.
 
     Raises:
-        OSError: there is no library.
-        RuntimeError: NCCL reports an error, or is older than 2.17.
+        OSError: the library is missing.
+        RuntimeError: a call failed, or NCCL is older than 2.17.
     """
 
     def __init__(self) -> None:
@@ -63,13 +63,17 @@ class Nccl:
             raise RuntimeError(f"{what}: {self._text(code).decode()}{detail}")
 
     def new_id(self) -> bytes:
-        """What both ranks of a new communicator must know; the process that asks for it serves as their meeting point."""
+        """The unique id (128 bytes) that both ranks of a new communicator need; they connect through the calling process."""
         made = _Id()
         self._check(self._id(ctypes.byref(made)), "ncclGetUniqueId")
         return bytes(made)
 
     def connect(self, unique: bytes, rank: int, max_ctas: int) -> int:
-        """Blocks until both ranks (0 and 1) of a communicator are there; at most ``max_ctas`` multiprocessors per message."""
+        """Make a communicator of ranks 0 and 1; blocks until both have called.
+
+        Args:
+            max_ctas: multiprocessors that a message uses at most.
+        """
         comm = ctypes.c_void_p()
         config = _Config(ctypes.sizeof(_Config), 0xCAFEBEEF, _CONFIG_VERSION, 1, _UNDEFINED, 1, max_ctas, None)
         self._check(
@@ -78,19 +82,19 @@ class Nccl:
         return comm.value or 0
 
     def send(self, comm: int, peer: int, source: int, nbytes: int, stream: int) -> None:
-        """Enqueue sending from a device address on a stream; it ends when the peer has received."""
+        """Enqueue a send from device address ``source``; it ends when the peer has received."""
         self._check(self._send(source, nbytes, _UINT8, peer, comm, stream), "ncclSend")
 
     def receive(self, comm: int, peer: int, into: int, nbytes: int, stream: int) -> None:
-        """Enqueue receiving to a device address."""
+        """Enqueue a receive to device address ``into``."""
         self._check(self._receive(into, nbytes, _UINT8, peer, comm, stream), "ncclRecv")
 
     def error(self, comm: int) -> str | None:
-        """What has gone wrong with a communicator meanwhile (a connection lost), if anything."""
+        """The communicator's asynchronous error, such as a lost connection; None if there is none."""
         code = ctypes.c_int()
         self._check(self._state(comm, ctypes.byref(code)), "ncclCommGetAsyncError")
         return self._text(code.value).decode() if code.value not in (0, 7) else None  # ncclInProgress
 
     def abort(self, comm: int) -> None:
-        """End what the communicator is doing, and free it."""
+        """Abort the communicator's operations, and free it."""
         self._check(self._abort(comm), "ncclCommAbort")

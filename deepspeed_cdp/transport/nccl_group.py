@@ -1,13 +1,14 @@
-"""A pipeline's messages on GPUs: torch's NCCL, a group of two ranks for each direction between two ranks.
+"""A pipeline's messages on GPUs: torch's NCCL, with a process group of two ranks for each direction between two ranks.
 
-``base.Transport``'s contract as far as a pipeline needs it. A message is an ``isend`` or ``irecv`` on its group's own CUDA
-stream; waiting is done by the current stream, the host goes on. A NCCL kernel holds a few multiprocessors until the other
-side has come, and kernels may end up in one hardware queue; but all ranks begin their messages in one order (the keys of
-schedule.py), and each waits for smaller keys only, so even kernels that all block one another cannot close a circle.
+The class keeps as much of ``base.Transport``'s contract as a pipeline needs. A message is an ``isend`` or ``irecv`` on the CUDA
+stream of its group. ``wait`` makes the current CUDA stream wait; the host goes on.
 
-The host runs ahead of the device. ``wait`` looks whether the oldest message that was waited for is overdue, and raises with
-the words of the instruction that waited; where the host blocks in a read of its own (``loss.item()``), NCCL's watchdog ends
-the process instead.
+A NCCL kernel holds a few multiprocessors until the other side has come, and kernels may share one hardware queue. All ranks start
+their messages in one order (the keys of plan/pipeline_schedule.py), and each waits for smaller keys only. So no cycle is possible
+even if every kernel blocks every other.
+
+``wait`` raises HandoffError if the oldest message that was waited for is overdue. If instead the host blocks in a read of its own
+(``loss.item()``), NCCL's watchdog ends the process.
 """
 
 import time
@@ -25,12 +26,18 @@ from deepspeed_cdp.transport.store_exchange import StoreExchange
 
 
 class _Ticket:
-    """One side of one message; keeps its memory until it was waited for."""
+    """One side of one message; keeps its tensor alive until it was waited for."""
 
     __slots__ = ("transport", "stream", "peer", "receiving", "tensor", "work")
 
     def __init__(
-        self, transport: "GroupTransport", stream: str, peer: int, receiving: bool, tensor: torch.Tensor, work: dist.Work | None
+        self,
+        transport: "NcclGroupTransport",
+        stream: str,
+        peer: int,
+        receiving: bool,
+        tensor: torch.Tensor,
+        work: dist.Work | None,
     ):
         self.transport, self.stream, self.peer, self.receiving = transport, stream, peer, receiving
         self.tensor, self.work = tensor, work
@@ -41,18 +48,21 @@ class _Ticket:
     def wait(self, where: Where) -> None:
         if self.work is None:
             return
-        self.work.wait()  # the current stream does
-        self.transport.watch(self, where)
+        self.work.wait()  # enqueues: the current CUDA stream waits
+        self.transport.expect(self, where)
         self.work = self.tensor = None
 
 
-class GroupTransport(Transport):
-    """See the module's text; every rank makes it at the same time.
+class NcclGroupTransport(Transport):
+    """See the module's docstring. The constructor is collective.
 
     Args:
-        rank, size: this rank and the number of ranks.
+        rank, size: this rank and the number of ranks: all those of the default process group.
+        timeout_seconds: how long the device waits for a peer before this rank raises HandoffError.
         device: this rank's GPU.
-        backend: "gloo" shows on CPUs that the messages are in order.
+        backend: of torch.distributed; tests use "gloo" on CPUs.
+    Raises:
+        HandoffError: not all ranks called.
     """
 
     name = "NCCL"
@@ -60,16 +70,20 @@ class GroupTransport(Transport):
 
     def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device, backend: str = "nccl"):
         super().__init__(rank, size, timeout_seconds)
-        self._device, patience, where = device, timedelta(seconds=timeout_seconds), f"rank {rank}, connecting the {size} ranks"
-        self._meeting = StoreExchange(rank, size, timeout_seconds, None, "deepspeed_cdp_pipe", where)
-        self._groups = {
-            (src, dst): dist.new_group([src, dst], timeout=patience, backend=backend)  # connected when first used
-            for src in range(size)
-            for dst in range(size)
-            if src != dst
-        }
-        self._closed = False
-        self._watched: deque[tuple[dist.Work, torch.Tensor, str, float]] = deque()
+        self._device, self._closed = device, False
+        self._expected: deque[tuple[dist.Work, torch.Tensor, str, float]] = deque()  # work, its tensor, error text, time of wait
+        where = f"rank {rank}, connecting the {size} ranks"
+        self._store_exchange = StoreExchange(rank, size, timeout_seconds, None, "deepspeed_cdp_pipe", where)
+        try:
+            self._groups = {
+                (src, dst): dist.new_group([src, dst], timeout=timedelta(seconds=timeout_seconds), backend=backend)
+                for src in range(size)
+                for dst in range(size)
+                if src != dst
+            }  # each connects at its first message
+        except BaseException:
+            self._store_exchange.close(None)  # the other ranks need not wait
+            raise
 
     def post(
         self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
@@ -86,24 +100,24 @@ class GroupTransport(Transport):
         self.bytes_sent[stream, dst] += source.numel()
         return _Ticket(self, stream, dst, False, source, work)
 
-    def watch(self, ticket: _Ticket, where: Where) -> None:
-        """Remember what the device waits for; raise if the oldest of it is overdue.
+    def expect(self, ticket: _Ticket, where: Where) -> None:
+        """Expect the message within the timeout, now that the device waits for it.
 
         Raises:
-            HandoffError: see ``base.Ticket.wait``.
+            HandoffError: the oldest expected message is overdue.
         """
         what = "no message" if ticket.receiving else "nobody took the message"
         whose = f"{'from' if ticket.receiving else 'for'} rank {ticket.peer}"
         text = f"{where}: {what} on stream {ticket.stream} {whose} within {self.timeout_seconds} s"
-        self._watched.append((ticket.work, ticket.tensor, text, time.monotonic()))
-        while self._watched and self._watched[0][0].is_completed():
-            self._watched.popleft()
-        if self._watched and time.monotonic() - self._watched[0][3] > self.timeout_seconds:
-            raise HandoffError(self._watched[0][2])
+        self._expected.append((ticket.work, ticket.tensor, text, time.monotonic()))
+        while self._expected and self._expected[0][0].is_completed():
+            self._expected.popleft()
+        if self._expected and time.monotonic() - self._expected[0][3] > self.timeout_seconds:
+            raise HandoffError(self._expected[0][2])
 
     def gather(self, value: Any, where: Where) -> list[Any]:
         self.collectives += 1
-        return self._meeting.exchange(value, str(where))
+        return self._store_exchange.exchange(value, str(where))
 
     def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
         raise NotImplementedError("a pipeline broadcasts nothing")
@@ -119,5 +133,5 @@ class GroupTransport(Transport):
             if drain and self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
         finally:
-            self._meeting.close(None)
-            self._watched.clear()
+            self._store_exchange.close(None)
+            self._expected.clear()

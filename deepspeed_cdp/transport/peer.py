@@ -1,12 +1,15 @@
-"""Hand-offs between GPUs of one host that reach each other's memory: copy engines move the bytes, words in memory say when.
+"""Messages between GPUs of one host that can access each other's memory: copy engines move the bytes, words in memory order them.
 
-Every rank's buffers are one symmetric allocation, so an offset names a place on all of them. Each edge has two words, one on
-either side. Ring streams are pushed: the receiver's *credit* word on the sender counts regions that are free, the sender's
-*arrival* word on the receiver counts messages that have landed. First hops (P0, H0) are pulled by the reader: the owner's
-*arrival* word there counts what it has published, the reader's *credit* word on the owner counts what it has taken.
+Every rank's buffers are one symmetric allocation, so an offset means the same place on all ranks. Each edge has two 32-bit
+words, one on each side:
 
-The host only enqueues. All waiting is done by streams, on words (``cuStreamWaitValue32``), in an order that cannot close a cycle
-(design §6), so it may run ahead as far as it likes, or block wherever it likes.
+  - Pushed streams: the receiver writes the *credit* word on the sender, the number of messages whose region is free. The sender
+    copies, and then writes the *arrival* word on the receiver, the number of messages that have landed.
+  - Pulled streams (``PULLED``): the sender writes the *arrival* word on the receiver, the number of messages published. The
+    receiver copies, and then writes the *credit* word on the sender, the number of messages taken.
+
+The host only enqueues. CUDA streams wait for words (``cuStreamWaitValue32``) in an order without cycles
+(docs/algorithm.md#why-it-cannot-deadlock), so the host may run ahead or block anywhere.
 """
 
 from collections import deque
@@ -18,13 +21,13 @@ import torch.distributed._symmetric_memory as symmetric
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import PULLED, Ticket, Where
-from deepspeed_cdp.transport.cuda_common import Awaited, CudaTransport, Event, Watch
+from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, StreamTicket, Watchdog
 from deepspeed_cdp.transport.store_exchange import StoreExchange
-from deepspeed_cdp.transport.stream_selection import quiet_streams
+from deepspeed_cdp.transport.stream_selection import select_wait_streams
 
 STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "S", "T", "X", "Y")
-_STREAMED = ("credit", "G", "P", "O", "P0", "H0")  # CUDA streams, those that wait most first
-_LANES = {
+_CUDA_STREAMS = ("credit", "G", "P", "O", "P0", "H0")  # names of the CUDA streams; those that wait most come first
+_CUDA_STREAM_OF = {  # CUDA stream of each pushed stream
     "P": "P",
     "H": "P",
     "G": "G",
@@ -34,13 +37,14 @@ _LANES = {
     "T": "S",
     "X": "X",
     "Y": "X",
-}  # pushes that share a CUDA stream
-_DIRECT = ("S", "T", "X", "Y")  # their credits are given by the stream that posts, as are the owner's, which hold up no others
-_POISON = 1 << 30  # added to a word, it lets every wait on it pass
+}
+# Streams whose credits the posting CUDA stream writes itself. So do all posts on the owner's CUDA stream, which delays no other.
+_CREDIT_ON_CURRENT = ("S", "T", "X", "Y")
+_POISON = 1 << 30  # added to a word, so that every wait for it ends
 
 
-class _Word(Awaited):
-    """A message that is there once a word of this rank has reached a value."""
+class _WordTicket(StreamTicket):
+    """A message that is done once a word of this rank reaches a value."""
 
     __slots__ = ("address", "value")
 
@@ -48,28 +52,30 @@ class _Word(Awaited):
         super().__init__(transport, edge, nbytes)
         self.address, self.value = address, value
 
-    def enqueue(self, stream: int) -> None:
-        self.transport.driver.wait(stream, self.address, self.value)
+    def enqueue_wait(self, cuda_stream: int) -> None:
+        self.transport.driver.wait_value(cuda_stream, self.address, self.value)
 
     def wait(self, where: Where) -> None:
         self.transport.note_wait(self, where)
         super().wait(where)
 
     def done(self) -> bool:
-        return False  # not worth asking the device
+        return False  # unknown: asking the device would cost a synchronization
 
 
 class PeerTransport(CudaTransport):
-    """See the module's text. All ranks must make their transports in the same order.
+    """See the module's docstring. The constructor is collective; all ranks must make their transports in the same order.
 
     Args:
-        rank: this rank.
-        size: the number of ranks, all of them in the default process group.
-        timeout_seconds: how long the device may wait for a peer before this rank ends with an error.
+        rank, size: this rank and the number of ranks: all those of the default process group.
+        timeout_seconds: how long the device waits for a peer before this rank raises HandoffError.
         device: this rank's GPU.
+        store, name: as ``StoreExchange``.
+    Attributes:
+        stream_report: how the CUDA streams were selected, for the log.
     Raises:
-        HandoffError: not all ranks came.
-        OSError, RuntimeError: no symmetric memory between them (``cyclic.transport: "nccl"`` needs none).
+        HandoffError: not all ranks called.
+        OSError, RuntimeError: the GPUs cannot share symmetric memory; transport "nccl" needs none.
     """
 
     name = "peer"
@@ -84,34 +90,37 @@ class PeerTransport(CudaTransport):
         name: str = "deepspeed_cdp",
     ):
         super().__init__(rank, size, timeout_seconds, device)
-        self._meeting = StoreExchange(
+        self._store_exchange = StoreExchange(
             rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}"
         )
         try:
             self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
-        except RuntimeError:
-            self._meeting.close(None)  # the others need not wait
+            streams, self.stream_report = select_wait_streams(len(_CUDA_STREAMS), device, self.driver)
+            self._streams = dict(zip(_CUDA_STREAMS, streams))
+            self._streams["S"] = self._owner
+            self._streams["X"] = torch.cuda.Stream(device, priority=-1)  # alone: other rings may be late
+            self._handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
+            self._point = self.driver.create_event()  # latest point of a CUDA stream that others wait for
+            self._point_on: int | None = None  # that stream's handle (the default stream's is 0); None: it has got more work
+            self._counts: dict[tuple[str, int, bool], int] = {}  # (stream, peer, incoming) -> messages posted or pushed
+            self._waits: deque[tuple[_WordTicket, Where]] = deque(maxlen=512)  # the latest, for ``diagnose``
+            self._bases: list[int] = []  # by rank: address of its allocation, as mapped here
+            self._memory: torch.Tensor | None = None
+            self._abort_stream = torch.cuda.Stream(device, priority=-1)  # nothing else uses it, so nothing blocks it
+            self._watchdog = Watchdog(self)
+        except BaseException:
+            self._store_exchange.close(None)  # the other ranks need not wait
             raise
-        self._bases: list[int] = []
-        streams, self.lanes = quiet_streams(len(_STREAMED), device, self.driver)
-        self._streams = dict(zip(_STREAMED, streams))
-        self._streams["S"] = self._owner
-        self._streams["X"] = torch.cuda.Stream(device, priority=-1)  # other rings may be late: in nobody's way
-        self._lanes = {lane: stream.cuda_stream for lane, stream in self._streams.items()}
-        self._point = self.driver.event()  # the latest point of a stream that others follow
-        self._point_on: int | None = None  # which stream, while it has not moved on (the default stream's handle is 0)
-        self._counts: dict[tuple[str, int, bool], int] = {}  # (stream, peer, incoming) -> messages named
-        self._waits: deque[tuple[_Word, Where]] = deque(maxlen=512)
-        self._memory: torch.Tensor | None = None
-        self._side = torch.cuda.Stream(device, priority=-1)  # for the watch alone: torch's pool would give out a held one again
-        self._watch = Watch(self)
 
     def _symmetric(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
+        """Collective: zeroed symmetric memory, and its address on each rank as mapped here."""
+        where = f"rank {self.rank}, allocating"
         memory = symmetric.empty(max(nbytes, 1024), dtype=torch.uint8, device=self.device)
+        self._store_exchange.exchange(None, where)  # with our timeout, unlike rendezvous: a rank may lack the memory
         handle = symmetric.rendezvous(memory, dist.group.WORLD)
         memory.zero_()
         torch.cuda.synchronize(self.device)
-        self._meeting.exchange(None, f"rank {self.rank}, allocating")
+        self._store_exchange.exchange(None, where)  # no rank writes before all have zeroed
         return memory, list(handle.buffer_ptrs)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
@@ -120,7 +129,11 @@ class PeerTransport(CudaTransport):
 
     # ---- words and counts -----------------------------------------------------------------------------------------------
     def _word(self, at: int, stream: str, peer: int, arrival: bool) -> int:
-        """Address, in rank ``at``'s memory, of its word on the edge with ``peer``."""
+        """Address of rank ``at``'s word on its edge with ``peer``, as mapped here.
+
+        Args:
+            arrival: the arrival word; else the credit word.
+        """
         return self._word_bases[at] + 4 * ((STREAMS.index(stream) * self.size + peer) * 2 + arrival)
 
     def _next(self, stream: str, peer: int, incoming: bool) -> int:
@@ -128,16 +141,17 @@ class PeerTransport(CudaTransport):
         self._counts[key] = number = self._counts.get(key, 0) + 1
         return number
 
-    def note_wait(self, word: _Word, where: Where) -> None:
-        """Remember what a stream is about to wait for, for the watch."""
+    def note_wait(self, word: _WordTicket, where: Where) -> None:
+        """Note for ``diagnose`` that a CUDA stream is about to wait for ``word``."""
         self._waits.append((word, where))
 
     # ---- messages -------------------------------------------------------------------------------------------------------
-    def _follow(self, lane: int, current: int) -> None:
+    def _wait_for_current(self, handle: int, current: int) -> None:
+        """Make CUDA stream ``handle`` wait for the work of ``current``; one event serves until that stream gets more work."""
         if self._point_on != current:
-            self.driver.record(self._point, current)
+            self.driver.record_event(self._point, current)
             self._point_on = current
-        self.driver.follow(lane, self._point)
+        self.driver.wait_event(handle, self._point)
 
     def moved_on(self) -> None:
         self._point_on = None
@@ -146,21 +160,21 @@ class PeerTransport(CudaTransport):
         self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
     ) -> Ticket:
         number, driver, current = self._next(stream, src, True), self.driver, self.current()
-        direct = stream in _DIRECT or current == self._owner.cuda_stream
-        lane = current if direct else self._lanes[stream if stream in PULLED else "credit"]
-        if lane != current:
-            self._follow(lane, current)
+        on_current = stream in _CREDIT_ON_CURRENT or current == self._owner.cuda_stream
+        handle = current if on_current else self._handles[stream if stream in PULLED else "credit"]
+        if handle != current:
+            self._wait_for_current(handle, current)
         for ticket in after:
-            ticket.enqueue(lane)
+            ticket.enqueue_wait(handle)
         credit, arrival = self._word(src, stream, self.rank, False), self._word(self.rank, stream, src, True)
         if stream not in PULLED:
-            driver.write(lane, credit, number)
-            return _Word(self, (stream, src), arrival, number, into.numel())
-        driver.wait(lane, arrival, number)
-        driver.copy(lane, into.data_ptr(), self._bases[src] + from_at, into.numel())
-        driver.write(lane, credit, number)
-        self._waits.append((_Word(self, (stream, src), arrival, number, -1), where))
-        return Event(self, (stream, src), lane, into.numel())
+            driver.write_value(handle, credit, number)
+            return _WordTicket(self, (stream, src), arrival, number, into.numel())
+        driver.wait_value(handle, arrival, number)
+        driver.copy(handle, into.data_ptr(), self._bases[src] + from_at, into.numel())
+        driver.write_value(handle, credit, number)
+        self._waits.append((_WordTicket(self, (stream, src), arrival, number, -1), where))
+        return EventTicket(self, (stream, src), handle, into.numel())
 
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Ticket:
         number, driver, edge = self._next(stream, dst, False), self.driver, (stream, dst)
@@ -168,51 +182,54 @@ class PeerTransport(CudaTransport):
         self.bytes_sent[edge] += source.numel()
         credit, arrival = self._word(self.rank, stream, dst, False), self._word(dst, stream, self.rank, True)
         if stream in PULLED:
-            driver.write(self.current(), arrival, number)
-            return _Word(self, edge, credit, number, -1)
-        lane = self._lanes[_LANES[stream]]
+            driver.write_value(self.current(), arrival, number)
+            return _WordTicket(self, edge, credit, number, -1)
+        handle = self._handles[_CUDA_STREAM_OF[stream]]
         if after is not None:
-            after.enqueue(lane)
+            after.enqueue_wait(handle)
         else:
             current = self.current()
-            if lane != current:
-                self._follow(lane, current)
-        driver.wait(lane, credit, number)
-        driver.copy(lane, self._bases[dst] + into_at, source.data_ptr(), source.numel())
-        driver.write(lane, arrival, number)
-        return Event(self, edge, lane, -1)
+            if handle != current:
+                self._wait_for_current(handle, current)
+        driver.wait_value(handle, credit, number)
+        driver.copy(handle, self._bases[dst] + into_at, source.data_ptr(), source.numel())
+        driver.write_value(handle, arrival, number)
+        return EventTicket(self, edge, handle, -1)
 
     # ---- collectives, none in a training step ---------------------------------------------------------------------------
     def reset(self, where: Where) -> None:
         self.collectives += 1
-        self.check()
-        self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
-        self._synchronize(
-            [s.query for lane, s in self._streams.items() if lane not in PULLED] + [torch.cuda.current_stream().query], where
-        )
-        self._meeting.exchange(None, where)  # all steps are done: only pulls of what nobody will publish are left
-        self._poison(PULLED)
+        self.raise_failure()
+        self._store_exchange.exchange(None, where)  # all ranks have enqueued all of their steps
+        self._wait_for_streams([torch.cuda.current_stream()], where)
+        self._store_exchange.exchange(None, where)  # all steps are done; only pulls of versions that nobody will publish are left
+        self._end_waits(PULLED)
         torch.cuda.synchronize(self.device)
-        self._meeting.exchange(None, where)  # nobody writes words any more
+        self._store_exchange.exchange(None, where)  # no rank writes words any more
         self._words.zero_()
         torch.cuda.synchronize(self.device)
         self._counts.clear()
         self._waits.clear()
-        self._meeting.exchange(None, where)
+        self._store_exchange.exchange(None, where)
 
-    def _poison(self, streams: Sequence[str]) -> None:
-        """Let this rank's waits for arrivals on these streams pass, whatever comes."""
-        side = self._side
+    def _wait_for_streams(self, more: Sequence[torch.cuda.Stream], where: Where) -> None:
+        """Block the host until all CUDA streams but those of pulls are idle, for at most ``timeout_seconds``."""
+        streams = [stream for name, stream in self._streams.items() if name not in PULLED]
+        self._wait_on_host([stream.query for stream in (*streams, *more)], lambda: f"{where}: {self.diagnose()}")
+
+    def _end_waits(self, streams: Sequence[str]) -> None:
+        """End this rank's waits for arrivals on these streams."""
+        side = self._abort_stream
         for stream in streams:
             for peer in range(self.size):
                 number = self._counts.get((stream, peer, True), 0)
-                self.driver.write(side.cuda_stream, self._word(self.rank, stream, peer, True), number + _POISON)
+                self.driver.write_value(side.cuda_stream, self._word(self.rank, stream, peer, True), number + _POISON)
         side.synchronize()
 
-    # ---- when something is wrong ----------------------------------------------------------------------------------------
+    # ---- failures --------------------------------------------------------------------------------------------------------
     def diagnose(self) -> str:
-        """Which of the latest waits holds this rank up."""
-        with torch.cuda.stream(self._side):
+        """Which of the latest waits blocks this rank."""
+        with torch.cuda.stream(self._abort_stream):
             words = self._words.view(torch.int32).to("cpu", non_blocking=False)
         for word, where in list(self._waits):
             have = int(words[(word.address - self._word_bases[self.rank]) // 4])
@@ -226,15 +243,16 @@ class PeerTransport(CudaTransport):
                 return f"{latest}: nobody took the message on stream {stream} for rank {peer} within {self.timeout_seconds} s"
         return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
 
-    def give_up(self, reason: str, poison: bool = True) -> None:
-        """Called by the watch: unblock the device, and let the next call raise.
+    def abort(self, reason: str, poison: bool = True) -> None:
+        """End all waits of this rank's CUDA streams, and let the next call raise HandoffError(``reason``).
 
-        A peer that lives may yet overwrite a word, so the watch does this again and again until the device is idle.
+        A live peer may overwrite a word later, so the watchdog calls this repeatedly until the device is idle.
 
         Args:
-            poison: let the streams find nan: what they compute now and pass on to peers that live must not look right.
+            poison: fill the buffers with 0xFF, which is nan: results computed without the messages must not look valid, here and
+                on peers that receive them.
         """
-        side, memory = self._side, self._memory
+        side, memory = self._abort_stream, self._memory
         if poison and not self._failure and memory is not None:
             self.driver.fill(side.cuda_stream, memory.data_ptr(), 0xFF, memory.numel())
         self._failure = self._failure or reason
@@ -242,7 +260,7 @@ class PeerTransport(CudaTransport):
             for peer in range(self.size):
                 for incoming in (True, False):
                     number = self._counts.get((stream, peer, incoming), 0)
-                    self.driver.write(side.cuda_stream, self._word(self.rank, stream, peer, incoming), number + _POISON)
+                    self.driver.write_value(side.cuda_stream, self._word(self.rank, stream, peer, incoming), number + _POISON)
         side.synchronize()
 
     # ---- the end --------------------------------------------------------------------------------------------------------
@@ -252,16 +270,19 @@ class PeerTransport(CudaTransport):
         self._closed = True
         where, done = f"rank {self.rank}, closing", False
         try:
-            if drain and not self._failure:
-                self._meeting.exchange(None, where)  # everyone has enqueued all of its steps
-                self._synchronize([s.query for lane, s in self._streams.items() if lane not in PULLED], where)
-                self._meeting.exchange(None, where)  # and done them
-                done = True
-        except HandoffError:
-            pass  # a peer has failed; it tells itself
-        self._meeting.close(None)
-        self.give_up(f"{where}: the transport is closed", not done)
-        torch.cuda.synchronize(self.device)  # the watch goes on giving up meanwhile
-        self._watch.stop()
-        self._memory = None
-        self._bases, self._lanes, self._streams = [], {}, {}
+            try:
+                if drain and not self._failure:
+                    self._store_exchange.exchange(None, where)  # all ranks have enqueued all of their steps
+                    self._wait_for_streams([], where)
+                    self._store_exchange.exchange(None, where)  # and finished them
+                    done = True
+            except HandoffError:
+                pass  # a peer has failed, and raises the cause itself
+            finally:
+                self._store_exchange.close(None)
+            self.abort(f"{where}: the transport is closed", not done)
+            torch.cuda.synchronize(self.device)  # meanwhile the watchdog repeats the abort
+        finally:
+            self._watchdog.stop()
+            self._memory = None
+            self._bases, self._handles, self._streams = [], {}, {}

@@ -1,88 +1,94 @@
-"""Messages whose two sides wait for each other: matching, the right moment to begin, what a reset does. No device code.
+"""Transports whose messages start on both sides together: matching, starting in order, and resets. No device code.
 
-Where a send and its receive each hold up a stream until the other has come (NCCL), it matters *when* either begins. Posting a
-receive as soon as its region is free would let a rank's device wait for a message of a later logical time, which may need that
-rank's own progress: ``torch.cuda.synchronize()`` would hang. So both sides begin a message at one place of one order that all
-ranks share (design §6): the place of its *initiator* in (step, after its passes or not, logical time, kind, rank). The pushing
-side initiates; offers (P0, H0) are initiated by the reader when it takes them. The other side's program tells it when (kinds
-RECEIVE and SEND, plan/program.py), and ``start_peer`` says so here. Then a rank that blocks anywhere waits only for messages
-before its
-place, and whoever is missing from one of those blocks at an earlier place still: no cycle, even if all streams of a device
-shared one queue, or a barrier of the user's stood between two steps.
+With NCCL, a send kernel and its receive kernel each block a CUDA stream until the other runs, so it matters when either starts.
+If a receive started as soon as its region is free, the device might wait for a message of a later logical time, which may need
+this rank's own progress: ``torch.cuda.synchronize()`` would then hang.
 
-Before ``prepare(..., deferred=True)``, and for who uses no plan, every message begins when it is named.
+So both sides start a message at the same place of an order that all ranks share, the place of the message's *initiator*: (step,
+after its passes or not, logical time, kind, rank). The sender initiates, except on pulled streams (``PULLED``), where the
+receiver does. The other side's program has an action at that place, which calls ``start_peer`` (kinds START_RECV and
+START_SEND, plan/program.py).
+
+A rank that blocks then waits only for messages of earlier places. The rank that it waits for may be blocked too, but at a still
+earlier place, so no cycle is possible, even if all CUDA streams shared one hardware queue or the script put a barrier between
+steps (docs/algorithm.md#why-it-cannot-deadlock).
+
+Before ``prepare(..., deferred=True)``, and without a plan, every message starts when it is posted or pushed.
 """
 
 from abc import abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import PULLED, Edge, Ticket, Transport, Where
 
-_NAMED, _BEGUN, _DONE, _FAILED = range(4)
-_REMEMBERED = 256  # messages; the two sides of an edge are never as far apart
+_ISSUED, _STARTED, _DONE, _FAILED = range(4)
+_REMEMBERED = 256  # messages; the two sides of an edge are never that far apart
 
 
 class Message:
-    """One side of one message.
+    """One side of one message: issued (posted or pushed), then started, then done.
 
     Attributes:
-        tensor: what is read or filled; after: tickets that come first; point: what ``_point`` gave when it was named.
-        handle: what ``_begin`` gave.
+        side: this rank's side of the edge; number: of the message on the edge, from 0.
+        tensor: uint8, 1-D; read by the sender, filled by the receiver.
+        after: tickets that the message waits for.
+        point: result of ``_record_point`` when the message was issued.
+        work: result of ``_start``.
     """
 
-    __slots__ = ("transport", "line", "number", "tensor", "after", "point", "handle", "state", "reason", "where", "counted")
+    __slots__ = ("transport", "side", "number", "tensor", "after", "point", "work", "state", "reason", "where", "counted")
 
     def __init__(
         self,
         transport: "RendezvousTransport",
-        line: "Line",
+        side: "EdgeSide",
         number: int,
         tensor: torch.Tensor,
         after: Sequence[Ticket],
         point: Any,
         where: Where,
     ):
-        self.transport, self.line, self.number, self.tensor = transport, line, number, tensor
+        self.transport, self.side, self.number, self.tensor = transport, side, number, tensor
         self.after, self.point, self.where = after, point, where
-        self.handle: Any = None
-        self.state, self.reason, self.counted = _NAMED, "", False
+        self.work: Any = None
+        self.state, self.reason, self.counted = _ISSUED, "", False
 
     def wait(self, where: Where) -> None:
         if self.state == _FAILED:
             raise HandoffError(f"{where}: {self.reason}")
-        if self.state == _NAMED:
-            self.transport.begin_until(self)
-        if self.state == _BEGUN:
-            self.transport._await(self, where)
-        if self.line.incoming and not self.counted:
+        if self.state == _ISSUED:
+            self.transport.start_until(self)
+        if self.state == _STARTED:
+            self.transport._wait_started(self, where)
+        if self.side.incoming and not self.counted:
             self.counted = True
-            self.transport.count((self.line.stream, self.line.peer), self.tensor.numel())
+            self.transport.count((self.side.stream, self.side.peer), self.tensor.numel())
 
     def done(self) -> bool:
-        return self.state in (_DONE, _FAILED) or self.state == _BEGUN and self.transport._reached(self)
+        return self.state in (_DONE, _FAILED) or self.state == _STARTED and self.transport._is_done(self)
 
     def fail(self, reason: str) -> None:
-        """Give it up."""
+        """Drop the message; ``wait`` raises HandoffError with ``reason``."""
         self.state, self.reason = _FAILED, reason
-        self.handle = None
+        self.work = None
 
 
-class Line:
+class EdgeSide:
     """This rank's side of one edge, since the last reset."""
 
-    __slots__ = ("stream", "peer", "incoming", "named", "begun", "met", "waiting", "open", "sizes")
+    __slots__ = ("stream", "peer", "incoming", "issued", "started", "allowed", "waiting", "running", "sizes")
 
     def __init__(self, stream: str, peer: int, incoming: bool):
         self.stream, self.peer, self.incoming = stream, peer, incoming
-        self.named = self.begun = self.met = 0  # messages named; begun; allowed to begin by `meet`
-        self.waiting: deque[Message] = deque()  # named, not begun
-        self.open: deque[Message] = deque()  # begun, not known to be done
-        # of the latest messages named: NCCL may be done with a send that the peer has not begun to receive
+        self.issued = self.started = self.allowed = 0  # numbers of messages; allowed: to start
+        self.waiting: deque[Message] = deque()  # issued, not started
+        self.running: deque[Message] = deque()  # started, not known to be done
+        # Sizes of the latest messages issued, for a reset: NCCL may finish a send before the peer has started its receive.
         self.sizes: deque[int] = deque(maxlen=_REMEMBERED)
 
     def edge(self, rank: int) -> Edge:
@@ -91,55 +97,72 @@ class Line:
 
     @property
     def initiates(self) -> bool:
-        """Whether this side begins its messages by itself, and the other has to be told."""
+        """Whether this side starts its messages at once; the other side waits for ``start_peer``."""
         return self.incoming == (self.stream in PULLED)
 
 
+class _Counts(NamedTuple):
+    """What the ranks tell each other of an edge's side at a reset; see ``EdgeSide``."""
+
+    issued: int = 0
+    started: int = 0
+    sizes: Sequence[int] = ()
+
+
 class RendezvousTransport(Transport):
-    """See the module's text. Subclasses move the bytes.
+    """See the module's docstring. Subclasses move the bytes.
 
     Attributes:
-        forced: messages that began because their ticket was waited for, not because the plan said so; none does in a step.
+        forced: messages by (stream, peer) that started because their ticket was waited for, before the plan's place; a training
+            step has none.
     """
 
     rendezvous = True
 
     def __init__(self, rank: int, size: int, timeout_seconds: float, *rest: Any):
         super().__init__(rank, size, timeout_seconds, *rest)
-        self._meeting: Any = None  # set by the subclass
+        self._store_exchange: Any = None  # set by the subclass
         self.forced: Counter[tuple[str, int]] = Counter()
         self._deferred = False
-        self._lines: dict[tuple[str, int, bool], Line] = {}
+        self._sides: dict[tuple[str, int, bool], EdgeSide] = {}
         self._prepared: set[Edge] = set()
 
-    # ---- what subclasses do ---------------------------------------------------------------------------------------------
+    # ---- for subclasses -------------------------------------------------------------------------------------------------
     @abstractmethod
     def _connect(self, edges: Sequence[Edge], where: Where) -> None:
-        """Collective: let these edges, in this order, be used. Every rank gets the same list."""
+        """Collective: connect edges. Every rank passes the same list, in the same order."""
 
     @abstractmethod
-    def _point(self) -> Any:
-        """This point of the current stream's work."""
+    def _record_point(self) -> Any:
+        """An event on the current CUDA stream, for ``_start``; None without a device."""
 
     @abstractmethod
-    def _begin(self, message: Message) -> Any:
-        """Enqueue the send or receive, after ``message.after`` and ``message.point`` (None: no such)."""
+    def _start(self, message: Message) -> Any:
+        """Enqueue the send or receive, behind ``message.after`` and ``message.point`` (unless None); returns ``Message.work``."""
 
     @abstractmethod
-    def _await(self, message: Message, where: Where) -> None:
-        """Let the current stream (without a device: the host) wait for a message that has begun."""
+    def _wait_started(self, message: Message, where: Where) -> None:
+        """Make the current CUDA stream, or without a device the host, wait for a started message.
+
+        Raises:
+            HandoffError: see ``Ticket.wait``.
+        """
 
     @abstractmethod
-    def _reached(self, message: Message) -> bool:
-        """Whether a message that has begun is done."""
+    def _is_done(self, message: Message) -> bool:
+        """Whether a started message is done."""
 
     @abstractmethod
-    def _drain(self, where: Where) -> None:
-        """Wait on the host until all that has begun is done."""
+    def _finish_started(self, where: Where) -> None:
+        """Block the host until all started messages are done.
+
+        Raises:
+            HandoffError: they are not within ``timeout_seconds``.
+        """
 
     @abstractmethod
     def _scratch(self, nbytes: int) -> torch.Tensor:
-        """Memory for a message that nobody wants."""
+        """Memory (uint8, 1-D) for a message that is dropped."""
 
     # ---- messages -------------------------------------------------------------------------------------------------------
     def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:
@@ -149,111 +172,107 @@ class RendezvousTransport(Transport):
         self._prepared.update(new)
         self._deferred = deferred
 
-    def _line(self, stream: str, peer: int, incoming: bool) -> Line:
-        line = self._lines.get((stream, peer, incoming))
-        if line is None:
+    def _side(self, stream: str, peer: int, incoming: bool) -> EdgeSide:
+        side = self._sides.get((stream, peer, incoming))
+        if side is None:
             if not 0 <= peer < self.size or peer == self.rank:
                 raise ValueError(f"rank {self.rank} of {self.size}: an edge joins two different ranks, not {peer}")
-            line = self._lines[stream, peer, incoming] = Line(stream, peer, incoming)
-        return line
+            side = self._sides[stream, peer, incoming] = EdgeSide(stream, peer, incoming)
+        return side
 
     def post(
         self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
     ) -> Message:
-        return self._name(self._line(stream, src, True), into, tuple(after), self._point(), where)
+        return self._issue(self._side(stream, src, True), into, tuple(after), self._record_point(), where)
 
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Message:
-        line = self._line(stream, dst, False)
+        side = self._side(stream, dst, False)
         self.sent[stream, dst] += 1
         self.bytes_sent[stream, dst] += source.numel()
-        # what is passed on waits for the current stream too: sooner than its place it would only hold multiprocessors
-        return self._name(line, source, () if after is None else (after,), self._point(), "")
+        # A forwarded message waits for the current stream, too: started earlier, it would only occupy multiprocessors.
+        return self._issue(side, source, () if after is None else (after,), self._record_point(), "")
 
-    def _name(self, line: Line, tensor: torch.Tensor, after: tuple[Ticket, ...], point: Any, where: Where) -> Message:
-        message = Message(self, line, line.named, tensor, after, point, where)
-        line.named += 1
-        line.sizes.append(tensor.numel())
-        line.waiting.append(message)
-        if not self._deferred or line.initiates:
-            line.met = line.named
-        while line.waiting and line.begun < line.met:
-            self._begin_next(line)
+    def _issue(self, side: EdgeSide, tensor: torch.Tensor, after: tuple[Ticket, ...], point: Any, where: Where) -> Message:
+        message = Message(self, side, side.issued, tensor, after, point, where)
+        side.issued += 1
+        side.sizes.append(tensor.numel())
+        side.waiting.append(message)
+        if not self._deferred or side.initiates:
+            side.allowed = side.issued
+        while side.waiting and side.started < side.allowed:
+            self._start_next(side)
         return message
 
     def start_peer(self, stream: str, peer: int, incoming: bool) -> None:
-        line = self._line(stream, peer, incoming)
-        line.met += 1
-        while line.waiting and line.begun < line.met:
-            self._begin_next(line)
+        side = self._side(stream, peer, incoming)
+        side.allowed += 1
+        while side.waiting and side.started < side.allowed:
+            self._start_next(side)
 
-    def begin_until(self, message: Message) -> None:
-        """Begin all messages of its edge up to this one, now that somebody waits for it."""
-        line = message.line
-        while message.state == _NAMED:
-            self.forced[line.stream, line.peer] += 1
-            self._begin_next(line)
+    def start_until(self, message: Message) -> None:
+        """Start all messages of the edge up to this one, because its ticket is waited for."""
+        side = message.side
+        while message.state == _ISSUED:
+            self.forced[side.stream, side.peer] += 1
+            self._start_next(side)
 
-    def _begin_next(self, line: Line) -> None:
-        assert line.edge(self.rank) in self._prepared, f"edge {line.edge(self.rank)} was not prepared"
-        message = line.waiting.popleft()
-        line.begun += 1
+    def _start_next(self, side: EdgeSide) -> None:
+        assert side.edge(self.rank) in self._prepared, f"edge {side.edge(self.rank)} was not prepared"
+        message = side.waiting.popleft()
+        side.started += 1
         if message.tensor.numel():
-            message.handle = self._begin(message)
-            message.state = _BEGUN
+            message.work = self._start(message)
+            message.state = _STARTED
         else:
-            message.state = _DONE  # both sides know
-        while line.open and line.open[0].done():
-            line.open.popleft()
-        line.open.append(message)
+            message.state = _DONE  # on both sides: nothing to transfer
+        while side.running and side.running[0].done():
+            side.running.popleft()
+        side.running.append(message)
 
     # ---- collectives ----------------------------------------------------------------------------------------------------
     def reset(self, where: Where) -> None:
-        # A message that only one side has begun cannot be called back: the other side plays its part with scratch memory.
         self.collectives += 1
-        known = {line.edge(self.rank): (*line.open, *line.waiting) for line in self._lines.values()}
-        mine = [
-            [line.stream, line.peer, line.incoming, line.named, line.begun, list(line.sizes)] for line in self._lines.values()
-        ]
-        everyone = self._meeting.exchange(mine, where)
-        sides = {(rank, *side[:3]): side[3:] for rank, there in enumerate(everyone) for side in there}
-        for stream, src, dst in sorted(
-            {(stream, peer, rank) if incoming else (stream, rank, peer) for rank, stream, peer, incoming in sides}
-        ):
-            if self.rank in (src, dst):
-                self._settle(stream, src, dst, sides)
-        self._drain(where)
-        for line in self._lines.values():
-            named, there = (
-                sides.get(side, (0,))[0]
-                for side in (
-                    (self.rank, line.stream, line.peer, line.incoming),
-                    (line.peer, line.stream, self.rank, not line.incoming),
-                )
-            )
-            for message in known.get(line.edge(self.rank), ()):  # as it was before the other sides played their parts
-                if message.number < min(named, there):
+        known = {side.edge(self.rank): (*side.running, *side.waiting) for side in self._sides.values()}
+        mine = [[s.stream, s.peer, s.incoming, s.issued, s.started, list(s.sizes)] for s in self._sides.values()]
+        everyone = self._store_exchange.exchange(mine, where)
+        sent: dict[Edge, _Counts] = {}  # by the senders
+        received: dict[Edge, _Counts] = {}  # by the receivers
+        for rank, there in enumerate(everyone):
+            for stream, peer, incoming, *counts in there:
+                edge = (stream, peer, rank) if incoming else (stream, rank, peer)
+                (received if incoming else sent)[edge] = _Counts(*counts)
+        for edge in sorted(sent.keys() | received.keys()):
+            if self.rank in edge[1:]:
+                self._complete(edge, sent.get(edge, _Counts()), received.get(edge, _Counts()))
+        self._finish_started(where)
+        for edge, messages in known.items():
+            both = min(sent.get(edge, _Counts()).issued, received.get(edge, _Counts()).issued)
+            for message in messages:
+                if message.number < both:
                     message.wait(where)
                 else:
-                    message.fail(f"message {message.number} on stream {line.stream} was forgotten by a reset")
-        self._lines.clear()
-        self._meeting.exchange(None, where)  # nobody speaks of old messages any more
+                    message.fail(f"message {message.number} on stream {edge[0]} was forgotten by a reset")
+        self._sides.clear()
+        self._store_exchange.exchange(None, where)  # no rank refers to old messages any more
 
-    def _settle(self, stream: str, src: int, dst: int, sides: dict[tuple, Sequence]) -> None:
-        """Begin what both sides have named, and the other half of what only one side has begun."""
-        nothing = (0, 0, ())
-        sent, received = sides.get((src, stream, dst, False), nothing), sides.get((dst, stream, src, True), nothing)
-        goal = max(min(sent[0], received[0]), sent[1], received[1])
-        line = self._line(stream, src if self.rank == dst else dst, self.rank == dst)
-        sizes = sent if line.incoming else received  # of the latest that the other side has named
-        while line.begun < goal:
-            if not line.waiting:
-                nbytes = sizes[2][line.begun - sizes[0]]
-                line.waiting.append(Message(self, line, line.named, self._scratch(nbytes), (), None, "resetting"))
-                line.named += 1
-            self._begin_next(line)
+    def _complete(self, edge: Edge, sent: _Counts, received: _Counts) -> None:
+        """Start the messages that both sides have issued, and those that only one side has started.
+
+        A started message cannot be cancelled, so the other side sends or receives it with scratch memory.
+        """
+        stream, src, dst = edge
+        goal = max(min(sent.issued, received.issued), sent.started, received.started)
+        side = self._side(stream, src if self.rank == dst else dst, self.rank == dst)
+        other = sent if side.incoming else received
+        while side.started < goal:
+            if not side.waiting:
+                nbytes = other.sizes[side.started - other.issued]  # sizes: of the latest messages
+                side.waiting.append(Message(self, side, side.issued, self._scratch(nbytes), (), None, "resetting"))
+                side.issued += 1
+            self._start_next(side)
 
     def _fail_all(self, reason: str) -> None:
-        for line in self._lines.values():
-            for message in (*line.open, *line.waiting):
+        for side in self._sides.values():
+            for message in (*side.running, *side.waiting):
                 if not message.done():
                     message.fail(reason)

@@ -1,10 +1,7 @@
-"""Rings of rings: several rings train side by side and average each stage's finished gradient (docs/algorithm.md).
+"""Several rings: each sees the transport of all ranks as if it were alone (docs/algorithm.md#rings-of-rings).
 
-World rank w is position w % R of ring w // R. Inside a ring everything is as with one ring of R ranks: ``RingView`` shows it the
-transport of all W ranks as if the ring were alone. What is new happens in the owner's NORM: the owners of a stage, one per ring,
-add their rings' sums along a chain, unit by unit, ring 0 first (stream X), and the last ring sends the total back along it
-(stream Y). So every ring has the same bits, updates its own masters with them, and publishes. No collective is involved, only
-messages between two ranks; loss sums travel along as one more, small item.
+World rank w is rank w % R of ring w // R, R being the ring size. Streams X and Y connect the ranks of equal number in
+neighbouring rings; over them the owners of a stage, one per ring, average its gradient (runtime/cross_ring.py).
 """
 
 import logging
@@ -15,7 +12,7 @@ import torch
 from deepspeed_cdp.transport.base import Edge, Ticket, Transport, Where
 from deepspeed_cdp.transport.choose import host
 
-_SAME = (
+_FORWARDED = (  # attributes that are those of the inner transport
     "sent",
     "received",
     "bytes_sent",
@@ -35,12 +32,15 @@ _SAME = (
 
 
 def ring_size(setting: str | int, hosts: Sequence[str]) -> int:
-    """R, from ``cyclic.ring_size`` and the names of all ranks' hosts, in rank order.
+    """The number of ranks per ring.
 
-    ``auto`` is the number of ranks per host where there are several hosts with the same number of two or more ranks, each host's
-    ranks one after the other; else all ranks.
+    ``auto``: one ring per host if every host has the same number of consecutive ranks, at least 2; otherwise one ring.
+
+    Args:
+        setting: ``cyclic.ring_size``.
+        hosts: name of each rank's host, in rank order.
     Raises:
-        ValueError: R does not divide the number of ranks.
+        ValueError: the ring size does not divide the number of ranks.
     """
     world = len(hosts)
     if setting == "auto":
@@ -49,12 +49,14 @@ def ring_size(setting: str | int, hosts: Sequence[str]) -> int:
         even = all(len(b) == each and len(set(b)) == 1 for b in blocks) and len({b[0] for b in blocks}) == len(blocks)
         return each if even and each > 1 else world
     if world % int(setting):
-        raise ValueError(f"cyclic.ring_size is {setting}, which does not divide the {world} ranks")  # (config.py has more words)
+        raise ValueError(
+            f"cyclic.ring_size is {setting}, which does not divide the {world} ranks"
+        )  # integration/config.py says more
     return int(setting)
 
 
 def rings_of(transport: Transport, setting: str | int) -> Transport:
-    """Collective: the transport of this rank's ring; ``transport`` itself where all ranks are one ring.
+    """Collective: the transport of this rank's ring; ``transport`` itself if there is one ring.
 
     Raises:
         ValueError: as ``ring_size``.
@@ -69,25 +71,26 @@ def rings_of(transport: Transport, setting: str | int) -> Transport:
         f"{transport.size // size} rings of {size} ranks, on {len(set(hosts))} host(s), average their gradients stage by stage",
         ranks=[0],
         level=logging.WARNING,
-    )  # below it DeepSpeed shows nothing
+    )  # DeepSpeed hides lower levels
     return RingView(transport, size)
 
 
 class RingView(Transport):
-    """The transport of all ranks, as this rank's ring sees it: ranks are positions in the ring, collectives are everyone's.
+    """The transport of all ranks as one ring sees it: ranks are those of the ring, and collectives are of all ranks.
 
     Attributes:
-        inner: the transport; ring: this rank's; rings: how many. Counters are those of ``inner``, with the ranks of the world.
+        inner: the transport of all ranks; counters are its own, by world rank.
+        ring, rings: this rank's ring and the number of rings.
     """
 
     def __init__(self, inner: Transport, size: int):
         assert inner.size % size == 0, (inner.size, size)
-        # Transport.__init__ is not called: the counters are those of the wrapped transport
+        # Transport.__init__ is not called: the counters are those of ``inner``
         self.inner, self.name, self.size, self.timeout_seconds = inner, inner.name, size, inner.timeout_seconds
         self.ring, self.rank = divmod(inner.rank, size)
         self.rings, self._base = inner.size // size, inner.rank - self.rank
-        for name in _SAME:
-            setattr(self, name, getattr(inner, name))  # (bound: no call in between)
+        for name in _FORWARDED:
+            setattr(self, name, getattr(inner, name))
 
     label = property(lambda self: self.inner.rank)
     collectives = property(lambda self: self.inner.collectives)
@@ -112,7 +115,7 @@ class RingView(Transport):
         return self.inner.gather(value, where)
 
     def broadcast(self, tensor, src, where):
-        self.inner.broadcast(tensor, src, where)  # ring 0's owner, to everyone
+        self.inner.broadcast(tensor, src, where)  # ``src`` of ring 0, to all ranks
 
     def reset(self, where):
         self.inner.reset(where)

@@ -1,24 +1,26 @@
-"""How long the device waits for hand-offs, where it is the device that does: measured by events in one step of eight.
+"""How long the passes' CUDA stream waits for messages, measured with timing events in one step of eight.
 
-An event before and one behind each wait of the stream that the passes run on; the host reads them once they have passed, never
-waiting for them. (Two calls for each of some sixty waits are not nothing for the host where steps are small.)
+Two timing events enclose each wait. The host reads them once they have passed, and never waits for them. Timing every step would
+cost the host two calls per wait.
 """
 
 from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-EVERY = 8  # in a new run step 7 is the first: by then kernels are loaded and memory is settled
+EVERY = 8  # steps from one timed step to the next; step 7 is the first: by then kernels are loaded and memory is allocated
 
 EdgeTimes = dict[tuple[str, int], float]
 
 
-class Timed(NamedTuple):
-    """What one step waited for.
+class StepTiming(NamedTuple):
+    """The waits of one step, on the device.
 
     Attributes:
-        step: its number; seconds: between the ends of the step before and of this one, on the device.
-        come: seconds by (stream, peer) until messages had come; taken: until this rank's own had been taken.
+        step: its number.
+        seconds: from the end of the previous step to the end of this one.
+        come: seconds until messages arrived, by (stream, peer).
+        taken: seconds until peers took messages, by (stream, peer).
     """
 
     step: int
@@ -28,33 +30,41 @@ class Timed(NamedTuple):
 
     @property
     def busy(self) -> float:
-        """Seconds in which the stream did not wait for others (an idle stream that waits for its own host counts as busy)."""
+        """Seconds without a wait for peers. A stream that is idle because its host is slow counts as busy."""
         return max(self.seconds - sum(self.come.values()) - sum(self.taken.values()), 1e-9)
 
 
-class DeviceWaits:
-    """One rank's.
+class WaitTiming:
+    """Times the waits of one rank.
 
     Args:
-        mark: records an event on the current stream and returns it: it has ``query()``, and ``elapsed_time(later)`` in ms.
+        mark: records a timing event on the current stream and returns it; as ``torch.cuda.Event`` it has ``query()``, and
+            ``elapsed_time(later)`` in milliseconds.
     Attributes:
-        active: whether the step being made is timed.
-        latest: the newest step whose events have passed; None before there is one.
+        active: the current step is timed.
+        latest: timing of the newest step whose events have passed; None before the first.
     """
 
     def __init__(self, mark: Callable[[], Any]):
         self.mark, self.active = mark, False
-        self.latest: Timed | None = None
+        self.latest: StepTiming | None = None
         self._begun: Any = None
-        self._waits: list[tuple[tuple[str, int], bool, Any, Any]] = []  # edge, whether something came, before, behind
+        self._waits: list[
+            tuple[tuple[str, int], bool, Any, Any]
+        ] = []  # edge, whether it waited for an arrival, event before, event after
         self._passing: tuple[int, Any, Any, list] | None = None  # step, its begin and end, its waits
 
     def note(self, edge: tuple[str, int], came: bool, before: Any) -> None:
-        """The current stream has been given a wait since ``before``."""
+        """Record a wait that was enqueued after event ``before``.
+
+        Args:
+            edge: (stream, peer).
+            came: it waits for a message to arrive; else for a peer to take one.
+        """
         self._waits.append((edge, came, before, self.mark()))
 
     def end_step(self, step: int) -> bool:
-        """The host has enqueued this step; True if ``latest`` is new."""
+        """End the step that the host has enqueued. Returns whether ``latest`` is new."""
         if self.active:
             self._passing, self.active = (step, self._begun, self.mark(), self._waits), False
         fresh = self._passing is not None and self._passed(*self._passing[1:])
@@ -65,21 +75,21 @@ class DeviceWaits:
         return fresh
 
     def drop(self) -> None:
-        """What is being timed is not a step of the usual kind (the ring starts anew)."""
+        """Discard the current step's timing: a flush is not a normal step."""
         self.active = False
 
     def forget(self) -> None:
-        """Steps are numbered anew, from a checkpoint."""
+        """Discard all timing: a checkpoint was loaded, and steps have other numbers."""
         self.active, self._passing, self.latest = False, None, None
 
     @staticmethod
     def _passed(begin: Any, end: Any, waits: list) -> bool:
-        """The events of a script that changes streams are not in order."""
+        """Whether all events have passed. A script that changes streams may record them out of order."""
         return all(event.query() for event in (end, begin, *(e for wait in waits for e in wait[2:])))
 
     @staticmethod
-    def _read(step: int, begin: Any, end: Any, waits: list) -> Timed:
+    def _read(step: int, begin: Any, end: Any, waits: list) -> StepTiming:
         sums: tuple[EdgeTimes, EdgeTimes] = defaultdict(float), defaultdict(float)
-        for edge, came, before, behind in waits:
-            sums[not came][edge] += before.elapsed_time(behind) / 1000
-        return Timed(step, begin.elapsed_time(end) / 1000, dict(sums[0]), dict(sums[1]))
+        for edge, came, before, after in waits:
+            sums[not came][edge] += before.elapsed_time(after) / 1000
+        return StepTiming(step, begin.elapsed_time(end) / 1000, dict(sums[0]), dict(sums[1]))

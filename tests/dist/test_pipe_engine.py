@@ -225,7 +225,7 @@ def test_another_number_of_micro_batches(pool):
 def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dict, list[float]]:
     """The runtime over torch.distributed's groups, as on GPUs, with gloo for NCCL."""
     from deepspeed_cdp.pipeline.runtime import PipeRuntime
-    from deepspeed_cdp.transport.nccl_group import GroupTransport
+    from deepspeed_cdp.transport.nccl_group import NcclGroupTransport
     from support import pipe_threads as threads
 
     case = threads.Case(stages, stages - 1, placement, tied=True, clip=0.05)
@@ -239,7 +239,7 @@ def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dic
         threads.loss,
         two_groups(named),
         {p: n for n, p in named},
-        GroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"),
+        NcclGroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"),
         torch.device("cpu"),
         case.clip,
     )
@@ -265,9 +265,9 @@ def test_the_transport_of_gpus_carries_the_same(pool, world, stages, placement):
 
 def one_leaves(rank: int, world: int) -> tuple[str, float]:
     from deepspeed_cdp.errors import HandoffError
-    from deepspeed_cdp.transport.nccl_group import GroupTransport
+    from deepspeed_cdp.transport.nccl_group import NcclGroupTransport
 
-    transport, begun = GroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"), time.monotonic()
+    transport, begun = NcclGroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"), time.monotonic()
     text = "left"
     try:
         if rank:

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepspeed_cdp.errors import APART, HandoffError
+from deepspeed_cdp.errors import WHY_MISSING, HandoffError
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.delayed import Delayed
 from deepspeed_cdp.transport.gloo import GlooTransport
+from deepspeed_cdp.transport.store_exchange import StoreExchange
 from support.transport_contract import DELAYED, SCENARIOS, names
 from support.transport_helpers import Make, empty, full, is_full
 
@@ -105,7 +106,7 @@ def never_arrives(rank: int, world: int) -> str | None:
 
 def test_a_rank_that_never_arrives_is_named(pool):
     texts = pool.run(3, never_arrives)
-    assert texts[2] == f"rank 2, connecting the 3 ranks of 'deepspeed_cdp': rank(s) [1] missing after 2 s ({APART})"
+    assert texts[2] == f"rank 2, connecting the 3 ranks of 'deepspeed_cdp': rank(s) [1] missing after 2 s ({WHY_MISSING})"
 
 
 def outlives_the_default_group(rank: int, world: int) -> None:
@@ -186,3 +187,31 @@ def drop_pending(rank: int, world: int) -> None:
 
 def test_dropped_works_leave_the_pair_usable(pool):
     pool.run(2, drop_pending)
+
+
+def broadcasts(rank: int, world: int) -> str | None:
+    """The broadcast of transports between GPUs, by torch's default group, which is gloo's here."""
+    from deepspeed_cdp.transport.peer import PeerTransport
+
+    t = object.__new__(PeerTransport)
+    Transport.__init__(t, rank, world, 2.0)
+    t._failure, t.device = None, torch.device("cpu")
+    t._store_exchange = StoreExchange(rank, world, 20.0, None, "broadcasts", "connecting")
+    for src in range(world):
+        box = full(7, 1000) if rank == src else empty(1000)
+        t.broadcast(box, src, "here")
+        assert is_full(box, 7)
+    if rank:
+        t._store_exchange.exchange(None, "here")  # comes, and then takes no part
+        time.sleep(4)
+        return None
+    started = time.perf_counter()
+    with pytest.raises(HandoffError) as caught:
+        t.broadcast(empty(1000), 1, "step 3, flush")
+    assert time.perf_counter() - started < 4
+    return str(caught.value)
+
+
+def test_the_broadcast_between_gpus_has_the_timeout(pool):
+    text, _ = pool.run(2, broadcasts)
+    assert text == f"step 3, flush: broadcast from rank 1 failed within 2.0 s ({WHY_MISSING})"

@@ -220,7 +220,7 @@ def make(kind, streams, rank, world, device, timeout_seconds=20.0, name="a"):
         from deepspeed_cdp.transport.peer import STREAMS, PeerTransport
 
         transport = PeerTransport(rank, world, timeout_seconds, device, name=f"contract/{name}")
-        print(f"     rank {rank}: {transport.lanes}", flush=True)
+        print(f"     rank {rank}: {transport.stream_report}", flush=True)
         return Placed(transport, STREAMS)
     transport = NcclTransport(rank, world, timeout_seconds, device, name=f"contract/{world}/{name}")
     transport.prepare([(s, a, b) for s in streams for a in range(world) for b in range(world) if a != b], deferred=False)

@@ -135,8 +135,8 @@ def ready() -> None:
 def impatient(engine: Any) -> None:
     """From now on this rank waits as with ``timeout_seconds`` SECONDS."""
     transport = engine._transport
-    transport.timeout_seconds = transport._meeting.timeout_seconds = SECONDS
-    transport.patience = timedelta(seconds=SECONDS)
+    transport.timeout_seconds = transport._store_exchange.timeout_seconds = SECONDS
+    transport.timeout = timedelta(seconds=SECONDS)
 
 
 def job_of(fault: str, rule: str, timeout: float = PATIENT) -> Job:

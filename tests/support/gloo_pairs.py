@@ -33,70 +33,70 @@ class GlooPairs(RendezvousTransport):
         strict: bool = False,
     ):
         super().__init__(rank, size, timeout_seconds)
-        self._meeting = StoreExchange(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting")
+        self._store_exchange = StoreExchange(rank, size, timeout_seconds, store, name, f"rank {rank}, connecting")
         self._groups: dict[Edge, dist.ProcessGroupGloo] = {}
         self._patience, self._strict = timedelta(seconds=timeout_seconds), strict
 
     def _connect(self, edges: Sequence[Edge], where: Where) -> None:
         for edge in edges:
             if self.rank in edge[1:]:
-                store = dist.PrefixStore("/".join(map(str, edge)), self._meeting.store)
+                store = dist.PrefixStore("/".join(map(str, edge)), self._store_exchange.store)
                 self._groups[edge] = dist.ProcessGroupGloo(store, int(self.rank == edge[2]), 2, self._patience)
 
-    def _point(self) -> None:
+    def _record_point(self) -> None:
         return None
 
-    def _begin(self, message: Message) -> dist.Work:
-        line = message.line
+    def _start(self, message: Message) -> dist.Work:
+        side = message.side
         for ticket in message.after:
             ticket.wait("before a message")
-        if line.incoming:
-            work = self._groups[line.stream, line.peer, self.rank].recv([message.tensor], 0, 0)
+        if side.incoming:
+            work = self._groups[side.stream, side.peer, self.rank].recv([message.tensor], 0, 0)
         else:
-            work = self._groups[line.stream, self.rank, line.peer].send([message.tensor], 1, 0)
+            work = self._groups[side.stream, self.rank, side.peer].send([message.tensor], 1, 0)
         if self._strict and self._deferred:
             self._finish(message, work, f"rank {self.rank}, strictly")
         return work
 
     def _finish(self, message: Message, work: dist.Work, where: Where) -> None:
-        line, started = message.line, time.perf_counter()
+        side, started = message.side, time.perf_counter()
         try:
             work.wait(self._patience)
         except RuntimeError as error:
-            what = "no message" if line.incoming else "nobody took the message"
-            message.fail(f"{what} on stream {line.stream} with rank {line.peer} within {self.timeout_seconds} s: {error}")
+            what = "no message" if side.incoming else "nobody took the message"
+            message.fail(f"{what} on stream {side.stream} with rank {side.peer} within {self.timeout_seconds} s: {error}")
             raise HandoffError(f"{where}: {message.reason}") from error
-        if line.incoming:
-            self.waited[line.stream, line.peer] += time.perf_counter() - started
+        if side.incoming:
+            self.waited[side.stream, side.peer] += time.perf_counter() - started
 
-    def _await(self, message: Message, where: Where) -> None:
+    def _wait_started(self, message: Message, where: Where) -> None:
         if not (self._strict and self._deferred):
-            self._finish(message, message.handle, where)
-        message.state, message.handle = _DONE, None
+            self._finish(message, message.work, where)
+        message.state, message.work = _DONE, None
 
-    def _reached(self, message: Message) -> bool:
+    def _is_done(self, message: Message) -> bool:
         return False  # gloo cannot tell before wait
 
-    def _drain(self, where: Where) -> None:
-        for line in self._lines.values():
-            for message in line.open:
+    def _finish_started(self, where: Where) -> None:
+        for side in self._sides.values():
+            for message in side.running:
                 if not message.done():
-                    self._await(message, where)
+                    self._wait_started(message, where)
 
     def _scratch(self, nbytes: int) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8)
 
     def gather(self, value: Any, where: Where) -> list[Any]:
         self.collectives += 1
-        return self._meeting.exchange(value, where)
+        return self._store_exchange.exchange(value, where)
 
     def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
         self.collectives += 1
-        values = self._meeting.exchange(tensor.tolist() if self.rank == src else None, where)
+        values = self._store_exchange.exchange(tensor.tolist() if self.rank == src else None, where)
         tensor.copy_(torch.tensor(values[src], dtype=torch.uint8))
 
     def close(self, drain: bool) -> None:
         if drain:  # first: a send that is given up does not reach a peer that is still waiting for it
-            self._meeting.exchange(None, "closing")
+            self._store_exchange.exchange(None, "closing")
         self._fail_all(f"rank {self.rank} has closed its transport")
         self._groups.clear()

@@ -11,10 +11,10 @@ import torch
 
 from deepspeed_cdp.transport import peer
 from deepspeed_cdp.transport.base import Transport
-from deepspeed_cdp.transport.wait_timing import DeviceWaits
+from deepspeed_cdp.transport.wait_timing import WaitTiming
 
-LANES = {"credit": 11, "G": 12, "P": 13, "O": 14, "P0": 15, "H0": 16, "S": 17}
-RANK, SIZE, NCCL_LANE = 1, 4, 21
+HANDLES = {"credit": 11, "G": 12, "P": 13, "O": 14, "P0": 15, "H0": 16, "S": 17}
+RANK, SIZE, NCCL_HANDLE = 1, 4, 21
 
 
 class Notes:
@@ -24,7 +24,7 @@ class Notes:
         self.calls: list[tuple] = []
         self.events = 0
 
-    def event(self) -> int:
+    def create_event(self) -> int:
         self.events += 1
         return self.events
 
@@ -40,14 +40,14 @@ class Notes:
 def transport(monkeypatch):
     """Rank 1 of 4, on the default stream, whose handle is 0."""
     made = object.__new__(peer.PeerTransport)
-    made.timing = DeviceWaits(lambda: None)
+    made.timing = WaitTiming(lambda: None)
     Transport.__init__(made, RANK, SIZE, 5.0)
     made.driver, made.events, made._failure, made._counts = Notes(), [], None, {}
-    made._point, made._point_on, made._waits = made.driver.event(), None, deque(maxlen=9)
-    made._owner = SimpleNamespace(cuda_stream=LANES["S"])
+    made._point, made._point_on, made._waits = made.driver.create_event(), None, deque(maxlen=9)
+    made._owner = SimpleNamespace(cuda_stream=HANDLES["S"])
     made._bases, made._word_bases = [0, 10_000, 20_000, 30_000], [0, 100_000, 200_000, 300_000]
-    made.device, made._lanes = SimpleNamespace(index=0), dict(LANES)
-    made._watch = SimpleNamespace(look=lambda mark: None, look_behind=lambda stream: None)
+    made.device, made._handles = SimpleNamespace(index=0), dict(HANDLES)
+    made._watchdog = SimpleNamespace(expect=lambda mark: None, expect_stream=lambda stream: None)
     monkeypatch.setattr(made, "current", lambda: 0)
     return made
 
@@ -57,12 +57,12 @@ def test_a_message_is_pushed_behind_the_credit_and_the_work_that_made_it(transpo
     transport.push("G", 2, source, None, 512)
     credit, arrival = transport._word(RANK, "G", 2, False), transport._word(2, "G", RANK, True)
     assert transport.driver.take() == [
-        ("record", 1, 0),
-        ("follow", 12, 1),
-        ("wait", 12, credit, 1),
+        ("record_event", 1, 0),
+        ("wait_event", 12, 1),
+        ("wait_value", 12, credit, 1),
         ("copy", 12, 20_000 + 512, source.data_ptr(), 64),
-        ("write", 12, arrival, 1),
-        ("record", 2, 12),
+        ("write_value", 12, arrival, 1),
+        ("record_event", 2, 12),
     ]
     assert arrival >= 200_000 and 100_000 <= credit < 200_000, "each waits on its own words only"
 
@@ -73,7 +73,7 @@ def test_what_is_passed_on_waits_for_its_arrival_alone(transport):
     transport.driver.take()
     transport.push("P", 2, box, came, 0)
     first = transport.driver.take()[0]
-    assert first == ("wait", 13, transport._word(RANK, "P", 0, True), 1), "not for the passes' stream"
+    assert first == ("wait_value", 13, transport._word(RANK, "P", 0, True), 1), "not for the passes' stream"
 
 
 def test_a_credit_waits_for_what_an_owner_has_read_and_the_owners_own_go_by_its_stream(transport, monkeypatch):
@@ -81,14 +81,14 @@ def test_a_credit_waits_for_what_an_owner_has_read_and_the_owners_own_go_by_its_
     transport.driver.take()
     transport.post("G", 0, box, [mark])
     calls = transport.driver.take()
-    assert calls.index(("follow", LANES["credit"], mark.event)) < len(calls) - 1
-    assert calls[-1] == ("write", LANES["credit"], transport._word(0, "G", RANK, False), 1)
+    assert calls.index(("wait_event", HANDLES["credit"], mark.event)) < len(calls) - 1
+    assert calls[-1] == ("write_value", HANDLES["credit"], transport._word(0, "G", RANK, False), 1)
     transport.post("O", 3, box)
-    assert transport.driver.take()[-1][:2] == ("write", LANES["credit"]), "the passes do not wait for it"
-    monkeypatch.setattr(transport, "current", lambda: LANES["S"])
+    assert transport.driver.take()[-1][:2] == ("write_value", HANDLES["credit"]), "the passes do not wait for it"
+    monkeypatch.setattr(transport, "current", lambda: HANDLES["S"])
     transport.post("O", 3, box)
     credit = transport._word(3, "O", RANK, False)
-    assert transport.driver.take() == [("write", LANES["S"], credit, 2)], "and the owner holds up nobody"
+    assert transport.driver.take() == [("write_value", HANDLES["S"], credit, 2)], "and the owner holds up nobody"
 
 
 def over_nccl(transport):
@@ -98,10 +98,10 @@ def over_nccl(transport):
     made = object.__new__(NcclTransport)
     made.__dict__.update({name: value for name, value in transport.__dict__.items() if name != "_point"})
     comes, goes = ("G", 0, RANK), ("G", RANK, 2)
-    made._order, made._lines, made._prepared, made._deferred = 99, {}, {comes, goes}, False
-    made._ends, made._begun, made._lock = {comes: (77, NCCL_LANE), goes: (78, NCCL_LANE + 1)}, deque(), nullcontext()
-    made._longer = {edge: torch.zeros(8, dtype=torch.uint8) for edge in made._ends}  # only its address matters here
-    made._words = torch.tensor([1] + [0] * 12, dtype=torch.int32)
+    made._order, made._sides, made._prepared, made._deferred = 99, {}, {comes, goes}, False
+    made._connections, made._started, made._lock = {comes: (77, NCCL_HANDLE), goes: (78, NCCL_HANDLE + 1)}, deque(), nullcontext()
+    made._staging = {edge: torch.zeros(8, dtype=torch.uint8) for edge in made._connections}  # only its address matters here
+    made._host_words = torch.tensor([1] + [0] * 12, dtype=torch.int32)
     made._nccl = SimpleNamespace(
         receive=lambda *a: made.driver.calls.append(("receive", *a)), send=lambda *a: made.driver.calls.append(("send", *a))
     )
@@ -115,7 +115,7 @@ def test_over_nccl_a_receive_waits_for_a_mark_as_for_a_message(transport):
     made.post("G", 0, torch.zeros(8, dtype=torch.uint8), [mark])
     calls = [call[:3] for call in made.driver.take()]
     receive = next(k for k, call in enumerate(calls) if call[0] == "receive")
-    assert ("follow", NCCL_LANE, mark.event) in calls[:receive], calls
+    assert ("wait_event", NCCL_HANDLE, mark.event) in calls[:receive], calls
 
 
 @pytest.mark.parametrize("short", [True, False])
@@ -125,29 +125,29 @@ def test_over_nccl_what_is_given_up_cannot_look_like_an_older_message(transport,
     box = torch.zeros(long - short, dtype=torch.uint8)
     made.post("G", 0, box)
     made.push("G", 2, box)
-    calls = [call for call in made.driver.take() if call[0] not in ("record", "follow")]
-    at, into, out = box.data_ptr(), made._longer["G", 0, RANK].data_ptr(), made._longer["G", RANK, 2].data_ptr()
+    calls = [call for call in made.driver.take() if call[0] not in ("record_event", "wait_event")]
+    at, into, out = box.data_ptr(), made._staging["G", 0, RANK].data_ptr(), made._staging["G", RANK, 2].data_ptr()
     assert calls == (
         [
-            ("fill", NCCL_LANE, into, 255, long - 1),
-            ("receive", 77, 0, into, long, NCCL_LANE),
-            ("copy", NCCL_LANE, at, into, long - 1),
-            ("copy", NCCL_LANE + 1, out, at, long - 1),
-            ("send", 78, 1, out, long, NCCL_LANE + 1),
+            ("fill", NCCL_HANDLE, into, 255, long - 1),
+            ("receive", 77, 0, into, long, NCCL_HANDLE),
+            ("copy", NCCL_HANDLE, at, into, long - 1),
+            ("copy", NCCL_HANDLE + 1, out, at, long - 1),
+            ("send", 78, 1, out, long, NCCL_HANDLE + 1),
         ]
         if short
         else [
-            ("fill", NCCL_LANE, at, 255, long),
-            ("receive", 77, 0, at, long, NCCL_LANE),
-            ("send", 78, 1, at, long, NCCL_LANE + 1),
+            ("fill", NCCL_HANDLE, at, 255, long),
+            ("receive", 77, 0, at, long, NCCL_HANDLE),
+            ("send", 78, 1, at, long, NCCL_HANDLE + 1),
         ]
     )
 
 
-def test_over_nccl_the_watch_looks_behind_every_wait(transport):
+def test_over_nccl_the_watchdog_expects_every_wait_to_end(transport):
     """Marks alone are too few: a rank whose peer had been killed waited for ever at loss.item()."""
     made, looked = over_nccl(transport), []
-    made._watch = SimpleNamespace(look=lambda mark: None, look_behind=looked.append)
+    made._watchdog = SimpleNamespace(expect=lambda mark: None, expect_stream=looked.append)
     made.post("G", 0, torch.zeros(8, dtype=torch.uint8)).wait("here")
     assert looked == [made.current()]
 
@@ -156,8 +156,8 @@ def test_over_nccl_who_has_waited_passes_a_gate(transport):
     made = over_nccl(transport)
     made.post("G", 0, torch.zeros(8, dtype=torch.uint8)).wait("here")
     calls = made.driver.take()
-    gate = ("wait", made.current(), made._words.data_ptr(), 1)
-    assert [call for call in calls if call[:2] == ("follow", made.current())] and calls.index(gate) == len(calls) - 1, calls
+    gate = ("wait_value", made.current(), made._host_words.data_ptr(), 1)
+    assert [call for call in calls if call[:2] == ("wait_event", made.current())] and calls.index(gate) == len(calls) - 1, calls
 
 
 @pytest.mark.parametrize("poison", [True, False])
@@ -165,40 +165,40 @@ def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, poison, mon
     """Aborting lets the device go on with what did not come; a loss of that must not look right."""
     made, memory = over_nccl(transport), torch.zeros(32, dtype=torch.uint8)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    made._memory, made._sides, streams, gate = memory, [], iter(range(31, 99)), []
-    made.driver.stream = lambda priority: next(streams)
+    made._memory, made._poison_handles, streams, gate = memory, [], iter(range(31, 99)), []
+    made.driver.create_stream = lambda priority: next(streams)
     made._lock = threading.Lock()
-    del made._ends["G", RANK, 2]
+    del made._connections["G", RANK, 2]
 
     def abort(comm):
         made.driver.calls.append(("abort", comm))
-        gate.append(int(made._words[0]))
+        gate.append(int(made._host_words[0]))
         time.sleep(0.05)
-        gate.append(int(made._words[0]))  # nothing has been filled yet
-        made._words[3] = 1  # one stream gets through
-        while made._words[0] == 0:  # an abort may wait for the device, and so for the gate
+        gate.append(int(made._host_words[0]))  # nothing has been filled yet
+        made._host_words[3] = 1  # one stream gets through
+        while made._host_words[0] == 0:  # an abort may wait for the device, and so for the gate
             time.sleep(0.001)
 
     made._nccl = SimpleNamespace(abort=abort)
     begun = time.monotonic()
-    made.give_up("a peer is gone", poison)
-    words = made._words.data_ptr()
+    made.abort("a peer is gone", poison)
+    words = made._host_words.data_ptr()
     fills = [
         call
-        for k, stream in enumerate(made._sides)
-        for call in (("fill", stream, memory.data_ptr(), 0xFF, 32), ("write", stream, words + 4 * (1 + k), 1))
+        for k, stream in enumerate(made._poison_handles)
+        for call in (("fill", stream, memory.data_ptr(), 0xFF, 32), ("write_value", stream, words + 4 * (1 + k), 1))
     ]
-    assert len(made._sides) > 2 if poison else not fills
+    assert len(made._poison_handles) > 2 if poison else not fills
     assert gate == ([0, 0] if poison else [1, 1])
     assert made.driver.take() == [*fills, ("abort", 77)] and made._failure == "a peer is gone"
-    assert made._words[0] == 1 and time.monotonic() - begun < 0.9
+    assert made._host_words[0] == 1 and time.monotonic() - begun < 0.9
 
 
 @pytest.mark.parametrize("wrong", ["blocks", "raises"])
 def test_over_nccl_messages_end_even_if_nothing_can_be_filled(transport, wrong, monkeypatch):
     made, aborted, over = over_nccl(transport), [], threading.Event()
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    made._memory, made._sides, made._lock = torch.zeros(32, dtype=torch.uint8), [], threading.Lock()
+    made._memory, made._poison_handles, made._lock = torch.zeros(32, dtype=torch.uint8), [], threading.Lock()
 
     def stream(priority):
         if wrong == "raises":
@@ -206,12 +206,12 @@ def test_over_nccl_messages_end_even_if_nothing_can_be_filled(transport, wrong, 
         over.wait(20)  # as a driver does whose lock another thread has
         return 31
 
-    made.driver.stream, made._nccl = stream, SimpleNamespace(abort=aborted.append)
+    made.driver.create_stream, made._nccl = stream, SimpleNamespace(abort=aborted.append)
     begun = time.monotonic()
-    made.give_up("a peer is gone")
+    made.abort("a peer is gone")
     over.set()
     assert sorted(aborted) == [77, 78] and "numbers read after that may be wrong" in made._failure
-    assert made._words[0] == 1 and not made._lock.locked() and time.monotonic() - begun < 5
+    assert made._host_words[0] == 1 and not made._lock.locked() and time.monotonic() - begun < 5
 
 
 def test_streams_follow_one_point_until_the_stream_moves_on(transport):
@@ -220,7 +220,7 @@ def test_streams_follow_one_point_until_the_stream_moves_on(transport):
 
     def records() -> int:
         transport.push("G", 2, source, None, 0)
-        return sum(call[:3] == ("record", 1, 0) for call in transport.driver.take())
+        return sum(call[:3] == ("record_event", 1, 0) for call in transport.driver.take())
 
     assert [records(), records()] == [1, 0]
     transport.moved_on()
@@ -236,17 +236,17 @@ def test_streams_follow_one_point_until_the_stream_moves_on(transport):
 def test_offers_are_told_and_pulled(transport):
     box = torch.zeros(64, dtype=torch.uint8)
     offer = transport.push("P0", 3, box)
-    assert transport.driver.take() == [("write", 0, transport._word(3, "P0", RANK, True), 1)]
+    assert transport.driver.take() == [("write_value", 0, transport._word(3, "P0", RANK, True), 1)]
     offer.wait("here")
-    assert transport.driver.take() == [("wait", 0, transport._word(RANK, "P0", 3, False), 1)]
+    assert transport.driver.take() == [("wait_value", 0, transport._word(RANK, "P0", 3, False), 1)]
     taken = transport.post("P0", 2, box, (), "here", 256)
     assert transport.driver.take() == [
-        ("record", 1, 0),
-        ("follow", 15, 1),
-        ("wait", 15, transport._word(RANK, "P0", 2, True), 1),
+        ("record_event", 1, 0),
+        ("wait_event", 15, 1),
+        ("wait_value", 15, transport._word(RANK, "P0", 2, True), 1),
         ("copy", 15, box.data_ptr(), 20_000 + 256, 64),
-        ("write", 15, transport._word(2, "P0", RANK, False), 1),
-        ("record", 2, 15),
+        ("write_value", 15, transport._word(2, "P0", RANK, False), 1),
+        ("record_event", 2, 15),
     ]
     taken.wait("here")
     taken.wait("here")

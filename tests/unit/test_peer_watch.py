@@ -1,4 +1,4 @@
-"""The peer transport's watch, with events that come when the test says so (the rest of that transport needs GPUs)."""
+"""The watchdog of GPU transports, with events that come when the test says so (the rest of that transport needs GPUs)."""
 
 import threading
 import time
@@ -18,15 +18,15 @@ class Events:
     def __init__(self) -> None:
         self.made, self.come, self.recorded = 0, set(), []
 
-    def event(self) -> int:
+    def create_event(self) -> int:
         self.made += 1
         return self.made
 
-    def record(self, event: int, stream: int) -> None:
+    def record_event(self, event: int, stream: int) -> None:
         self.recorded.append((event, stream))
         self.come.discard(event)
 
-    def reached(self, event: int) -> bool:
+    def event_done(self, event: int) -> bool:
         return event in self.come
 
 
@@ -46,15 +46,15 @@ def watched(monkeypatch):
         timeout_seconds=PATIENCE, driver=Events(), device=None, _failure=None, reasons=[], diagnose=lambda: "why"
     )
 
-    def give_up(reason: str) -> None:
+    def abort(reason: str) -> None:
         transport._failure = reason
         transport.reasons.append(reason)
 
-    transport.give_up = give_up
-    watch = cuda_common.Watch(transport)
-    yield transport, watch
-    watch.stop()
-    assert not watch._thread.is_alive()
+    transport.abort = abort
+    watchdog = cuda_common.Watchdog(transport)
+    yield transport, watchdog
+    watchdog.stop()
+    assert not watchdog._thread.is_alive()
 
 
 def until(condition, seconds: float) -> bool:
@@ -65,23 +65,23 @@ def until(condition, seconds: float) -> bool:
 
 
 def test_a_host_that_blocks_right_behind_a_wait(watched):
-    transport, watch = watched
-    watch.look(Mark(True))  # all that was marked is done; only the wait since is not
-    watch.look_behind(0)
+    transport, watchdog = watched
+    watchdog.expect(Mark(True))  # all that was marked is done; only the wait since is not
+    watchdog.expect_stream(0)
     assert not until(lambda: transport.reasons, PATIENCE * 0.8), "before its time"
     assert until(lambda: len(transport.reasons) >= 3, 10), "a peer may overwrite a word: once is not enough"
     assert set(transport.reasons) == {"why"}
 
 
 def test_one_stream_does_not_hide_another(watched):
-    transport, watch = watched
-    watch.look_behind(1)
+    transport, watchdog = watched
+    watchdog.expect_stream(1)
     over = threading.Event()
 
     def busy() -> None:
         while not over.wait(0.02):
-            watch.look_behind(0)
-            transport.driver.come.add(watch._behind[0][1])
+            watchdog.expect_stream(0)
+            transport.driver.come.add(watchdog._stream_events[0][1])
 
     thread = threading.Thread(target=busy)
     thread.start()
@@ -93,34 +93,34 @@ def test_one_stream_does_not_hide_another(watched):
 
 
 def test_a_host_that_runs_ahead_of_a_device_that_stands(watched):
-    transport, watch = watched
+    transport, watchdog = watched
     begun = time.monotonic()
     while not transport.reasons and time.monotonic() - begun < 10:
-        watch.look(Mark(False))
-        watch.look_behind(0)
+        watchdog.expect(Mark(False))
+        watchdog.expect_stream(0)
         time.sleep(0.02)
     assert transport.reasons and time.monotonic() - begun > PATIENCE
 
 
 def test_nothing_is_late_while_events_come(watched):
-    transport, watch = watched
+    transport, watchdog = watched
     begun = time.monotonic()
     while time.monotonic() - begun < 4 * PATIENCE:
-        watch.look(Mark(True))
-        watch.look_behind(0)
-        transport.driver.come.add(watch._behind[0][1])
+        watchdog.expect(Mark(True))
+        watchdog.expect_stream(0)
+        transport.driver.come.add(watchdog._stream_events[0][1])
         time.sleep(0.02)
     time.sleep(3 * PATIENCE)  # nor after the last one has come, however long the pause
     assert not transport.reasons
 
 
 def test_a_device_that_fails_is_told(watched):
-    transport, watch = watched
+    transport, watchdog = watched
 
-    def reached(event: int) -> bool:
+    def event_done(event: int) -> bool:
         raise RuntimeError("cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS")
 
-    transport.rank, transport.driver.reached = 3, reached
-    watch.look_behind(0)
+    transport.rank, transport.driver.event_done = 3, event_done
+    watchdog.expect_stream(0)
     assert until(lambda: transport.reasons, 10)
     assert transport.reasons[0] == "rank 3: the GPU does not answer: cuEventQuery: CUDA_ERROR_ILLEGAL_ADDRESS"

@@ -106,22 +106,22 @@ def test_deferred_messages_begin_at_the_meeting():
         box = empty()
         if t.rank == 0:
             push, offer = t.push("P", 1, full(1)), t.push("P0", 1, full(2))
-            assert push.handle is not None and offer.handle is None
+            assert push.work is not None and offer.work is None
             push.wait(W)
             t.gather(None, W)
             t.start_peer("P0", 1, False)
-            assert offer.handle is not None
+            assert offer.work is not None
             offer.wait(W)
         else:
             post = t.post("P", 0, box)
-            assert post.handle is None
+            assert post.work is None
             t.start_peer("P", 0, True)
-            assert post.handle is not None
+            assert post.work is not None
             post.wait(W)
             assert is_full(box, 1)
             t.gather(None, W)
             take = t.post("P0", 0, box)
-            assert take.handle is not None  # the reader initiates
+            assert take.work is not None  # the reader initiates
             take.wait(W)
             assert is_full(box, 2)
         assert not t.forced
@@ -140,7 +140,7 @@ def test_a_meeting_before_the_post_counts_and_a_wait_begins_what_was_not_met():
             boxes = [empty() for _ in range(3)]
             t.start_peer("P", 0, True)
             first, second, third = (t.post("P", 0, box) for box in boxes)
-            assert first.handle is not None and second.handle is None
+            assert first.work is not None and second.work is None
             third.wait(W)
             second.wait(W)
             first.wait(W)

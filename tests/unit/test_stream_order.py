@@ -28,7 +28,7 @@ from deepspeed_cdp.runtime.runtime import RESIDENCIES
 from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.transport.base import PULLED, Transport
 from deepspeed_cdp.transport.buffers import Buffers
-from deepspeed_cdp.transport.peer import _DIRECT, _LANES
+from deepspeed_cdp.transport.peer import _CREDIT_ON_CURRENT, _CUDA_STREAM_OF
 from deepspeed_cdp.transport.ring_view import RingView
 
 STEPS, FLUSHED_AFTER = 14, 9
@@ -123,7 +123,7 @@ class Noting(Transport):
     def post(self, stream, src, into, after=(), where="", from_at=-1) -> Behind:
         if self.like == "peer":
             lane = stream if stream in PULLED else "credit"
-            lane = self.current if stream in _DIRECT or self.current == "owner" else lane
+            lane = self.current if stream in _CREDIT_ON_CURRENT or self.current == "owner" else lane
         else:
             lane = stream, src, self.rank
         known = self._streams[lane]
@@ -140,7 +140,7 @@ class Noting(Transport):
             taken = set(self.now)
             self.reads(source, what, taken)
             return Behind(self, taken)
-        lane = _LANES[stream] if self.like == "peer" else (stream, self.rank, dst)
+        lane = _CUDA_STREAM_OF[stream] if self.like == "peer" else (stream, self.rank, dst)
         known = self._streams["owner" if lane == "S" else lane]
         known.update(self.now if after is None or self.like == "nccl" else (), after.over if after else ())
         self.reads(source, what, known)

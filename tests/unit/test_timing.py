@@ -2,7 +2,7 @@
 
 import pytest
 
-from deepspeed_cdp.transport.wait_timing import EVERY, DeviceWaits
+from deepspeed_cdp.transport.wait_timing import EVERY, WaitTiming
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Mark:
         return later.at - self.at
 
 
-def step(clock: Clock, waits: DeviceWaits, number: int) -> bool:
+def step(clock: Clock, waits: WaitTiming, number: int) -> bool:
     """10 ms of passes, 3 ms until a message of rank 1 has come, 2 ms until rank 0 has taken one."""
     for edge, came, ms in ((("P", 1), True, 3), (("G", 0), False, 2)):
         before = waits.mark() if waits.active else None
@@ -39,7 +39,7 @@ def step(clock: Clock, waits: DeviceWaits, number: int) -> bool:
 
 def test_one_step_of_eight_is_timed_and_told_once_it_has_passed():
     clock = Clock()
-    waits = DeviceWaits(clock.mark)
+    waits = WaitTiming(clock.mark)
     active = []
     for number in range(EVERY):
         active.append(waits.active)
@@ -54,7 +54,7 @@ def test_one_step_of_eight_is_timed_and_told_once_it_has_passed():
 
 def test_nothing_new_is_timed_while_one_is_under_way():
     clock = Clock()
-    waits = DeviceWaits(clock.mark)
+    waits = WaitTiming(clock.mark)
     for number in range(3 * EVERY):
         step(clock, waits, number)
     clock.reached = clock.now
@@ -63,7 +63,7 @@ def test_nothing_new_is_timed_while_one_is_under_way():
 
 def test_a_flush_is_not_a_step():
     clock = Clock()
-    waits = DeviceWaits(clock.mark)
+    waits = WaitTiming(clock.mark)
     for number in range(EVERY - 1):
         step(clock, waits, number)
     assert waits.active
@@ -76,7 +76,7 @@ def test_a_flush_is_not_a_step():
 
 def test_a_flush_after_a_timed_step_does_not_lose_it():
     clock = Clock()
-    waits = DeviceWaits(clock.mark)
+    waits = WaitTiming(clock.mark)
     for number in range(EVERY):
         step(clock, waits, number)
     waits.drop()

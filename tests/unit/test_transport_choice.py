@@ -7,18 +7,18 @@ import pytest
 import torch
 
 from deepspeed_cdp.integration.config import parse_cyclic
-from deepspeed_cdp.transport.choose import Facts, choose, observe
+from deepspeed_cdp.transport.choose import DeviceFacts, choose, observe
 
 
-def gpus(count: int, host: str = "a") -> list[Facts]:
+def gpus(count: int, host: str = "a") -> list[DeviceFacts]:
     names = [f"{host}{i}" for i in range(count)]
-    return [Facts(host, "cuda", n, names, [m for m in names if m != n]) for n in names]
+    return [DeviceFacts(host, "cuda", n, names, [m for m in names if m != n]) for n in names]
 
 
-CPUS = [Facts("a", "cpu"), Facts("b", "cpu")]
+CPUS = [DeviceFacts("a", "cpu"), DeviceFacts("b", "cpu")]
 
 
-def refusal(kind: str, facts: list[Facts], tried: str = "") -> str:
+def refusal(kind: str, facts: list[DeviceFacts], tried: str = "") -> str:
     with pytest.raises(ValueError) as caught:
         choose(kind, facts, tried)
     text = str(caught.value)
@@ -51,12 +51,12 @@ def test_nccl_on_request():
     assert choose("nccl", gpus(4)) == ("nccl", "cyclic.transport asks for it")
 
 
-def without_access() -> list[Facts]:
+def without_access() -> list[DeviceFacts]:
     facts = gpus(3)
     return [facts[0], replace(facts[1], reaches=["a0"]), facts[2]]
 
 
-def isolated() -> list[Facts]:
+def isolated() -> list[DeviceFacts]:
     return [replace(f, sees=[f.device], reaches=[]) for f in gpus(2)]
 
 
@@ -115,7 +115,7 @@ def test_ranks_share_a_gpu_only_where_the_environment_permits_it():
 
 def test_facts_travel_as_json():
     for facts in (observe(torch.device("cpu")), *gpus(2)):
-        there = Facts(**json.loads(json.dumps(facts.as_dict())))
+        there = DeviceFacts(**json.loads(json.dumps(facts.as_dict())))
         assert choose("auto", [there]) == choose("auto", [facts])
 
 

@@ -1,0 +1,258 @@
+"""What a transport that fails leaves behind: waits have a timeout, and the other ranks learn of it at once (no GPU needed)."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.transport import connect, cuda_common, gloo, nccl, nccl_group, peer
+from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.store_exchange import StoreExchange
+
+CPU = torch.device("cpu")
+
+
+def pair(store: dist.Store, seconds: float = 20.0, name: str = "a") -> list[StoreExchange]:
+    """Both ranks' exchanges."""
+    made: dict[int, StoreExchange] = {}
+
+    def make(rank: int) -> None:
+        made[rank] = StoreExchange(rank, 2, seconds, store, name, f"rank {rank}")
+
+    thread = threading.Thread(target=make, args=(1,))
+    thread.start()
+    make(0)
+    thread.join()
+    return [made[0], made[1]]
+
+
+def learns_at_once(exchange: StoreExchange, rank: int) -> None:
+    began = time.monotonic()
+    with pytest.raises(HandoffError, match=f"rank {rank} has closed its transport"):
+        exchange.exchange(None, "here")
+    assert time.monotonic() - began < 5
+
+
+# ---- broadcast on GPUs ------------------------------------------------------------------------------------------------------
+class Silent:
+    """A broadcast in which a rank takes no part."""
+
+    def is_completed(self) -> bool:
+        return False
+
+    def wait(self) -> None:
+        raise AssertionError("blocks for as long as torch likes")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """A transport between GPUs with one rank, and the devices on which the default group was aborted."""
+    made, aborted = object.__new__(peer.PeerTransport), []
+    Transport.__init__(made, 0, 1, 0.3)
+    made._failure, made.device = None, CPU
+    made._store_exchange = StoreExchange(0, 1, 5.0, dist.HashStore(), "a", "here")
+    monkeypatch.setattr(cuda_common, "_abort_default_group", aborted.append)
+    return made, aborted
+
+
+def test_a_broadcast_has_the_timeout(on_a_gpu, monkeypatch):
+    made, aborted = on_a_gpu
+    monkeypatch.setattr(dist, "broadcast", lambda tensor, src, async_op=False: Silent())
+    began = time.monotonic()
+    with pytest.raises(HandoffError, match=r"^step 3, flush: broadcast from rank 0 failed within 0.3 s \(a rank crashed"):
+        made.broadcast(torch.zeros(4, dtype=torch.uint8), 0, "step 3, flush")
+    assert 0.2 < time.monotonic() - began < 5
+    assert aborted == [CPU], "its kernel would block the device"
+
+
+def test_a_broadcast_that_fails_is_told(on_a_gpu, monkeypatch):
+    made, aborted = on_a_gpu
+
+    def broken() -> None:
+        raise RuntimeError("NCCL error: remote process exited\nframe #0: ...")
+
+    monkeypatch.setattr(
+        dist, "broadcast", lambda tensor, src, async_op=False: SimpleNamespace(is_completed=lambda: True, wait=broken)
+    )
+    with pytest.raises(HandoffError, match=r"here: broadcast from rank 0 failed within .*: NCCL error: remote process exited$"):
+        made.broadcast(torch.zeros(4, dtype=torch.uint8), 0, "here")
+    assert not aborted
+
+
+# ---- constructors that fail -------------------------------------------------------------------------------------------------
+def test_a_rank_that_came_too_late_learns_that_the_first_has_given_up():
+    store = dist.HashStore()
+    with pytest.raises(HandoffError, match=r"rank\(s\) \[1\] missing"):
+        StoreExchange(0, 2, 0.2, store, "a", "rank 0")
+    late = StoreExchange(1, 2, 20.0, store, "a", "rank 1")
+    learns_at_once(late, 0)
+
+
+def raises(error: BaseException):
+    def call(*_, **__):
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("error", [OSError("no sockets"), AssertionError("a bug")])
+def test_connect_closes_its_exchange_when_a_constructor_raises(monkeypatch, error):
+    store, exchanges, outcomes = dist.HashStore(), {}, {}
+
+    def exchange(rank, size, seconds, _, name, where):
+        exchanges[rank] = StoreExchange(rank, size, seconds, store, name, where)
+        return exchanges[rank]
+
+    def make(rank, size, seconds):
+        if rank == 0:
+            raise error
+        return SimpleNamespace(name="gloo")
+
+    monkeypatch.setattr(connect, "StoreExchange", exchange)
+    monkeypatch.setattr(gloo, "GlooTransport", make)
+
+    def run(rank: int) -> None:
+        try:
+            connect._choose_and_make("auto", exchange(rank, 2, 20.0, None, "deepspeed_cdp_choice", "here"), CPU, "here")
+            outcomes[rank] = "made"
+        except BaseException as caught:
+            outcomes[rank] = caught
+
+    thread = threading.Thread(target=run, args=(1,))  # all but the log, which needs a process group
+    thread.start()
+    with pytest.raises(type(error)):
+        connect.connect("auto", 0, 2, 20.0, CPU)
+    thread.join()
+    assert outcomes == {1: "made"}
+    learns_at_once(exchanges[1], 0)
+
+
+def test_connect_closes_the_peer_transport_if_another_rank_is_gone(monkeypatch):
+    closed = []
+    monkeypatch.setattr(peer, "PeerTransport", lambda *_: SimpleNamespace(close=closed.append))
+    exchange = SimpleNamespace(rank=0, size=2, timeout_seconds=1.0, exchange=raises(HandoffError("rank 1 is gone")))
+    with pytest.raises(HandoffError, match="rank 1 is gone"):
+        connect._try_peer(exchange, CPU, "here")
+    assert closed == [False]
+
+
+@pytest.fixture
+def one_store(monkeypatch):
+    """All exchanges use one store."""
+    store = dist.HashStore()
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    return store
+
+
+def fake_cuda(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_common, "CudaBindings", lambda: SimpleNamespace(create_event=lambda: 1))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: SimpleNamespace(cuda_stream=7, query=lambda: True))
+
+
+def make_gloo(monkeypatch):
+    monkeypatch.setattr(dist, "ProcessGroupGloo", raises(RuntimeError("no route to host")))
+    return lambda: gloo.GlooTransport(0, 1, 5.0), "deepspeed_cdp"
+
+
+def make_nccl_group(monkeypatch):
+    monkeypatch.setattr(nccl_group, "range", lambda size: (0, 1), raising=False)  # groups are made for two ranks or more
+    monkeypatch.setattr(dist, "new_group", raises(RuntimeError("no NCCL")))
+    return lambda: nccl_group.NcclGroupTransport(0, 1, 5.0, CPU), "deepspeed_cdp_pipe"
+
+
+def make_peer(monkeypatch):
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(peer.PeerTransport, "_symmetric", lambda self, nbytes: (None, [0]))
+    monkeypatch.setattr(peer, "select_wait_streams", raises(RuntimeError("cuStreamWaitValue32: CUDA_ERROR_NOT_SUPPORTED")))
+    return lambda: peer.PeerTransport(0, 1, 5.0, CPU), "deepspeed_cdp"
+
+
+def make_nccl(monkeypatch):
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(nccl, "NcclBindings", lambda: None)
+    monkeypatch.setattr(nccl, "Watchdog", raises(RuntimeError("can't start new thread")))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))
+    return lambda: nccl.NcclTransport(0, 1, 5.0, CPU), "deepspeed_cdp"
+
+
+@pytest.mark.parametrize("prepare", [make_gloo, make_nccl_group, make_peer, make_nccl])
+def test_a_transport_that_cannot_be_made_tells_the_others(one_store, monkeypatch, prepare):
+    make, name = prepare(monkeypatch)
+    with pytest.raises(RuntimeError):
+        make()
+    assert one_store.check([f"{name}/1/closing/0"])
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------------
+def test_no_rank_waits_in_torch_for_one_that_lacks_the_memory(monkeypatch):
+    """``rendezvous`` of symmetric memory has torch's timeout, so all ranks must have allocated before."""
+    mine, others = pair(dist.HashStore(), 20.0)
+    made = object.__new__(peer.PeerTransport)
+    Transport.__init__(made, 0, 2, 20.0)
+    made.device, made._store_exchange = CPU, mine
+    monkeypatch.setattr(
+        peer,
+        "symmetric",
+        SimpleNamespace(
+            empty=lambda nbytes, dtype, device: torch.empty(nbytes, dtype=dtype),
+            rendezvous=raises(AssertionError("rank 1 never comes")),
+        ),
+    )
+    others.close(None)  # as its engine does when it ran out of memory
+    with pytest.raises(HandoffError, match="rank 0, allocating: rank 1 has closed its transport"):
+        made.allocate(100)
+
+
+# ---- closing ----------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", [peer.PeerTransport, nccl.NcclTransport])
+def test_a_close_that_fails_tells_the_others(monkeypatch, kind):
+    """The device itself may fail while a transport drains."""
+    mine, others = pair(dist.HashStore())
+    made, stopped = object.__new__(kind), []
+    Transport.__init__(made, 0, 2, 20.0)
+    made._failure, made._closed, made._store_exchange, made.device = None, False, mine, CPU
+    made._watchdog = SimpleNamespace(stop=lambda: stopped.append(True))
+    made._streams = {"P": SimpleNamespace(query=raises(RuntimeError("CUDA error: an illegal memory access")))}
+    made.reset = raises(RuntimeError("CUDA error: an illegal memory access"))
+    if kind is peer.PeerTransport:
+        thread = threading.Thread(target=others.exchange, args=(None, "closing"))
+        thread.start()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        made.close(True)
+    if kind is peer.PeerTransport:
+        thread.join()
+    learns_at_once(others, 0)
+    assert stopped == [True]
+
+
+# ---- the store --------------------------------------------------------------------------------------------------------------
+def test_a_store_that_is_gone_at_the_first_message_is_told():
+    made = object.__new__(gloo.GlooTransport)
+    made.rank, made._streams = 1, {}
+    made._store = SimpleNamespace(compare_set=raises(RuntimeError("Connection reset by peer\nframe #0: ...")))
+    with pytest.raises(HandoffError) as caught:
+        made._stream_number("P")
+    assert str(caught.value) == (
+        "rank 1, first message on stream P: the store is gone (rank 0 crashed or exited?): Connection reset by peer"
+    )
+
+
+def test_the_last_wait_for_a_key_has_a_timeout_too():
+    """To torch's stores 0 ms mean no timeout, and they cut off fractions of a millisecond."""
+    waits: list[float] = []
+
+    def wait(keys, timeout):
+        waits.append(timeout.total_seconds())
+        raise dist.DistStoreError("wait timeout")
+
+    exchange = object.__new__(StoreExchange)
+    exchange.rank, exchange.size, exchange.timeout_seconds, exchange._calls = 0, 1, 0.0005, 0
+    exchange.store = SimpleNamespace(set=lambda *_: None, check=lambda keys: False, wait=wait)
+    with pytest.raises(HandoffError, match="missing after 0.0005 s"):
+        exchange.exchange(None, "here")
+    assert waits and min(waits) >= 0.001
