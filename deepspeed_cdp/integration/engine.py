@@ -24,7 +24,7 @@ from deepspeed_cdp.model.materialize import Initial
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.runtime import trace
 from deepspeed_cdp.runtime.runtime import Runtime
-from deepspeed_cdp.transport.choose import connect
+from deepspeed_cdp.transport.connect import connect
 from deepspeed_cdp.transport.ring_view import rings_of
 from deepspeed_cdp.verify.summary import check_rings, estimated_actions
 

@@ -24,7 +24,7 @@ from deepspeed_cdp.pipeline.parts import Part
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 from deepspeed_cdp.plan.schedule import threshold
-from deepspeed_cdp.transport.choose import connect_pipeline
+from deepspeed_cdp.transport.connect import connect_pipeline
 from deepspeed_cdp.verify.summary import check_pipelines, pipeline_actions
 
 
