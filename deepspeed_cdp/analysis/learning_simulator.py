@@ -242,18 +242,22 @@ class Simulator:
 
     def _clip(self) -> None:
         """Divide gradients by (norm + 1e-6) / clip if that is above one, as ZeRO-3 does."""
-        now = torch.stack([_square([p.grad for p in stage]) for stage in self._parameters if stage])
+        now = torch.stack([_square(_gradients(stage)) for stage in self._parameters if stage])
         exact = not self.delayed or self.threshold == self.ranks + self.stages - 1
         last = torch.zeros_like(now) if self._last is None else self._last
         for s, stage in enumerate(stage for stage in self._parameters if stage):
             square = now.sum() if exact else now[s:].sum() + last[:s].sum()
             factor = torch.clamp((square.sqrt() + _EPSILON) / self.clip, min=1.0).reciprocal().float()
-            torch._foreach_mul_([p.grad for p in stage], factor)
+            torch._foreach_mul_(_gradients(stage), factor)
         self._last = now
 
 
 def _flat(stages: Sequence[Sequence[Any]]) -> list[Any]:
     return [item for stage in stages for item in stage]
+
+
+def _gradients(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [p.grad for p in parameters if p.grad is not None]
 
 
 def _square(gradients: list[Tensor]) -> Tensor:

@@ -109,7 +109,7 @@ class _DeepSpeedReader(CheckpointReader):
             raise CheckpointError(f"{paths[0]} holds expert-parallel layers, which are not read; keep experts whole")
         self._shapes = [{n: tuple(s) for n, s in group.items()} for group in first["param_shapes"] or []]  # by sub-group
         self.trained = {n: TensorSpec(s, torch.float32) for group in self._shapes for n, s in group.items()}
-        self.shared, fragments = dict(first["shared_params"] or {}), first.get("frozen_param_fragments")
+        self.shared, fragments = dict(first["shared_params"] or {}), first.get("frozen_param_fragments") or {}
         self.frozen_left_out = first.get("frozen_param_shapes") is None
         self.frozen = {n: TensorSpec(tuple(s), fragments[n].dtype) for n, s in (first.get("frozen_param_shapes") or {}).items()}
         for path, model in zip(paths, self._models):

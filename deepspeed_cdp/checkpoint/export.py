@@ -97,7 +97,7 @@ def write_fp32(
             used = 0
         shards[-1][name] = read
         used, total = used + size, total + size
-    index = {}
+    index: dict[str, str] = {}
     with _output_folder(out, replace, stored.folder, WEIGHT_FILES) as folder:
         for i, shard in enumerate(shards):
             name = "model.safetensors" if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -290,7 +290,7 @@ def _sub_groups(
     members: list[list[int]] = []
     for group in groups:
         parts = {n: -(-math.prod(stored.trained[n].shape) // ranks) for n in group["params"]}
-        cut = [[]] if parts else []
+        cut: list[list[str]] = [[]] if parts else []
         used = 0
         for name, part in parts.items():
             if used >= size:

@@ -40,7 +40,7 @@ class CheckpointReader(ABC):
 
     Attributes:
         format: the format's name.
-        folder: the checkpoint's folder, DIR/TAG.
+        folder: the checkpoint's folder, DIR/TAG; tag: set by the command line.
         trained: specs of trained parameters by name, in the order of the optimizer's groups; their values are fp32.
         frozen: specs of frozen parameters by name.
         buffers: specs of buffers by name.
@@ -57,6 +57,7 @@ class CheckpointReader(ABC):
 
     format: str
     folder: str
+    tag: str
     trained: dict[str, TensorSpec]
     frozen: dict[str, TensorSpec]
     buffers: dict[str, TensorSpec]
@@ -144,7 +145,8 @@ def unpack_state(tree: Any, read: Any) -> Any:
     Raises:
         ValueError, TypeError: ``tree`` does not come from ``pack_state``.
     """
-    ((kind, content),) = tree.items() if isinstance(tree, dict) else [(None, None)]
+    pairs: list[tuple[Any, Any]] = list(tree.items()) if isinstance(tree, dict) else [(None, None)]
+    ((kind, content),) = pairs
     if kind == "tensor":
         return read(content)
     if kind == "dict":
@@ -187,7 +189,8 @@ class CyclicReader(CheckpointReader):
             CheckpointError: the manifest is missing or damaged, or a file is missing, outside the folder, or of another size.
         """
         self.folder = folder
-        self._stack, self._opened = ExitStack(), {}
+        self._stack = ExitStack()
+        self._opened: dict[str, Any] = {}
         self._manifest = manifest = self._read_manifest()
         self._files: dict[str, dict] = manifest["files"]
         for name, entry in self._files.items():
@@ -263,10 +266,10 @@ class CyclicReader(CheckpointReader):
             try:
                 file = self._stack.enter_context(safe_open(path, "pt"))
                 slices = {key: file.get_slice(key) for key in file.keys()}
-                specs = {key: TensorSpec(tuple(x.get_shape()), _SAFETENSORS.get(x.get_dtype())) for key, x in slices.items()}
+                found = {key: (tuple(x.get_shape()), _SAFETENSORS.get(x.get_dtype())) for key, x in slices.items()}
             except Exception as error:
                 raise CheckpointError(f"{path} is damaged ({error})") from error
-            if specs != {key: _spec(entry) for key, entry in self._files[name]["tensors"].items()}:
+            if found != {key: _spec(entry) for key, entry in self._files[name]["tensors"].items()}:
                 raise CheckpointError(f"{path} does not hold the tensors that the manifest says")
             self._opened[name] = file
         return self._opened[name]
@@ -311,11 +314,13 @@ class CyclicReader(CheckpointReader):
 
 def _spec(entry: Sequence[Any]) -> TensorSpec:
     """The spec of a manifest's [dtype, shape], which ``check_manifest`` has validated."""
-    dtype, shape = entry
-    return TensorSpec(tuple(shape), dtype_of(dtype))
+    name, shape = entry
+    dtype = dtype_of(name)
+    assert dtype is not None, "check_manifest lets no other name pass"
+    return TensorSpec(tuple(shape), dtype)
 
 
-_SAFETENSORS = {  # torch dtypes by their names in safetensors headers
+_SAFETENSORS: dict[str, Any] = {  # torch dtypes by their names in safetensors headers
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,

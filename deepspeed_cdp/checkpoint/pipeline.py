@@ -159,8 +159,8 @@ def _write(
     if runtime.rank == 0:
         known = runtime.known
         last = None if known is None else {"step": known.step, "loss": known.loss.cpu(), "squares": known.squares.cpu()}
-        content = {"client_state": client_state, "lr_scheduler": scheduler_state(engine), "known": last}
-        files["client.pt"] = save_plain(folder, "client.pt", content, "client_state or the lr scheduler's state")
+        client = {"client_state": client_state, "lr_scheduler": scheduler_state(engine), "known": last}
+        files["client.pt"] = save_plain(folder, "client.pt", client, "client_state or the lr scheduler's state")
     return {"files": files, "stages": written}
 
 
@@ -185,7 +185,8 @@ def load(
     folder = find_on_all_ranks(load_dir, tag, "latest", rank, gather, where)
     if folder is None:
         return None, None
-    found, problem = None, None
+    found: dict[str, Any] = {}
+    problem = None
     model_names = {name for names in gather(sorted(_local_parameters(engine, stages, runtime)), where) for name in names}
     try:
         with open_checkpoint(existing_folder(folder)) as stored:

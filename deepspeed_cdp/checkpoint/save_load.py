@@ -173,7 +173,8 @@ def load(
     folder = find_on_all_ranks(load_dir, tag, latest, rank, gather, where)
     if folder is None:
         return None, None
-    found, problem = None, None
+    found: dict[str, Any] = {}
+    problem = None
     try:
         with open_checkpoint(existing_folder(folder)) as stored:
             found = _read(engine, runtime, stored, options)
@@ -192,7 +193,7 @@ def _read(engine: RingEngine, runtime: "Runtime", stored: CheckpointReader, opti
     """This rank's part of the checkpoint, checked and in memory; changes nothing."""
     owner, rank, folder = runtime.owner, runtime.transport.label, stored.folder
     sources, duplicates = _match_names(runtime, stored, options.strict)
-    own = {n: p for n, p in {**owner.masters, **owner.frozen}.items() if sources[n] is not None}
+    own = {n: p for n, p in {**owner.masters, **owner.frozen}.items() if n in sources}
     specs = {**stored.trained, **stored.frozen}
     for name, mine in own.items():
         check_tensor(folder, f"parameter {name!r}", specs[sources[name]], mine)
@@ -212,7 +213,7 @@ def _read(engine: RingEngine, runtime: "Runtime", stored: CheckpointReader, opti
     found = {
         "values": {n: stored.value(sources[n]) for n in own},
         "buffers": {n: stored.buffer(n, rank) for n in common},
-        "state": {n: stored.state(sources[n]) for n in owner.masters if options.optimizer and sources[n] in stored.trained},
+        "state": {n: stored.state(sources[n]) for n in owner.masters if options.optimizer and sources.get(n) in stored.trained},
         "groups": stored.groups,
         "scalars": stored.scalars(runtime.plan.stages),
         "counters": stored.counters,
@@ -221,28 +222,29 @@ def _read(engine: RingEngine, runtime: "Runtime", stored: CheckpointReader, opti
         "loss_scale": stored.loss_scale,
     }
     adapt_states(folder, owner.optimizer, owner.masters, found["state"])
-    for mine, saved in zip(groups, stored.groups if options.optimizer else ()):
-        check_group_options(folder, saved, mine)
+    for group, saved in zip(groups, stored.groups or ()) if options.optimizer else ():
+        check_group_options(folder, saved, group)
     if options.scheduler:
         check_scheduler(engine, found["lr_scheduler"], folder)
     return found
 
 
-def _match_names(runtime: "Runtime", stored: CheckpointReader, strict: bool) -> tuple[dict[str, str | None], dict[str, str]]:
+def _match_names(runtime: "Runtime", stored: CheckpointReader, strict: bool) -> tuple[dict[str, str], dict[str, str]]:
     """Match the model's parameters with those of the checkpoint.
 
     Returns:
-        sources: for each parameter of the model its name in the checkpoint, or None.
+        sources: names in the checkpoint of the model's parameters, without those that it does not have.
         duplicates: names that the checkpoint holds as separate parameters but the model ties, each with the name that is loaded.
     Raises:
         CheckpointError: ``strict``, and the names differ.
     """
     every = {n for n, _ in runtime.module.named_parameters()}
     trained = {n for stage in runtime.plan.stages for n in stage}
-    sources = {n: stored.name_of(n) for n in every}
-    missing = {n for n in every if sources[n] is None and not (stored.frozen_left_out and n not in trained)}
+    sources = {n: source for n in every if (source := stored.name_of(n)) is not None}
+    missing = {n for n in every if n not in sources and not (stored.frozen_left_out and n not in trained)}
     unexpected = ({*stored.trained, *stored.frozen} - set(sources.values())) if strict else set()
-    duplicates = {n: sources[known] for n, known in _tied_names(runtime.module).items() if n in unexpected and sources.get(known)}
+    tied = _tied_names(runtime.module).items()
+    duplicates = {n: sources[known] for n, known in tied if n in unexpected and known in sources}
     unexpected -= duplicates.keys()
     if strict and missing:
         raise CheckpointError(f"{stored.folder} has no parameter {min(missing)!r} ({len(missing)} missing); {_FIX}")

@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from deepspeed_cdp.cli.output import Parser, UserError, complain
 
@@ -27,7 +28,7 @@ COMMANDS = {
 }
 
 
-def module(name: str):
+def module(name: str) -> Any:
     """The module of a command."""
     return importlib.import_module(f"{__package__}.{'cost_table' if name == 'costs' else name}")
 

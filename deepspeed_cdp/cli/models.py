@@ -72,7 +72,8 @@ def load(
         if kind == "hf" and rest:
             return _hugging_face(rest, dtype, micro_batch, sequence, class_name)
         if kind == "python" and rest.count(":") == 1:
-            return _python(*rest.split(":"), dtype)
+            module_name, _, function = rest.partition(":")
+            return _python(module_name, function, dtype)
     raise UserError(f"--model is {spec!r}; allowed are hf:PATH of a config and python:MODULE:FUNC; write one of these")
 
 

@@ -59,7 +59,7 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
     persistent = plan.persistent
     psi = sum(plan.unit(i).p_bytes for i in plan.every_unit)
     time = _time(p, run)
-    result = {
+    result: dict[str, Any] = {
         "model": {
             "name": p.loaded.name,
             "parameters": sum(x.numel() for x in p.loaded.module.parameters()),
@@ -190,7 +190,7 @@ def messages(plan: Plan, rank: int) -> int:
     """Messages that a rank receives in a steady step: parameters, running and finished sums, norms."""
     count = 0
     for a in build(plan, rank, False):
-        count += a.peer is not None and a.kind.incoming and not a.kind.initiates
+        count += bool(a.peer is not None and a.kind.incoming and not a.kind.initiates)
         if a.kind == Kind.GRAD_NORM and a.peer is not None and rank != plan.schedule.ranks - 1:
             count += sum(plan.unit(i).g_bytes > 0 for i in plan.members(plan.schedule.owned(rank)))
     return count

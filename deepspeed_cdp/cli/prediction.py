@@ -209,8 +209,10 @@ def by_path(trace: discover.Trace, paths: Iterable[str]) -> dict[str, int]:
 
 def read_outside(plan: Plan, trace: discover.Trace | None) -> list[str]:
     """A warning for each unit one of whose parameters the traced batch reads outside its modules."""
-    found = []
-    for unit in plan.units if trace else ():
+    found: list[str] = []
+    if trace is None:
+        return found
+    for unit in plan.units:
         names = [n for n in (*unit.trainable, *unit.frozen) if n in trace.inside and not trace.inside[n] & {*unit.modules}]
         if names:
             found.append(

@@ -7,6 +7,7 @@ RESULT.
 import contextlib
 import json
 import sys
+from collections.abc import Callable
 
 import deepspeed
 import torch
@@ -40,7 +41,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
-def loss(call, x: torch.Tensor) -> torch.Tensor:
+def loss(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     """Predict the neighbouring feature."""
     return (call(x) - x.roll(1, 1)).pow(2).mean()
 

@@ -126,7 +126,7 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
         cyclic.units,
         int(_number(config, "gradient_accumulation_steps", 1) or 1),
         float(_number(config, "gradient_clipping", 1.0) or 0.0),  # 1.0 is DeepSpeed's own default
-        DTYPES.get(sums),
+        DTYPES.get(str(sums)),
         cyclic.keep_after_forward,
         int(cyclic.min_unit_mb * 2**20),
         warmup_steps=cyclic.warmup_steps,

@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
         stages = waves.equal(ring, args.step_ms / 1e3, args.parameters, nbytes, hardware, args.units)
         exchange = [waves.chain(rings, nbytes / ring, args.units, args.ring_bandwidth * 1e9, hardware.latency)] * ring
         visits = 2 * args.units * ring * ring
-        plan, given = _equal_plan(args, schedule, hardware) if _exact(args.method, visits, rings, schedule) else (None, None)
+        if _exact(args.method, visits, rings, schedule):
+            plan, given = _equal_plan(args, schedule, hardware)
         source = f"{args.parameters:.3g} parameters in {ring} equal stages of {args.units} units"
     exact = _exact(args.method, visits, rings, schedule)
     steps = args.steps or (STEPS if ring <= 512 else 4)
@@ -211,7 +212,7 @@ def text(r: dict[str, Any]) -> str:
             "",
             f"rank {r['ring_size'] // 2} late once; the last step of the other ranks of its ring then ends later by up to:",
         ]
-        rows = [("  late by", "others end later by")]
-        lines += columns(rows + [(f"  {milliseconds(e['late'])}", milliseconds(e["others_end_later"])) for e in r["late_once"]])
+        late = [("  late by", "others end later by")]
+        lines += columns(late + [(f"  {milliseconds(e['late'])}", milliseconds(e["others_end_later"])) for e in r["late_once"]])
         lines.append(f"slack: others feel less than a tenth of a single delay of up to {milliseconds(r['slack'])}")
     return "\n".join(lines)

@@ -104,7 +104,7 @@ def example_of(module: nn.Module) -> Example | None:
             return Example(kwargs=dict(given))
         if given is not None:
             return Example(args=tuple(given) if isinstance(given, (tuple, list)) else (given,))
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(module, "main_input_name", None) == "pixel_values" and isinstance(getattr(config, "image_size", None), int):
             # transformers' default dummy_inputs are token ids even for vision models
             return Example(kwargs={"pixel_values": torch.zeros(1, config.num_channels, config.image_size, config.image_size)})
@@ -432,7 +432,7 @@ def stages(units: FoundUnits, parts: int, method: str) -> tuple[tuple[int, ...],
     if word == "flops":
         if any(unit.flops is None for unit in units.units):
             raise ValueError("cyclic.partition_method is 'flops', which needs a traced example batch: use 'parameters'")
-        costs = [unit.flops for unit in units.units]
+        costs = [unit.flops or 0 for unit in units.units]
     else:
         costs = [unit.cost_parameters + (units.persistent_cost if i == 0 else 0) for i, unit in enumerate(units.units)]
     return assign([unit.type_name for unit in units.units], costs, parts, method)

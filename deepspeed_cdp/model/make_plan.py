@@ -14,6 +14,7 @@ from deepspeed_cdp.plan.partition import merged
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.plan.schedule import Schedule, threshold
+from deepspeed_cdp.plan.unit_schedule import Unit
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def make_plan(
     groups = discover.stages(found, ranks, settings.partition_method)
     parameters = dict(module.named_parameters())
     layouts: dict[int, FlatLayout] = {}
-    units = []
+    units: list[Unit] = []
     for stage, members in enumerate(groups):
         inside = [[(n, parameters[n]) for n in found.units[i].parameters] for i in members]
         sizes = [sum(p.numel() * p.element_size() for _, p in named) for named in inside]

@@ -9,6 +9,7 @@ import glob
 import json
 import os
 from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
@@ -18,6 +19,7 @@ from deepspeed_cdp.model.placeholders import placeholder
 from deepspeed_cdp.plan.plan import Plan
 
 INDEX = "model.safetensors.index.json"
+ZeroParam: TypeAlias = Any  # a torch.nn.Parameter, with the attributes that zero.Init gives it
 
 
 class Values:
@@ -48,7 +50,7 @@ class Initial:
                 is on the meta device; or a parameter lost its values when an earlier engine was destroyed.
         """
         self._module = module
-        self._parameters = dict(module.named_parameters())
+        self._parameters: dict[str, ZeroParam] = dict(module.named_parameters())
         for name, p in self._parameters.items():
             if p.numel() > 1 and not any(p.stride()):
                 raise ValueError(
@@ -189,7 +191,7 @@ def read(path: str, key: str) -> torch.Tensor:
         return file.get_tensor(key)
 
 
-def _empty(p: torch.nn.Parameter, device: torch.device) -> None:
+def _empty(p: ZeroParam, device: torch.device) -> None:
     """Turn a parameter on the meta device into an empty one on ``device``; it remains the same object."""
     shape = p.shape
     # p.data = ... cannot change the type of device, and torch.utils.swap_tensors refuses tensors with weak references, which
@@ -226,16 +228,17 @@ def _fill_buffers(module: torch.nn.Module, keys: dict[str, str]) -> None:
     """
     modules = dict(module.named_modules())
     for full, m, name in list(_meta_tensors(module)):
-        shape = m._buffers[name].shape, m._buffers[name].dtype
+        buffers: dict[str, Any] = m._buffers  # none of these is None
+        shape = buffers[name].shape, buffers[name].dtype
         if full in keys:
-            m._buffers[name] = read(keys[full], full).to(shape[1])
+            buffers[name] = read(keys[full], full).to(shape[1])
             continue
         path = full.rpartition(".")[0]
         seen = []
         for fill in (0, 1):
-            m._buffers[name] = torch.full(shape[0], fill, dtype=shape[1], device="cpu")
+            buffers[name] = torch.full(shape[0], fill, dtype=shape[1], device="cpu")
             _initialise(modules, path, m)
-            seen.append(m._buffers[name])
+            seen.append(buffers[name])
         if not torch.equal(*seen):
             raise ValueError(
                 f"buffer {full!r} is on the meta device, and neither the files of cyclic.weights nor its module's "
@@ -244,7 +247,7 @@ def _fill_buffers(module: torch.nn.Module, keys: dict[str, str]) -> None:
 
 
 @torch.no_grad()
-def _initialise(modules: dict[str, torch.nn.Module], path: str, m: torch.nn.Module) -> None:
+def _initialise(modules: dict[str, Any], path: str, m: torch.nn.Module) -> None:
     """Initialise a module as Hugging Face (by the closest model above it) or torch does; parameters stay on the meta device."""
     at = path
     while True:

@@ -58,8 +58,11 @@ class Kind(Enum):
 
     __hash__ = object.__hash__  # Enum's hash is a Python function, and the executor looks up a kind at every action
 
-    def __init__(self, *properties: str | bool):
-        (self.label, self.of_pass, self.of_owner, self.carries, self.incoming, self.initiates, self.names_unit) = properties
+    def __init__(
+        self, label: str, of_pass: bool, of_owner: bool, carries: str, incoming: bool, initiates: bool, names_unit: bool
+    ):
+        self.label, self.of_pass, self.of_owner, self.carries = label, of_pass, of_owner, carries
+        self.incoming, self.initiates, self.names_unit = incoming, initiates, names_unit
 
     @property
     def receives_grad(self) -> bool:

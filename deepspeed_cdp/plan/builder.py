@@ -87,7 +87,7 @@ class Builder:
             yield Action(time, START, Kind.WAIT_PARAM, m, i, True, **place)
             return
         first_hop = "0" if s.is_first(self.step, m, self.rank, unit.stage) else ""
-        incoming = dict(peer=src, stream="" if src is None else stream + first_hop)
+        incoming: dict[str, Any] = dict(peer=src, stream="" if src is None else stream + first_hop)
         yield Action(time, START, Kind.WAIT_PARAM, m, i, backward, **incoming, **place)
         if s.forwards(self.step, m, self.rank, unit.stage):
             after = (self.rank + 1) % s.ranks

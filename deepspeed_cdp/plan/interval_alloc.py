@@ -57,7 +57,7 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
     by_start = sorted(items, key=lambda i: lifetimes[i].start)
     turns = range(0, len(items), len(items) // (_worthwhile(TURNS, items) + 1) + 1)
     turned = min((by_start[k:] + by_start[:k] for k in turns), default=by_start, key=lambda o: _first_fit(sizes, conflicts, o)[1])
-    best: tuple[tuple[int, ...], int] | None = None
+    best: tuple[tuple[int, ...], int] = (), sys.maxsize
     for order in (
         by_start,
         turned,
@@ -65,8 +65,8 @@ def allocate(lifetimes: Sequence[Lifetime], period: int) -> tuple[tuple[int, ...
         sorted(items, key=lambda i: (lifetimes[i].start - lifetimes[i].end, lifetimes[i].start)),
         sorted(items, key=lambda i: (-lifetimes[i].nbytes, lifetimes[i].start)),
     ):
-        if best is None or best[1] > live:
-            best = min(best or ((), sys.maxsize), _improved(sizes, conflicts, order, live), key=lambda result: result[1])
+        if best[1] > live:
+            best = min(best, _improved(sizes, conflicts, order, live), key=lambda result: result[1])
     return _laps(sizes, conflicts, live, by_start, best[1]) or best
 
 

@@ -71,7 +71,8 @@ def contiguous(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     squares: list[int | None] = [p * p if p <= limit else None for p in prefix]
     cuts: list[list[int]] = []
     for k in range(1, parts):
-        above, row, cut = squares, [None] * (count + 1), [0] * (count + 1)
+        above, cut = squares, [0] * (count + 1)
+        row: list[int | None] = [None] * (count + 1)
         reach = max(i for i in range(k, count + 1) if most[k - 1][i] <= limit)  # feasible prefixes of k parts: k .. reach
         end = max(j for j in range(k + 1, count + 1) if most[k][j] <= limit)
         todo = [(k + 1, end, k, reach)]  # (first, last, low, high): prefixes first..last have their best last cut in low..high
@@ -81,7 +82,8 @@ def contiguous(costs: Sequence[float], parts: int) -> tuple[int, ...]:
                 continue
             j = (first + last) // 2
             start = max(low, bisect_left(prefix, prefix[j] - limit))
-            best, at = min((above[i] + (prefix[j] - prefix[i]) ** 2, i) for i in range(start, min(high, j - 1) + 1))
+            sums = ((above[i], i) for i in range(start, min(high, j - 1) + 1))
+            best, at = min((square + (prefix[j] - prefix[i]) ** 2, i) for square, i in sums if square is not None)
             row[j], cut[j] = best, at
             todo += [(first, j - 1, low, at), (j + 1, last, at, high)]
         squares = row

@@ -72,7 +72,7 @@ def _initiated(plan: Plan, rank: int, a: Action) -> list[tuple[str, int]]:
         return [("S", (rank + 1) % n)] if n > 1 else []
     if a.kind == Kind.SEND_NORM:
         return [("T", r) for r in range(n - 1)]
-    return [(a.stream, a.peer)] if a.kind.initiates and a.peer != rank else []
+    return [(a.stream, a.peer)] if a.kind.initiates and a.peer not in (None, rank) else []
 
 
 def after_passes(plan: Plan, rank: int, first: bool, a: Action) -> bool:

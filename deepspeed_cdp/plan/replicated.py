@@ -160,11 +160,8 @@ class ReplicatedPlan(Plan):
         if self.schedule.ranks == 1:
             return (BufferLayout(reads, EMPTY, EMPTY),)
         sums = (running_sums(self),)
-        return (
-            BufferLayout(
-                reads, *stream_layouts(sums, *assign_offsets(sums, 2 * self.round_ticks), RELEASES * len(self.visits)), EMPTY
-            ),
-        ) * self.schedule.ranks
+        (grads,) = stream_layouts(sums, *assign_offsets(sums, 2 * self.round_ticks), RELEASES * len(self.visits))
+        return (BufferLayout(reads, grads, EMPTY),) * self.schedule.ranks
 
     def o_layout(self, stage: int) -> dict[int, int]:
         return self.x_layout(stage)[0]
@@ -307,6 +304,7 @@ class ReplicaBuilder(Builder):
             stage = plan.unit(i).stage
             if plan.first_readers[stage] != self.rank:
                 src, place = plan.sender(self.rank, stage), plan.landing_place(i)
+                assert src is not None, "the owner receives no version of its own stage"
                 yield Post("P", src, *place, plan.unit(i).p_bytes, ahead, round, i, False)
 
     def _receives(self, step: int, round: int, i: int) -> bool:

@@ -1,5 +1,7 @@
 """Checks a plan: its form, and a dry-run of all ranks under three conditions."""
 
+from typing import Any
+
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.program import build, initial_posts
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
@@ -27,6 +29,6 @@ def validate(plan: Plan, steps: int = 4, programs: Programs | None = None, posts
         dry_run(plan, steps, lambda r, first: own[r][not first], lambda r: before[r], **condition).run()
 
 
-def dry_run(plan: Plan, *args, **kwargs) -> DryRun:
+def dry_run(plan: Plan, *args: Any, **kwargs: Any) -> DryRun:
     """A ``DryRun`` of this type of plan."""
     return DRY_RUNS[type(plan)](plan, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from deepspeed_cdp.plan.actions import Action
 from deepspeed_cdp.plan.cross_ring import PAIR, Link, LinkKind, chain, finishing, first_posts
@@ -67,7 +67,7 @@ class _Ring(DryRun):
     """
 
     def __init__(
-        self, plan: Plan, steps: int, condition: dict[str, bool], links: Sequence[Sequence[Link]], rings: Sequence["_Ring"]
+        self, plan: Plan, steps: int, condition: dict[str, Any], links: Sequence[Sequence[Link]], rings: Sequence["_Ring"]
     ):
         super().__init__(plan, steps, **condition)
         self.ring, self.rings, self.links = len(rings), rings, links

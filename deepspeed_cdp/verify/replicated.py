@@ -9,6 +9,7 @@ of the last pass that reads this version. So, on top of ``DryRun``'s checks,
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import PERSISTENT
@@ -22,7 +23,7 @@ class ReplicaDryRun(DryRun):
 
     plan: ReplicatedPlan
 
-    def __init__(self, plan: ReplicatedPlan, *args, **kwargs):
+    def __init__(self, plan: ReplicatedPlan, *args: Any, **kwargs: Any):
         self.holds: dict[tuple[int, int], int] = {}
         super().__init__(plan, *args, **kwargs)
         self.handlers[Kind.REFRESH_PARAM] = self._refresh_param

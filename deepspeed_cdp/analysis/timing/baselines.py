@@ -6,6 +6,7 @@ always ahead. Measured steps of ZeRO-3, with its large host work per module, wer
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from deepspeed_cdp.analysis.timing.times import Hardware, Work
 
@@ -78,16 +79,16 @@ def baselines(
         seconds += max(passes[i][backward], coming + (scatters[i] if backward else 0.0))
     seconds = seconds * rounds + trained / ranks * hardware.update_bytes / hardware.memory
     largest = max(sizes, default=0)
-    sharded = dict(
+    sharded: dict[str, Any] = dict(
         states=psi / ranks + grads / ranks + states * trained / ranks,
         working=2 * largest + max(sums, default=0),
         received=rounds * share * (2 * psi + grads),
         messages=rounds * 3 * len(work),
         seconds=seconds,
     )
-    forward, backward = (sum(p[k] for p in passes) for k in (0, 1))
+    forwards, backwards = (sum(p[k] for p in passes) for k in (0, 1))
     summed = 2 * grads * share / hardware.collective + 2 * hardware.collective_latency if ranks > 1 else 0.0
-    ddp = rounds * (forward + backward) + max(0.0, summed - backward * (1 - 1 / max(len(work), 1)))
+    ddp = rounds * (forwards + backwards) + max(0.0, summed - backwards * (1 - 1 / max(len(work), 1)))
     ddp += trained * hardware.update_bytes / hardware.memory
     return [
         Baseline("ZeRO-3", **sharded),

@@ -199,6 +199,7 @@ class Simulation:
         rank.arrivals[post.stream, rank.step + post.ahead, post.round, post.unit, post.backward] = message
 
     def _push(self, rank: _RankClocks, a: Action, ready: float) -> None:
+        assert a.peer is not None
         message = self._message((a.stream, rank.number, a.peer), 1)
         message.ready, message.unit, message.nbytes = ready, a.unit, a.nbytes
         region = self._region(a.region, rank.step, a.round, a.version)
@@ -232,8 +233,12 @@ class Simulation:
 
     def _free(self, rank: _RankClocks, region: str, offset: int, nbytes: int, now: float) -> float | None:
         """The time at which the pushes from these bytes are over, at least ``now``; None if not known yet."""
-        ends = [self._arrival(m) for m in self._reading(rank, region, offset, nbytes, now)]
-        return None if None in ends else max([now, *ends])  # type: ignore[list-item]
+        for message in self._reading(rank, region, offset, nbytes, now):
+            end = self._arrival(message)
+            if end is None:
+                return None
+            now = max(now, end)
+        return now
 
     # ---- actions --------------------------------------------------------------------------------------------------------
     def _advance(self, rank: _RankClocks) -> bool:
@@ -344,9 +349,14 @@ class Simulation:
         members = [] if self.plan.eager_units(rank.number) else self._members[rank.number]
         last = rank.number == n - 1
         keys = {i: ("O", step, self.plan.schedule.rounds - 1, i, True) for i in members}
-        ends = {i: rank.sum_ends.get(i, rank.passes) if last else self._arrival(rank.arrivals[keys[i]]) for i in members}
+        ends: dict[int, float] = {}
+        for i in members:
+            end = rank.sum_ends.get(i, rank.passes) if last else self._arrival(rank.arrivals[keys[i]])
+            if end is None:
+                return False
+            ends[i] = end
         clock = self._free_copy(rank, a) if self.updates_eagerly and members else self._owner_clock(rank)
-        if clock is None or None in ends.values() or (a.peer is not None and not self.scalars["S", rank.number]):
+        if clock is None or (a.peer is not None and not self.scalars["S", rank.number]):
             return False
         for i in members if last else reversed(members):
             clock = max(clock, ends[i])

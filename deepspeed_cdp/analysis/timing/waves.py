@@ -198,7 +198,7 @@ class _Simulation:
         two_before, one_before = self.history[(tau - 2) % 3], self.history[(tau - 1) % 3]
         begin = self.clock.copy()
         for r in np.flatnonzero(active & (p == 0)):
-            begin[:, r] += delays(r, step[r])
+            begin[:, r] += delays(int(r), int(step[r]))
         here = self._parameters(active, p, step, two_before)
         np.maximum(begin, here, out=begin)
         begin[:, :-1] = np.maximum(begin[:, :-1], two_before[1][:, 1:])  # room: the next rank has used older messages
