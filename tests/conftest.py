@@ -16,6 +16,8 @@ if RUN not in os.environ:  # pytest-xdist's workers inherit it
 
 import pytest  # noqa: E402
 
+from support import sampling  # noqa: E402
+from support.parallel import CLOCKS, place, scheduler  # noqa: E402
 from support.patience import patience  # noqa: E402
 from support.workers import Pool, stop_fork_server  # noqa: E402
 
@@ -26,19 +28,22 @@ LAYERS = ("unit", "dist", "clients", "gpu")
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Which tests run beside each other: see support/parallel.py."""
-    from support.parallel import Groups
-
-    return Groups(config, log)
+    return scheduler(config, log)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    out = set(sampling.left_out(items))
+    if out:
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
     for item in items:
+        if item.path.name in CLOCKS:
+            item.add_marker("clock")
         layer = item.path.relative_to(TESTS).parts[0]
         if layer in LAYERS:
             item.add_marker(layer)
     if hasattr(config, "workerinput"):  # of pytest-xdist
-        from support.parallel import place
-
         items.sort(key=lambda item: place(item.nodeid))
 
 
@@ -56,6 +61,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if sampling.SEED:
+        terminalreporter.write_line(f"Of large families a sample has run; CDP_TEST_SEED={sampling.SEED} repeats it.")
     for line in config.stash.get(left, []):
         terminalreporter.write_line(f"LEFT BEHIND by the tests, which fails the run: {line}", red=True)
 

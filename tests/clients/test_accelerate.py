@@ -17,6 +17,8 @@ from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
 from support.client_results import same
 
+pytestmark = pytest.mark.slow
+
 RANKS, BATCH, ROUNDS, EPOCHS, LENGTH, WINDOWS = 2, 2, 2, 3, 32, 28
 PER_EPOCH = 4  # 7 micro-batches per rank and epoch: the fourth step has one only
 STEPS = EPOCHS * PER_EPOCH

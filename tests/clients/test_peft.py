@@ -15,6 +15,8 @@ from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
 from support.client_results import Results, same, same_run
 
+pytestmark = pytest.mark.slow
+
 RANKS, BATCH, ROUNDS, STEPS, LENGTH, WINDOWS = 2, 2, 2, 6, 32, 32
 PER_EPOCH = WINDOWS // (RANKS * BATCH * ROUNDS)
 ARGUMENTS = f"""--use_cpu --report_to none --disable_tqdm true --length {LENGTH} --windows {WINDOWS} --max_steps {STEPS}

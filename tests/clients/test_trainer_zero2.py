@@ -5,6 +5,8 @@ import pytest
 from support.client_results import Results, same, same_run
 from support.client_trainer import ARGUMENTS, EVERY, SEQUENTIAL, STEPS, WORST, oracle
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(launcher, ds_config, tmp_path_factory) -> dict[str, Results]:

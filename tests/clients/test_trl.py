@@ -13,6 +13,8 @@ from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
 from support.client_results import EXAMPLES, Results, same, same_run
 
+pytestmark = pytest.mark.slow
+
 RANKS, BATCH, ROUNDS, EXAMPLES_USED = 2, 2, 2, 40
 STEPS = 6
 ARGUMENTS = f"""--use_cpu --bf16 false --report_to none --disable_tqdm true --layers 3 --hidden 32 --examples 40

@@ -52,6 +52,7 @@ def done(pool, tmp_path_factory):
     return out, bench(out, "--engines", "compute,ddp,fsdp2,zero3-leaf,cdp-v2,cdp-v1", "--no-host-sync")
 
 
+@pytest.mark.slow
 def test_rows_table_and_plots(done):
     out, process = done
     assert process.returncode == 0, process.stdout + process.stderr
@@ -71,6 +72,7 @@ def test_rows_table_and_plots(done):
     assert (out / "time.png").read_bytes().startswith(b"\x89PNG") and "cdp-v2" in (out / "time.svg").read_text()
 
 
+@pytest.mark.slow
 def test_engines_learn_alike(done):
     """The same weights and batches: the first loss is the same, later ones nearly (bytes are counted where they can be)."""
     out, _ = done
@@ -127,9 +129,10 @@ def test_phases_tell_the_parts_of_a_step_and_of_the_walk(pool):
         for text in lines[:3]:
             step, host = (list(map(float, re.findall(r"[a-z] (\d+\.\d)", part))) for part in text.split(" | ")[:2])
             assert len(host) == 3 and sum(host) == pytest.approx(step[0], rel=0.5, abs=1.0), text
-        counts = dict(re.findall(r"([A-Z]+) (\d+) x", lines[3]))
-        owned = {0: {"AVERAGE": "4", "TAKE": "6"}, 1: {"OFFER": "6"}}[rank]  # rank 1 averages in NORM
-        assert counts.items() >= {"NORM": "1", "UPDATE": "1", "READ": "14", **owned}.items() and counts.keys() >= {"SUM", "PASS"}
+        counts = dict(re.findall(r"([A-Z_]+) (\d+) x", lines[3]))
+        owned = {0: {"REDUCE_GRAD": "4", "PULL_PARAM": "6"}, 1: {"PUBLISH_PARAM": "6"}}[rank]  # rank 1 averages in GRAD_NORM
+        assert counts.items() >= {"GRAD_NORM": "1", "OPTIMIZER_STEP": "1", "WAIT_PARAM": "14", **owned}.items()
+        assert counts.keys() >= {"RECV_GRAD", "SEND_GRAD"}
 
 
 @pytest.mark.parametrize("name", ["cdp-v2", "cdp-v2-replicas", "fsdp2"])
@@ -145,6 +148,7 @@ def sharded(rank: int, world: int, name: str) -> tuple[list[float], bool, bool, 
     optimizer is still there before and after."""
     import deepspeed
 
+    gc.unfreeze()  # clean() looks through all objects, and workers begin with those imported frozen
     deepspeed.init_distributed("gloo")
     config = models.configuration("llama-tiny", host_sync=False)
     step, engine = engines.make(engines.Job(name, config, torch.device("cpu"), torch.float32, 1, sharded=True))

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 import torch
 
 from support.engine_work import unpack
@@ -78,6 +79,7 @@ def kill(agent: subprocess.Popen) -> None:
     remove_unheld_buffers()
 
 
+@pytest.mark.slow
 def test_three_ranks_then_two(tmp_path):
     folder, port = tmp_path / "checkpoints", free_port()
     folder.mkdir()

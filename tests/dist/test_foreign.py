@@ -142,6 +142,7 @@ def test_ours_becomes_zero3_and_stock_goes_on(pool, ours, tmp_path):
             same(unpack(got[0][name]["end"]), {n: end[n] for n in kept}, *tolerance(name))
 
 
+@pytest.mark.slow
 def test_universal_both_ways(pool, ours, stock, tmp_path):
     """Ours to universal to stock on another number of ranks; stock by DeepSpeed's own converter to universal to ours."""
     names = ("rooted", "bf16")

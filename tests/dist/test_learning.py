@@ -83,6 +83,7 @@ def test_rows_table_and_plots(done, capsys) -> None:
     assert (done / "gpt.png").read_bytes().startswith(b"\x89PNG") and "cdp-v2" in (done / "gpt.svg").read_text()
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped(done, capsys) -> None:
     path = done / "rows.csv"
     before = path.read_bytes()
@@ -96,6 +97,7 @@ def test_it_goes_on_where_it_stopped(done, capsys) -> None:
     assert "--out has rows of gpt 1 dp 0 with 12 steps, 4 ranks" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_is_told_and_others_go_on(tmp_path, capsys) -> None:
     """Fifty ranks need fifty units; the tiny GPT has fewer. The time limit ends a run too."""
     assert run(tmp_path, "--datasets", "gpt", "--rules", "dp", "--seeds", "1", "--simulate-ranks", "50") == 1

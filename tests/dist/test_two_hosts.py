@@ -6,6 +6,7 @@ from benchmarks.two_hosts import FIELDS, Unable, launch, summary, two_hosts
 from support.patience import patience
 
 
+@pytest.mark.slow
 def test_a_ring_per_host_averages_over_the_link(tmp_path):
     """``auto`` makes a ring of each host; what crosses the link is a stage's sums once in each direction, not parameters."""
     try:

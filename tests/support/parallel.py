@@ -1,41 +1,48 @@
-"""Which tests run beside each other when pytest-xdist has two workers: ``pytest -n 2``, as ``make test`` does.
+"""Which tests run beside each other under pytest-xdist: ``pytest -n 3``, as ``make test`` does on two cores.
 
-Tests in dist start ranks as processes. They are one group, which one worker runs from its beginning to its end: they share a pool
-of ranks, and their clocks have one other busy process beside them until ``clients`` begin. They take longest and start at once,
-those with the tightest clocks first. The other worker takes the files of unit one by one, then the launches of clients and a few
-of dist that make processes of their own; limits are wide there. (``--dist loadgroup`` would do, but xdist 3.8 does not find its
-groups under pytest 9.2.)
+A third worker fills the cores while tests wait for timeouts. Each of these runs on one worker, from its beginning to its end:
+
+- CLOCKS: tests of dist that mostly wait for timeouts. They begin at once, since they take longest for the work they do.
+- the rest of dist, which shares one pool of ranks.
+- one file of launches, of clients or of unit after the other, in this order, by whichever worker is free.
+
+(``--dist loadgroup`` would do, but xdist 3.8 does not find its groups under pytest 9.2.)
 """
 
 from typing import Any
 
-from xdist.scheduler import LoadScopeScheduling
-
-ORDER = ("dist", "unit", "clients")
+ORDER = ("clocks", "dist", "launches", "clients", "unit")
 CLOCKS = ("test_faults.py", "test_transport_gloo.py", "test_engine_failures.py")
-LAUNCHES = ("test_elastic.py", "test_two_hosts.py", "test_install.py")  # of dist, without the pool
+LAUNCHES = ("test_elastic.py", "test_two_hosts.py", "test_install.py", "test_leftovers.py")  # in dist, without its pool
+LONGEST = ("test_docs_cli.py", "test_rings.py", "test_runtime.py", "test_offload.py", "test_replicas.py", "test_plan.py")
 TRACES = ("test_docs_cli.py", "test_simulation_measured.py")  # trace the same large models, once
 
 
-def _split(nodeid: str) -> tuple[str, str]:
-    """What it counts as, and its file."""
+def group(nodeid: str) -> str:
+    """One of ORDER, or another folder."""
     *_, folder, file = nodeid.split("::")[0].split("/")
-    return "clients" if file in LAUNCHES else folder, file
+    if folder == "dist":
+        return "clocks" if file in CLOCKS else "launches" if file in LAUNCHES else folder
+    return folder
 
 
-def place(nodeid: str) -> tuple[int, bool, bool]:
+def place(nodeid: str) -> tuple[int, int]:
     """The key by which tests are sorted."""
-    folder, file = _split(nodeid)
-    return ORDER.index(folder) if folder in ORDER else len(ORDER), file not in CLOCKS, file not in TRACES
+    name, file = group(nodeid), nodeid.split("::")[0].split("/")[-1]
+    return (
+        ORDER.index(name) if name in ORDER else len(ORDER),
+        (*LONGEST, *TRACES).index(file) if file in LONGEST + TRACES else len(LONGEST),
+    )
 
 
-class Groups(LoadScopeScheduling):
+def scheduler(config: Any, log: Any = None) -> Any:
     """Gives out groups in the order of the tests."""
+    from xdist.scheduler import LoadScopeScheduling  # not everybody who runs a test has it
 
-    def __init__(self, config: Any, log: Any = None):
-        super().__init__(config, log)
-        config.option.loadscopereorder = False
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name, file = group(nodeid), nodeid.split("::")[0].split("/")[-1]
+            return name if name in ("clocks", "dist") else "traces" if file in TRACES else f"{name}/{file}"
 
-    def _split_scope(self, nodeid: str) -> str:
-        folder, file = _split(nodeid)
-        return folder if folder == "dist" else "traces" if file in TRACES else f"{folder}/{file}"
+    config.option.loadscopereorder = False
+    return Groups(config, log)

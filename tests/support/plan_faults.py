@@ -14,6 +14,7 @@ from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.verify.check import validate
 from deepspeed_cdp.verify.well_formed import PlanError
+from support.sampling import chosen
 
 Program = tuple[Action, ...]
 Fault = Callable[[Plan, int, Program, int], Iterator[Program]]  # plan, rank, program, index of the action -> wrong programs
@@ -66,8 +67,8 @@ def rejected(name: str, rank: int, first: bool, wrong: Program) -> str:
     return str(error.value)
 
 
-def everywhere(name: str, fault: Fault, kind: str | None = None) -> Iterator[tuple[Action, int, str]]:
-    """(the action made wrong, its rank, the message), for every place where the fault can be made (half of them under v2)."""
+def mutations(name: str, fault: Fault, kind: str | None = None) -> Iterator[tuple[Action, int, bool, Program]]:
+    """(the action made wrong, its rank, whether of the first step, the program), for every place (under v2: every second)."""
     some = name in ("v2", "four", "keep", "r-v2", "r-four")
     for rank in range(plan(name).schedule.ranks):
         for first in (True, False):
@@ -76,7 +77,14 @@ def everywhere(name: str, fault: Fault, kind: str | None = None) -> Iterator[tup
                 if action.kind == kind or kind is None and (not some or (index + rank + first) % 2):
                     for wrong in fault(plan(name), rank, good, index):
                         assert wrong != good
-                        yield action, rank, rejected(name, rank, first, wrong)
+                        yield action, rank, first, wrong
+
+
+def everywhere(name: str, fault: Fault, kind: str | None = None, one_in: int = 1) -> Iterator[tuple[Action, int, str]]:
+    """(the action made wrong, its rank, the message) of all mutations, or of a sample of ``one_in`` and the first."""
+    for number, (action, rank, first, wrong) in enumerate(mutations(name, fault, kind)):
+        if one_in == 1 or not number or chosen(f"{name} {fault.__name__} {number}", one_in):
+            yield action, rank, rejected(name, rank, first, wrong)
 
 
 def put(good: Program, index: int, *actions: Action) -> Program:

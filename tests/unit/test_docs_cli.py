@@ -16,6 +16,7 @@ def script():
     return module
 
 
+@pytest.mark.slow
 def test_every_block_is_current(monkeypatch):
     monkeypatch.chdir(ROOT)
     make = script()

@@ -18,6 +18,7 @@ from support.local_ring import run_ranks
 from support.optimizers import sgd
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_is_the_oracle_to_rounding(kind: str, rule: str) -> None:

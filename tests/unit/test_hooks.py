@@ -64,6 +64,7 @@ def assert_same_as_oracle(kind: str, chosen: Settings, around: Callable[[], Any]
         assert torch.equal(results[0][2][name], value.to(dtype)), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize("kind", MODELS)

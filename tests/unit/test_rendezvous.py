@@ -61,6 +61,7 @@ def ring(strict: bool) -> Callable[[int, int], Callable[[int], GlooPairs]]:
     return lambda size, seconds=20.0: lambda rank: GlooPairs(rank, size, seconds, store, strict=strict)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(

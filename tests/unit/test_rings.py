@@ -19,6 +19,7 @@ from support.ring_runs import check
 from support.runtime_runs import named_rule, oracle, schedule
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2", "between"])
 @pytest.mark.parametrize(("size", "rings"), [(1, 2), (2, 2), (3, 2), (2, 3), (1, 4)])
@@ -26,6 +27,7 @@ def test_mlp(size, rings, rule, rounds):
     check("mlp", named_rule(rule, size), size, rings, rounds=rounds, flush_after={2})
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2", 3])
 @pytest.mark.parametrize("kind", ["rooted", "conv", "llama-tied"])
 def test_models_with_clipping_schedules_and_groups(kind, rule):
@@ -132,6 +134,7 @@ def test_bytes_are_the_closed_form_and_there_are_no_collectives():
         assert len(crossed) > 2, "the test needs stages of different sizes, and a ring in the middle"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     ("size", "rings", "rule", "rounds"),

@@ -72,6 +72,7 @@ def test_bf16(rule, sum_dtype):
     check("llama-tied", rule, 2, two_groups, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["rooted", "llama-tied"])

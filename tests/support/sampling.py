@@ -1,0 +1,35 @@
+"""``make test`` runs a sample of the cases of large families, another one at each commit; ``make test-all`` runs all of them.
+
+``CDP_TEST_SEED`` chooses the sample; without it everything runs. The Makefile sets it to the commit.
+"""
+
+import os
+import zlib
+from collections import defaultdict
+
+import pytest
+
+SEED = os.environ.get("CDP_TEST_SEED", "")
+
+
+def chosen(case: str, one_in: int) -> bool:
+    """Whether the case is in the sample, which is about one case in ``one_in``."""
+    return not SEED or _rank(case) % one_in == 0
+
+
+def _rank(case: str) -> int:
+    return zlib.crc32(f"{SEED} {case}".encode())
+
+
+def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Cases of tests marked ``sampled(one_in)`` that are not in the sample; of each test at least one stays."""
+    families: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items if SEED else []:
+        if item.get_closest_marker("sampled"):
+            families[item.nodeid.split("[")[0]].append(item)
+    out = []
+    for cases in families.values():
+        (one_in,) = cases[0].get_closest_marker("sampled").args
+        first = min(cases, key=lambda item: _rank(item.nodeid))
+        out += [item for item in cases if item is not first and not chosen(item.nodeid, one_in)]
+    return out
