@@ -85,8 +85,8 @@ class Transport(ABC):
         self.received: Counter[tuple[str, int]] = Counter()
         self.bytes_sent: Counter[tuple[str, int]] = Counter()
         self.bytes_received: Counter[tuple[str, int]] = Counter()
-        self.waited: Counter[tuple[str, int]] = Counter()
-        self.waited_sent: Counter[tuple[str, int]] = Counter()
+        self.waited: dict[tuple[str, int], float] = Counter()  # type: ignore[assignment]  # typeshed counts in int only
+        self.waited_sent: dict[tuple[str, int], float] = Counter()  # type: ignore[assignment]
         self.collectives = 0
 
     @property

@@ -1,6 +1,7 @@
 """Makes the transport that the config asks for and the devices allow. All functions are collective."""
 
 import logging
+from typing import Any
 
 import torch
 
@@ -37,7 +38,8 @@ def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: tor
         f"hand-offs travel by {_LOG_NAMES[name]}: {reason}", ranks=[0], level=logging.WARNING
     )  # DeepSpeed hides lower levels
     if name == "peer":
-        log_dist(f"CUDA streams of hand-offs: {transport.stream_report}", ranks=[0])
+        peer: Any = transport  # a PeerTransport, which is imported on GPUs only
+        log_dist(f"CUDA streams of hand-offs: {peer.stream_report}", ranks=[0])
     return transport
 
 

@@ -45,9 +45,7 @@ class Delayed(Transport):
         self.waited_sent, self.host_waits = transport.waited_sent, transport.host_waits
         self._random, self._max_seconds = random.Random(1000003 * seed + transport.rank), max_seconds
 
-    @property
-    def collectives(self) -> int:
-        return self.inner.collectives
+    collectives = property(lambda self: self.inner.collectives)
 
     def delay(self) -> None:
         """Sleep for a random time."""

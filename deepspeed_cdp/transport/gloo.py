@@ -50,7 +50,8 @@ class _Ticket:
     __slots__ = ("transport", "edge", "number", "tensor", "work", "state", "reason")
 
     def __init__(self, transport: "GlooTransport", edge: _Edge, number: int, tensor: torch.Tensor):
-        self.transport, self.edge, self.number, self.tensor = transport, edge, number, tensor
+        self.transport, self.edge, self.number = transport, edge, number
+        self.tensor: Any = tensor  # None once it is done
         self.work: dist.Work | None = None
         self.state, self.reason = _PENDING, ""
 
@@ -111,7 +112,7 @@ class GlooTransport(Transport):
         self._streams: dict[str, int] = {}
         self._in: dict[tuple[str, int], _Edge] = {}  # (stream, src)
         self._out: dict[tuple[str, int], _Edge] = {}  # (stream, dst)
-        self._pg: dist.ProcessGroupGloo | None = None
+        self._pg: Any = None  # a ProcessGroupGloo, whose stubs lack recv, send and broadcast
         where = f"rank {rank}, connecting the {size} ranks of {name!r}"
         self._store_exchange = StoreExchange(rank, size, timeout_seconds, store, name, where)
         self._store = self._store_exchange.store
@@ -278,7 +279,8 @@ class GlooTransport(Transport):
             for number, ticket in list(edge.pending.items()):
                 taken[edge] = number  # all before it were received
                 try:
-                    ticket.work.wait(self.timeout)
+                    if ticket.work is not None:
+                        ticket.work.wait(self.timeout)
                 except RuntimeError:
                     return
                 ticket.state = _DONE

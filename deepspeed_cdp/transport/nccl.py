@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Edge, Where
-from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, Watchdog
+from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, StreamTicket, Watchdog
 from deepspeed_cdp.transport.nccl_bindings import NcclBindings
 from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
 from deepspeed_cdp.transport.store_exchange import StoreExchange
@@ -102,12 +103,10 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             if self.rank in (src, dst):
                 peer = src if self.rank == dst else dst
                 doing = f"{where}: stream {stream} with rank {peer}"
-                comm = self._with_timeout(
-                    lambda i=i, dst=dst: self._nccl.connect(bytes.fromhex(ids[i]), int(self.rank == dst), _CTAS), doing
-                )
+                comm = self._with_timeout(partial(self._nccl.connect, bytes.fromhex(ids[i]), int(self.rank == dst), _CTAS), doing)
                 handle = self.driver.create_stream()
                 self._connections[edge], self._staging[edge] = (comm, handle), self._scratch(_STAGED_BYTES)
-                self._with_timeout(lambda edge=edge: self._send_first(edge), doing)
+                self._with_timeout(partial(self._send_first, edge), doing)
         self._store_exchange.exchange(None, where)
 
     def _send_first(self, edge: Edge) -> None:
@@ -167,6 +166,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
                 self.start_until(ticket)  # it has started, unless the plan is wrong
                 ticket = ticket.work
             if ticket is not None:
+                assert isinstance(ticket, StreamTicket)
                 ticket.enqueue_wait(handle)
         if (
             not side.initiates
@@ -213,7 +213,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
 
     def _finish_started(self, where: Where) -> None:
         handles = [handle for _, handle in self._connections.values()]
-        queries = [lambda handle=handle: self.driver.stream_done(handle) for handle in handles]
+        queries: list[Callable[[], bool]] = [partial(self.driver.stream_done, handle) for handle in handles]
         queries += [self._owner.query, torch.cuda.current_stream().query]
         self._wait_on_host(queries, lambda: f"{where}: {self.diagnose()}")
         self._started.clear()

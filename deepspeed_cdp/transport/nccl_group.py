@@ -36,7 +36,7 @@ class _Ticket:
         stream: str,
         peer: int,
         receiving: bool,
-        tensor: torch.Tensor,
+        tensor: torch.Tensor | None,
         work: dist.Work | None,
     ):
         self.transport, self.stream, self.peer, self.receiving = transport, stream, peer, receiving
@@ -71,7 +71,9 @@ class NcclGroupTransport(Transport):
     def __init__(self, rank: int, size: int, timeout_seconds: float, device: torch.device, backend: str = "nccl"):
         super().__init__(rank, size, timeout_seconds)
         self._device, self._closed = device, False
-        self._expected: deque[tuple[dist.Work, torch.Tensor, str, float]] = deque()  # work, its tensor, error text, time of wait
+        self._expected: deque[tuple[dist.Work, torch.Tensor | None, str, float]] = (
+            deque()
+        )  # work, its tensor, error text, time of wait
         where = f"rank {rank}, connecting the {size} ranks"
         self._store_exchange = StoreExchange(rank, size, timeout_seconds, None, "deepspeed_cdp_pipe", where)
         try:
@@ -106,6 +108,7 @@ class NcclGroupTransport(Transport):
         Raises:
             HandoffError: the oldest expected message is overdue.
         """
+        assert ticket.work is not None
         what = "no message" if ticket.receiving else "nobody took the message"
         whose = f"{'from' if ticket.receiving else 'for'} rank {ticket.peer}"
         text = f"{where}: {what} on stream {ticket.stream} {whose} within {self.timeout_seconds} s"

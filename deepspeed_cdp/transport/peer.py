@@ -47,6 +47,7 @@ class _WordTicket(StreamTicket):
     """A message that is done once a word of this rank reaches a value."""
 
     __slots__ = ("address", "value")
+    transport: "PeerTransport"
 
     def __init__(self, transport: "PeerTransport", edge: tuple[str, int], address: int, value: int, nbytes: int):
         super().__init__(transport, edge, nbytes)
@@ -117,6 +118,7 @@ class PeerTransport(CudaTransport):
         where = f"rank {self.rank}, allocating"
         memory = symmetric.empty(max(nbytes, 1024), dtype=torch.uint8, device=self.device)
         self._store_exchange.exchange(None, where)  # with our timeout, unlike rendezvous: a rank may lack the memory
+        assert dist.group.WORLD is not None
         handle = symmetric.rendezvous(memory, dist.group.WORLD)
         memory.zero_()
         torch.cuda.synchronize(self.device)
@@ -165,6 +167,7 @@ class PeerTransport(CudaTransport):
         if handle != current:
             self._wait_for_current(handle, current)
         for ticket in after:
+            assert isinstance(ticket, StreamTicket)
             ticket.enqueue_wait(handle)
         credit, arrival = self._word(src, stream, self.rank, False), self._word(self.rank, stream, src, True)
         if stream not in PULLED:
@@ -186,6 +189,7 @@ class PeerTransport(CudaTransport):
             return _WordTicket(self, edge, credit, number, -1)
         handle = self._handles[_CUDA_STREAM_OF[stream]]
         if after is not None:
+            assert isinstance(after, StreamTicket)
             after.enqueue_wait(handle)
         else:
             current = self.current()

@@ -67,9 +67,10 @@ class WaitTiming:
         """End the step that the host has enqueued. Returns whether ``latest`` is new."""
         if self.active:
             self._passing, self.active = (step, self._begun, self.mark(), self._waits), False
-        fresh = self._passing is not None and self._passed(*self._passing[1:])
-        if fresh:
-            self.latest, self._passing = self._read(*self._passing), None
+        passing = self._passing
+        fresh = passing is not None and self._passed(*passing[1:])
+        if passing is not None and fresh:
+            self.latest, self._passing = self._read(*passing), None
         if (step + 2) % EVERY == 0 and self._passing is None:
             self.active, self._begun, self._waits = True, self.mark(), []
         return fresh
