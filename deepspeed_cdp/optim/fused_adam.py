@@ -5,7 +5,7 @@ and the masters copied to bf16 afterwards: 52 bytes of memory traffic per parame
 the same, in fp32.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -222,12 +222,15 @@ class Adam:
         self,
         optimizer: torch.optim.Optimizer,
         masters: dict[str, torch.nn.Parameter],
-        sums: dict[int, dict[str, torch.Tensor]],
-        published: Sequence[dict[str, torch.Tensor]],
+        sums: Mapping[Any, Mapping[str, torch.Tensor]],
+        published: Sequence[Mapping[str, torch.Tensor]],
     ):
         self.optimizer, self.masters, self._sums, self._published = optimizer, masters, sums, published
-        self._batches: dict[int, tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]] = {}  # with the state they are over
-        self._zero = torch.zeros(1, dtype=torch.float64, device=next(iter(masters.values())).device) if masters else None
+        self._batches: dict[
+            Hashable, tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]
+        ] = {}  # with the state they are over
+        device = next(iter(masters.values())).device if masters else None
+        self._zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     @staticmethod
     def suits(optimizer: torch.optim.Optimizer, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> bool:
@@ -240,12 +243,12 @@ class Adam:
             and all(_hyper(optimizer, g) for g in optimizer.param_groups)
         )
 
-    def square(self, unit: int, scale: float) -> torch.Tensor:
+    def square(self, unit: Hashable, scale: float) -> torch.Tensor:
         """Parts of the squared norm of the unit's sums times ``scale``; see ``Batch.square``."""
         return self._all([batch.square(scale) for batch, _ in self._of(unit)])
 
     def update(
-        self, unit: int, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None, copy: int | None
+        self, unit: Hashable, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None, copy: int | None
     ) -> torch.Tensor:
         """One step for a unit; see ``Batch.update``.
 
@@ -272,7 +275,7 @@ class Adam:
     def _all(self, squares: list[torch.Tensor]) -> torch.Tensor:
         return squares[0] if len(squares) == 1 else torch.cat(squares) if squares else self._zero
 
-    def _of(self, unit: int) -> list[tuple[Batch, list[str]]]:
+    def _of(self, unit: Hashable) -> list[tuple[Batch, list[str]]]:
         """The unit's batches, made anew when the optimizer's state is not what they were made for (a checkpoint was loaded)."""
         state, names = self.optimizer.state, list(self._sums[unit])
         seen = [state[self.masters[n]].get("exp_avg") for n in names]
@@ -281,7 +284,7 @@ class Adam:
             known = self._batches[unit] = self._make(unit)
         return known[1]
 
-    def _make(self, unit: int) -> tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]:
+    def _make(self, unit: Hashable) -> tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]:
         groups = {p: k for k, g in enumerate(self.optimizer.param_groups) for p in g["params"]}
         deepspeeds = type(self.optimizer).__name__ == "FusedAdam"
         if deepspeeds:  # it counts steps in the state of a group's last parameter only
@@ -327,7 +330,8 @@ def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper | N
             return None
         decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
     elif f"{kind.__module__}.{kind.__name__}" == "deepspeed.ops.adam.fused_adam.FusedAdam" and group["bias_correction"]:
-        decoupled = optimizer.adam_w_mode == 1  # what DeepSpeed makes of "type": "Adam" or "AdamW" on GPUs
+        decoupled = getattr(optimizer, "adam_w_mode", None) == 1  # what DeepSpeed makes of "type": "Adam" or "AdamW" on GPUs
     else:
         return None
-    return Hyper(float(lr), *map(float, group["betas"]), float(group["eps"]), float(group["weight_decay"]), decoupled)
+    beta1, beta2 = map(float, group["betas"])
+    return Hyper(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]), decoupled)

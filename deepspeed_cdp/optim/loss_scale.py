@@ -56,13 +56,9 @@ class LossScale:
                 f"losses are scaled for fp16, but with the threshold K = {schedule.threshold} a stage is updated "
                 'before the step\'s last overflow is known; use bf16, or cyclic.rule "cdp-v1" or "dp"'
             )
-        dynamic = isinstance(loss_scale, Mapping)
-        self.scaler: LossScalerBase = CreateLossScaler(
-            torch.half,
-            1.0 if dynamic or loss_scale is None else float(loss_scale),
-            dynamic,
-            dict(loss_scale) if dynamic else None,
-        )
+        dynamic = dict(loss_scale) if isinstance(loss_scale, Mapping) else None
+        static = 1.0 if loss_scale is None or isinstance(loss_scale, Mapping) else float(loss_scale)
+        self.scaler: LossScalerBase = CreateLossScaler(torch.half, static, dynamic is not None, dynamic)
         self.scaling = loss_scale is not None
         self.adopt(schedule)
         self.restart(0)

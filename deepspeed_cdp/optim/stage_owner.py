@@ -6,7 +6,7 @@ later, when its sums have arrived, with the recorded ones.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -14,7 +14,15 @@ from deepspeed_cdp.optim import fused_adam
 from deepspeed_cdp.optim.state import fit_counts, moved
 
 EPSILON = 1e-6  # added to the norm when clipping, as in DeepSpeed's ZeRO-3
-Sums = Mapping[Hashable, Mapping[str, torch.Tensor]]
+
+
+class Values(Protocol):
+    """Initial values of parameters by name, each asked for once."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor: ...
+
+
+Sums = Mapping[Any, Mapping[str, torch.Tensor]]
 
 
 class StageOwner:
@@ -34,7 +42,7 @@ class StageOwner:
 
     def __init__(
         self,
-        values: Mapping[str, torch.Tensor],
+        values: Values,
         sums: Sums,
         published: Sequence[Mapping[str, torch.Tensor]],
         optimizer: torch.optim.Optimizer,
@@ -83,7 +91,7 @@ class StageOwner:
         self.settle()
         self._sums = sums
         dtypes = {t.dtype for views in (*sums.values(), self._published[0]) for n, t in views.items() if n in self.masters}
-        suits = fused_adam.Adam.suits(self.optimizer, self.master_device, dtypes)
+        suits = fused_adam.Adam.suits(self.optimizer, self.master_device or self._device, dtypes)
         self._fused = fused_adam.Adam(self.optimizer, self.masters, sums, self._published) if suits else None
 
     @property
@@ -152,7 +160,7 @@ class StageOwner:
         grads = [v if v.dtype == torch.float32 and not keep else torch.empty_like(v, dtype=torch.float32) for v in views]
         pairs = [(g, v) for g, v in zip(grads, views) if g is not v]
         if pairs:
-            torch._foreach_copy_(*map(list, zip(*pairs)))
+            torch._foreach_copy_([g for g, _ in pairs], [v for _, v in pairs])
         for more in tied:
             for grad, addend in zip(grads, more):
                 grad.add_(addend)
@@ -161,7 +169,7 @@ class StageOwner:
         if self._device.type == "cpu":  # in double precision, as the oracle has it
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
         else:
-            norms = torch._foreach_norm(grads)
+            norms = list(torch._foreach_norm(grads))
         return torch.stack(norms).double().square()
 
     @torch.no_grad()

@@ -15,7 +15,7 @@ def take_over(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Para
     Args:
         names: of the parameters that its groups hold now.
     """
-    state = {names[p]: s for p, s in optimizer.state.items() if p in names}
+    state = {names[p]: s for p, s in optimizer.state.items() if isinstance(p, torch.nn.Parameter) and p in names}
     optimizer.state.clear()
     for group in optimizer.param_groups:
         owned = [names[p] for p in group["params"] if names.get(p) in masters]

@@ -62,9 +62,9 @@ def _share(runtime: PipeRuntime, results: list[Tensor], count: int) -> list[Tens
     if runtime.rank == src:
         packed = torch.stack([r.detach().reshape(()).to(torch.float64) for r in results])
         others = [p for p in range(runtime.schedule.ranks) if p != src]
-        for ticket in [runtime.transport.push("losses", p, wire.as_bytes(packed)) for p in others]:
+        for ticket in [runtime.link.push("losses", p, wire.as_bytes(packed)) for p in others]:
             ticket.wait(where)
         return list(packed)  # what the others have: their mean must round alike
     into = torch.zeros(count, dtype=torch.float64, device=runtime.device)
-    runtime.transport.post("losses", src, wire.as_bytes(into)).wait(where)
+    runtime.link.post("losses", src, wire.as_bytes(into)).wait(where)
     return list(into)

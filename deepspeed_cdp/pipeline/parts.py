@@ -60,6 +60,7 @@ class Feed:
 
     def get(self, micro: int) -> Any:
         while self._read <= micro:
+            assert self._batches is not None, "ranks that read batches are given an iterator"
             self._last = next(self._batches)
             self._read += 1
         return self._last

@@ -65,7 +65,8 @@ class PipeRuntime:
         self.user_optimizer, self.transport, self.device, self.clip = optimizer, transport, device, clip
         self.warmup_steps, self._threshold = warmup_steps, schedule.threshold
         self.dynamic, (self.read_inputs, self.read_labels) = dynamic, read
-        self.global_step, self.skipped, self.known = 0, 0, None
+        self.global_step, self.skipped = 0, 0
+        self.known: Known | None = None
         self.units: dict[int, UnitWeights] = {}
         for u in range(len(schedule.units)):
             mine = [s for s in schedule.units[u] if s in self.parts]
@@ -131,6 +132,12 @@ class PipeRuntime:
         last = self.schedule.micro_batches - 1
         return stage != home or any(self.schedule.rank_of(t, last, stage) != self.rank for t in range(self.schedule.stages))
 
+    @property
+    def link(self) -> Transport:
+        """The transport; programs of one rank never ask for it."""
+        assert self.transport is not None
+        return self.transport
+
     # ---- a run: from one flush to the next ----------------------------------------------------------------------------------
     @property
     def open(self) -> bool:
@@ -166,6 +173,7 @@ class PipeRuntime:
             self.schedule = replace(self.schedule, threshold=wanted, exact_norm=exact)
         if self._cursor is None:
             self._begin()
+        assert self._cursor is not None
         step = self._cursor.step
         for owner in self.owners.values():
             owner.record(step)
@@ -177,6 +185,7 @@ class PipeRuntime:
             self._feed.finish()
         self.global_step += 1
         self._settle(step if self.schedule.drains(step) else step - 1)
+        assert self.known is not None, "the first call runs its step to the end"
         return self.known.loss
 
     @torch.enable_grad()
@@ -226,7 +235,7 @@ class PipeRuntime:
             ticket.wait(self._where(i))
 
     def _push(self, stream: str, i: Instruction, tensor: Tensor, key: Any = None) -> Ticket:
-        ticket = self.transport.push(stream, i.peer, wire.as_bytes(tensor))
+        ticket = self.link.push(stream, i.peer, wire.as_bytes(tensor))
         if key is not None:
             self._taken.setdefault(key, []).append(ticket)
         else:
@@ -322,18 +331,18 @@ class PipeRuntime:
                 "dynamic_shape=True to PipelineModule, or give it batches of one size (drop_last=True)"
             )
         tensors = [t.detach().contiguous() for t in wire.tensors_of(output)]
-        return [self.transport.push("activation", i.peer, wire.as_bytes(t)) for t in tensors]
+        return [self.link.push("activation", i.peer, wire.as_bytes(t)) for t in tensors]
 
     def receive_output(self, i: Instruction, training: bool) -> tuple[Any, list[Ticket]]:
         """Where the output of ``i.peer`` lands, and what to wait for."""
         key = ("from", training, i.peer)
         if self.dynamic or key not in self._specs:
             words, where = wire.room(self.device), self._where(i) if self.open else f"rank {self.rank}, evaluation"
-            self.transport.post("describe", i.peer, wire.as_bytes(words)).wait(where)
+            self.link.post("describe", i.peer, wire.as_bytes(words)).wait(where)
             self._specs[key] = wire.unpack(words)
         spec = self._specs[key]
         tensors = spec.empty(self.device)
-        tickets = [self.transport.post("activation", i.peer, wire.as_bytes(t)) for t in tensors]
+        tickets = [self.link.post("activation", i.peer, wire.as_bytes(t)) for t in tensors]
         if training:
             for tensor, item in zip(tensors, spec.items):
                 tensor.requires_grad_(item.grad)
@@ -344,7 +353,7 @@ class PipeRuntime:
         self._specs = {k: v for k, v in self._specs.items() if k[1] != training}
 
     def _send_grad(self, i: Instruction) -> None:
-        for grad in self._passes.pop(self._at(i)).grads:
+        for grad in self._passes.pop(self._at(i)).grads or ():
             self._push("grad", i, grad.contiguous())
 
     def _recv_grad(self, i: Instruction) -> None:
@@ -352,7 +361,7 @@ class PipeRuntime:
         this.grads = [
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in wire.tensors_of(this.outputs) if t.requires_grad
         ]
-        this.coming = [self.transport.post("grad", i.peer, wire.as_bytes(g)) for g in this.grads]
+        this.coming = [self.link.post("grad", i.peer, wire.as_bytes(g)) for g in this.grads]
 
     # ---- sums, norms, updates -----------------------------------------------------------------------------------------------
     def _send_sum(self, i: Instruction) -> None:
@@ -360,7 +369,7 @@ class PipeRuntime:
 
     def _recv_sum(self, i: Instruction) -> None:
         self._free(("sum", i.unit, i.stage), i)
-        self._waits["sum", i.unit, i.stage] = self.transport.post("sum", i.peer, self.units[i.unit].sums[i.stage])
+        self._waits["sum", i.unit, i.stage] = self.link.post("sum", i.peer, self.units[i.unit].sums[i.stage])
 
     def _send_finished(self, i: Instruction) -> None:
         flat = self.units[i.unit].sums[i.stage]
@@ -370,7 +379,7 @@ class PipeRuntime:
             self._push("finished", i, flat, ("sum", i.unit, i.stage))
 
     def _recv_finished(self, i: Instruction) -> None:
-        self._waits["finished", i.unit, i.stage] = self.transport.post("finished", i.peer, self._landing[i.unit, i.stage])
+        self._waits["finished", i.unit, i.stage] = self.link.post("finished", i.peer, self._landing[i.unit, i.stage])
 
     def _vector(self, step: int) -> Tensor:
         """Squared norms by stage and the loss, float64."""
@@ -379,7 +388,7 @@ class PipeRuntime:
         return self._vectors[step]
 
     def _recv_norms(self, i: Instruction) -> None:
-        self._waits["norms", i.step] = self.transport.post("norms", i.peer, wire.as_bytes(self._vector(i.step)))
+        self._waits["norms", i.step] = self.link.post("norms", i.peer, wire.as_bytes(self._vector(i.step)))
 
     def _norm(self, i: Instruction) -> None:
         schedule = self.schedule
@@ -410,12 +419,12 @@ class PipeRuntime:
 
     def _recv_totals(self, i: Instruction) -> None:
         into = self._totals[i.step] = torch.zeros(self.schedule.stages + 1, dtype=torch.float64, device=self.device)
-        self._waits["totals", i.step] = self.transport.post("totals", i.peer, wire.as_bytes(into))
+        self._waits["totals", i.step] = self.link.post("totals", i.peer, wire.as_bytes(into))
 
     def _update(self, i: Instruction) -> None:
         schedule = self.schedule
         norm2 = self._norm_to_clip_by(i) if self.clip > 0 else None
-        skip = schedule.exact_norm and not bool(torch.isfinite(norm2))
+        skip = schedule.exact_norm and norm2 is not None and not bool(torch.isfinite(norm2))
         self.skipped += skip and i.stage == max(self.owners)
         for u in schedule.homed(i.stage):
             self._free(("weights", u, i.version % len(self.units[u].flats)), i)
@@ -442,7 +451,7 @@ class PipeRuntime:
 
     def _recv_weights(self, i: Instruction) -> None:
         unit = self.units[i.unit]
-        ticket = self.transport.post("weights", i.peer, unit.flats[i.version % len(unit.flats)])
+        ticket = self.link.post("weights", i.peer, unit.flats[i.version % len(unit.flats)])
         self._waits["weights", i.unit, i.version] = ticket
 
     def close(self, drain: bool) -> None:

@@ -1,6 +1,7 @@
 """Replicas and tied copies start with the same values: those of the lowest rank that has them."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ def share(
     tickets: list[Ticket] = []
 
     def spread(ranks: tuple[int, ...], flat: torch.Tensor, what: str, then: Callable[[], Any] = lambda: None) -> None:
-        if flat.numel() == 0 or rank not in ranks:
+        if flat.numel() == 0 or rank not in ranks or transport is None:
             return
         if rank == ranks[0]:
             tickets.extend(transport.push("first", peer, flat) for peer in ranks[1:])
@@ -33,11 +34,6 @@ def share(
     for s, part in sorted(parts.items()):
         for name, tensor in sorted(part.fixed.items()):
             whole = tensor.detach().contiguous()
-            spread(
-                schedule.replicas(s),
-                wire.as_bytes(whole),
-                f"first value of {name}",
-                lambda t=tensor, w=whole: t.detach().copy_(w),
-            )
+            spread(schedule.replicas(s), wire.as_bytes(whole), f"first value of {name}", partial(tensor.detach().copy_, whole))
     for ticket in tickets:
         ticket.wait(f"rank {rank}, sharing first values")

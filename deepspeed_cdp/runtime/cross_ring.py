@@ -13,7 +13,7 @@ from deepspeed_cdp.transport.base import Ticket, Where
 from deepspeed_cdp.transport.buffers import Buffers
 from deepspeed_cdp.transport.ring_view import RingView
 
-SumViews = Callable[[int], tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]]
+SumViews = Callable[[int], tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class CrossRing:
@@ -85,7 +85,10 @@ class CrossRing:
                 self._posted.pop((stream, i)).wait(where)
             elif kind == LinkKind.ADD:
                 total, own = self._views(i) if i != PAIR else ([self.total], [self._own])
-                torch._foreach_add_(*((total, own) if self._last else (own, total)))
+                if self._last:
+                    torch._foreach_add_(total, own)
+                else:
+                    torch._foreach_add_(own, total)
             elif kind == LinkKind.SEND:
                 transport.moved_on()
                 sent[stream, i] = transport.push(

@@ -89,12 +89,12 @@ class GradAccumulation:
         if empty:
             torch._foreach_zero_(empty)
         if copied:
-            torch._foreach_copy_(*map(list, zip(*copied)))
+            torch._foreach_copy_([v for v, _ in copied], [g for _, g in copied])
         if any(g.layout is not torch.strided for _, g in added):
             for view, g in added:
                 view.add_(g)
         elif added:
-            torch._foreach_add_(*map(list, zip(*added)))
+            torch._foreach_add_([v for v, _ in added], [g for _, g in added])
 
     # ---- inside the matrix product --------------------------------------------------------------------------------------
     def fuse(self, module: torch.nn.Module, setting: bool | str, device: torch.device) -> int:
@@ -139,7 +139,7 @@ class GradAccumulation:
         view, summed = self.views(i, flat)[k], self._summed.get(i)
         if summed is None:
             summed = self._summed[i] = set()
-        mixed = {} if view.dtype == x.dtype else {"out_dtype": view.dtype}
+        mixed: dict[str, Any] = {} if view.dtype == x.dtype else {"out_dtype": view.dtype}
         if i in self._empty and k not in summed:
             torch.mm(grad.t(), x, out=view, **mixed)
         else:
@@ -159,8 +159,10 @@ def fusible(module: torch.nn.Module, slots: Slots, cuda: bool) -> Iterator[tuple
         p: (i, k, s) for i, pairs in slots.items() if i != PERSISTENT for k, (p, s) in enumerate(pairs) if s.sum_offset >= 0
     }
     for m in module.modules():
-        weight = m._parameters.get("weight") if type(m) is torch.nn.Linear and "forward" not in m.__dict__ else None
-        if weight in places and weight.numel():
+        if type(m) is not torch.nn.Linear or "forward" in m.__dict__:
+            continue
+        weight = m._parameters.get("weight")
+        if weight is not None and weight in places and weight.numel():
             i, k, s = places[weight]
             if s.sum_dtype == s.dtype or _mixed and cuda and s.sum_dtype == torch.float32:
                 yield m, i, k
@@ -183,7 +185,7 @@ class _Layer:
         self.accumulation, self.passes, self.module, self.unit, self.slot = accumulation, accumulation.passes, module, unit, slot
         self.weight, self.parameters = module.weight, module._parameters
         self.device, self.fused = device, True
-        module.forward = self.forward
+        module.forward = self.forward  # type: ignore[method-assign]
 
     def remove(self) -> None:
         """The module computes as before, also where somebody has wrapped its forward; nothing of the engine is kept alive."""

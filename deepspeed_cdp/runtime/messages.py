@@ -121,6 +121,7 @@ class Messages:
     def push(self, a: Action, after: Ticket | None = None) -> None:
         """Send the action's bytes; ``after``: the message that brought them, if they are forwarded as they came."""
         region, view = self.place(a)
+        assert a.peer is not None
         into = -1
         if a.into[0]:
             into = self.buffers.address(self._region(a.into[0], self.state.step, a.into[2], 0), a.into[1])
@@ -129,6 +130,7 @@ class Messages:
 
     def start_peer(self, a: Action) -> None:
         """Begin this rank's side of a message that the peer initiates."""
+        assert a.peer is not None
         self.transport.start_peer(a.stream, a.peer, a.kind == Kind.START_RECV)
 
     def wait(self, a: Action) -> Ticket | None:

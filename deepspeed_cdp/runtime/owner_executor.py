@@ -20,6 +20,7 @@ from deepspeed_cdp.runtime.owner_protocol import Owner
 from deepspeed_cdp.runtime.program import ActionLocation
 from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.runtime.step_metrics import StepMetrics
+from deepspeed_cdp.transport.ring_view import RingView
 
 
 class OwnerExecutor:
@@ -48,7 +49,10 @@ class OwnerExecutor:
             Kind.PUBLISH_PARAM: self._on_owner_stream(messages.push),
         }
         self._finishing = finishing(plan, state.rank)
-        self._cross_ring = CrossRing(plan, state.transport, state.buffers, self._finishing, sum_views) if plan.rings > 1 else None
+        self._cross_ring: CrossRing | None = None
+        if plan.rings > 1:
+            assert isinstance(state.transport, RingView)
+            self._cross_ring = CrossRing(plan, state.transport, state.buffers, self._finishing, sum_views)
         self._losses: dict[int, tuple[torch.Tensor, int]] = {}  # step -> the sum of its losses, and their number
         self._alive: deque[tuple[torch.Tensor, Any]] = deque()  # such sums, with the marks behind their last reads
         self._flushing = False

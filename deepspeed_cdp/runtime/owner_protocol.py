@@ -14,7 +14,9 @@ class Owner(Protocol):
     """
 
     updates_per_unit: bool
-    updates_eagerly: bool
+
+    @property
+    def updates_eagerly(self) -> bool: ...
 
     def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
         """Average, update and (into copy ``slot``, if one is given) publish a unit; squares as ``average``."""

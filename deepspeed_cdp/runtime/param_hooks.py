@@ -349,7 +349,7 @@ class ParamHooks:
         own = [x.view_as(x) if isinstance(x, torch.Tensor) and x.grad_fn is not None else x for x in leaves]
         return tree_unflatten(own, spec)
 
-    def _pre(self, i: int, path: str):
+    def _pre(self, i: int, path: str) -> Callable[..., None]:
         kept = self.executor.plan.kept(i)
 
         @torch.compiler.disable
@@ -368,7 +368,7 @@ class ParamHooks:
 
         return hook
 
-    def _post(self, i: int, last: bool):
+    def _post(self, i: int, last: bool) -> Callable[..., Any]:
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == IDLE:
@@ -406,9 +406,9 @@ class ParamHooks:
         return Elsewhere(self._outer[0](x), self._outer[1]) if self._outer else x
 
     def _unpack(self, x: torch.Tensor | Saved | Elsewhere) -> torch.Tensor:
-        if type(x) is Elsewhere:
+        if isinstance(x, Elsewhere):
             return x.unpack(x.packed)
-        if type(x) is not Saved:
+        if not isinstance(x, Saved):
             return x
         self.read_again(x.unit)
         flat = self._bound[x.unit]

@@ -33,7 +33,7 @@ def report(engine: str, runtime: Runtime) -> str:
         ),
         "",
     ]
-    rows = [("stage", "owner", "units", "MiB", "from", "to")]
+    rows: list[tuple[str, ...]] = [("stage", "owner", "units", "MiB", "from", "to")]
     for stage in range(s.ranks):
         units = [u for u in plan.units if u.stage == stage]
         size = sum(u.p_bytes for u in units) + (plan.persistent.p_bytes if plan.persistent and stage == 0 else 0)

@@ -46,7 +46,7 @@ class StepCounters:
         """How much of the time since the last step's end was this rank's own, not spent waiting."""
         timing = self._transport.timing
         if timing:
-            if timing.end_step(step):
+            if timing.end_step(step) and timing.latest:
                 self._metrics.busy = timing.latest.busy
             return
         now, waited = time.perf_counter(), sum((*self._transport.waited.values(), *self._transport.waited_sent.values()))
