@@ -1,6 +1,6 @@
 """Which DeepSpeed settings the cyclic engine supports, ignores and refuses: one table.
 
-`check_supported` applies it to a parsed DeepSpeedConfig, `python -m deepspeed_cdp.integration.support` prints it for the README.
+`check_supported` applies it to a parsed DeepSpeedConfig, `python -m deepspeed_cdp.integration.support` prints it for docs/settings.md.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -428,7 +428,7 @@ def _lines() -> Iterator[str]:
 
 
 def as_markdown() -> str:
-    """The table as the README prints it between its `<!-- settings -->` markers."""
+    """The table as docs/settings.md has it between its `<!-- settings -->` markers."""
     return "\n".join(_lines()) + "\n"
 
 
