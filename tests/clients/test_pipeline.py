@@ -3,7 +3,10 @@
 import json
 import re
 
+import pytest
 
+
+@pytest.mark.slow
 def test_the_example_runs_unchanged(launcher, ds_config, tmp_path):
     size = ["--steps", "20", "--layers", "2", "--width", "32", "--length", "16"]
 

@@ -135,6 +135,7 @@ def test_phases_tell_the_parts_of_a_step_and_of_the_walk(pool):
         assert counts.keys() >= {"RECV_GRAD", "SEND_GRAD"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["cdp-v2", "cdp-v2-replicas", "fsdp2"])
 def test_compiled_layers_train_as_eager_ones(pool, name):
     eager, compiled = (pool.run(2, steps, name, c) for c in (False, True))

@@ -47,7 +47,7 @@ COVER: dict[int, list[Job]] = {
 }
 
 
-@pytest.mark.parametrize("world", COVER)
+@pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.slow) if n == 4 else n for n in COVER])
 def test_every_weight_and_loss_equals_the_oracle(pool, world):
     """Bitwise, as under stage 3."""
     jobs = COVER[world]

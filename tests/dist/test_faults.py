@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from deepspeed_cdp.errors import CheckpointError
-from deepspeed_cdp.transport import choose
+from deepspeed_cdp.transport import connect
 from support import fault_table, models
 from support.engine_work import Job, pack, same, start, train, unpack, whole
 from support.faulty import (
@@ -340,7 +340,7 @@ def test_gradients_that_are_not_finite(pool, record, value, rule):
 def begins(rank: int, world: int, fault: str) -> tuple[float, str]:
     """Rank 1 comes too late, or with another version of the package; seconds and error."""
     ready()
-    began, version, observe = time.monotonic(), choose.__version__, choose.observe
+    began, version, observe = time.monotonic(), connect.__version__, connect.observe
     if fault == "late_long" and rank == 1:
         time.sleep(SECONDS + 3)
         began = time.monotonic()
@@ -350,14 +350,14 @@ def begins(rank: int, world: int, fault: str) -> tuple[float, str]:
             def as_dict(self) -> dict[str, Any]:
                 return {"machine": "x"}
 
-        choose.__version__, choose.observe = "0.0.9", lambda device: Old()
+        connect.__version__, connect.observe = "0.0.9", lambda device: Old()
     try:
         start(job_of(fault, "cdp-v2", SECONDS if fault == "late_long" else PATIENT), world)
         return 0.0, "no error"
     except Exception as error:
         return time.monotonic() - began, f"{type(error).__name__}: {error}"
     finally:
-        choose.__version__, choose.observe = version, observe
+        connect.__version__, connect.observe = version, observe
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What the fork server imports once for all worker processes (see workers.py); imports and a loaded operator, nothing that runs.
 
-A fork copies only the thread that calls it, so nothing here may start a thread, open a store or make a process group.
+A fork copies only the thread that calls it, so nothing here may start a thread, open a store or make a process group. Ranks that
+are forked share a hash seed, and so the order of sets; ranks that launchers start do not (tests/clients, test_elastic.py).
 """
 
 import gc

@@ -154,6 +154,7 @@ def check(model, units):
         assert not unit.name.endswith("out_proj")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("traced", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_parameter_once_at_every_depth(name, traced, monkeypatch):
@@ -174,6 +175,7 @@ def test_every_parameter_once_at_every_depth(name, traced, monkeypatch):
     assert name == "linear" or count >= 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", MODELS)
 def test_trace_leaves_the_module_identical(name, training):

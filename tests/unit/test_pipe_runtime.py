@@ -22,6 +22,7 @@ def check(case: Case, tolerance: float = 0.0) -> None:
         assert rank == pytest.approx(told(means, case.threshold), rel=1e-6), case
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_equals_the_oracle(stages, placement):

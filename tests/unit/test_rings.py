@@ -35,6 +35,7 @@ def test_models_with_clipping_schedules_and_groups(kind, rule):
     check(kind, rule, 3, 2, two_groups, steps=4, on_step=schedule, clip=0.3, rounds=2 if rule == "cdp-v2" else 1)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_bf16(rule, sum_dtype):

@@ -11,6 +11,7 @@ from support.optimizers import muon, sgd, two_groups
 from support.runtime_runs import RULES, check, named_rule, oracle, schedule
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -23,6 +24,7 @@ def test_every_threshold(threshold):
     check("mlp", threshold, 4, two_groups, clip=0.5)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["rooted", "conv", "llama", "llama-tied"])
 def test_models(kind, rule):
