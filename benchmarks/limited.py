@@ -139,15 +139,15 @@ class Limited(Transport):
         return self.inner.collectives
 
     def post(
-        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> Ticket:
-        return self.inner.post(stream, src, into, after, where, from_at)
+        return self.inner.post(stream, src, into, after, where, remote_offset)
 
-    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Later:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> _Later:
         link = self._links.get(stream)
         if link is None:
             link = self._links[stream] = _Link(self._rate, self.timeout_seconds)
-        return link.put(source.numel(), lambda: self.inner.push(stream, dst, source, after, into_at))
+        return link.put(source.numel(), lambda: self.inner.push(stream, dst, source, after, remote_offset))
 
     def gather(self, value: Any, where: Where) -> list[Any]:
         return self.inner.gather(value, where)

@@ -116,7 +116,10 @@ def steps(job: engines.Job, step: Callable[..., Any], engine: Any, batches: list
         latest = getattr(getattr(getattr(engine, "_transport", None), "timing", None), "latest", None)
         if latest is not None:
             seen["waits"].append(
-                {**{f"{s}<{p}": t for (s, p), t in latest.come.items()}, **{f"{s}>{p}": t for (s, p), t in latest.taken.items()}}
+                {
+                    **{f"{s}<{p}": t for (s, p), t in latest.receive_waits.items()},
+                    **{f"{s}>{p}": t for (s, p), t in latest.send_waits.items()},
+                }
             )
     if cuda:
         torch.cuda.synchronize()

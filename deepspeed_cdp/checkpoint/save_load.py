@@ -80,7 +80,7 @@ def save(
     """Collective; see ``CyclicEngine.save_checkpoint``."""
     save_dir, tag = save_location(save_dir, tag, engine.global_steps)
     runtime.flush()
-    rank = runtime.transport.label
+    rank = runtime.transport.world_rank
     save_on_all_ranks(
         save_dir,
         tag,
@@ -121,7 +121,7 @@ def _write(engine: RingEngine, runtime: "Runtime", folder: str, client_state: di
     Returns:
         files: their manifest entries; options: of each param group; owns: whether this rank owns parameters of the group.
     """
-    owner, rank = runtime.owner, runtime.transport.label
+    owner, rank = runtime.owner, runtime.transport.world_rank
     files = {} if runtime.transport.ring else _write_stage(runtime, folder, exclude_frozen)
     buffers = f"buffers_{rank:03d}.safetensors"  # every rank's own: batch norm's statistics, say, differ between ranks
     files[buffers] = save_tensors(folder, buffers, saved_buffers(runtime.module), {})
@@ -167,7 +167,7 @@ def load(
     """Collective; see ``CyclicEngine.load_checkpoint``. All ranks check all files before any rank changes anything."""
     refuse_custom_load(custom_load_fn)
     options = LoadOptions.of(strict, optimizer_states, scheduler_states, module_only)
-    rank, gather, load_dir = runtime.transport.label, runtime.transport.gather, os.fspath(load_dir)
+    rank, gather, load_dir = runtime.transport.world_rank, runtime.transport.gather, os.fspath(load_dir)
     where = f"rank {rank}, step {runtime.executor.global_step}, loading a checkpoint from {load_dir!r}"
     latest = "latest_universal" if engine.load_universal_checkpoint() else "latest"
     folder = find_on_all_ranks(load_dir, tag, latest, rank, gather, where)
@@ -191,7 +191,7 @@ def load(
 
 def _read(engine: RingEngine, runtime: "Runtime", stored: CheckpointReader, options: LoadOptions) -> dict[str, Any]:
     """This rank's part of the checkpoint, checked and in memory; changes nothing."""
-    owner, rank, folder = runtime.owner, runtime.transport.label, stored.folder
+    owner, rank, folder = runtime.owner, runtime.transport.world_rank, stored.folder
     sources, duplicates = _match_names(runtime, stored, options.strict)
     own = {n: p for n, p in {**owner.masters, **owner.frozen}.items() if n in sources}
     specs = {**stored.trained, **stored.frozen}

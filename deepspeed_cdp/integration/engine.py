@@ -253,7 +253,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         """
         executor, (waited, sent) = self._runtime.executor, self._runtime.counters.waited()
         step, loss, grad_norm = executor.metrics.read()
-        busy, first = executor.metrics.busy_ranks(), self._transport.label - executor.rank  # of this rank's ring
+        busy, first = executor.metrics.busy_ranks(), self._transport.world_rank - executor.rank  # of this rank's ring
         timing = self._transport.timing
         of = executor.global_step - 1 if timing is None else timing.latest and timing.latest.step
         return {

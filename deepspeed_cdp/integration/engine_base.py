@@ -89,14 +89,14 @@ class EngineBase:
         if self._transport is None:
             return
         problem = None
-        if self._transport.label == 0 and actions <= AT_START:
+        if self._transport.world_rank == 0 and actions <= AT_START:
             try:
                 logger.debug(str(check()))
             except (PlanError, ScheduleError) as error:
                 problem = str(error)
-        elif self._transport.label == 0:
+        elif self._transport.world_rank == 0:
             logger.debug(f"dry-run: skipped, since it has about {actions:,} actions; run deepspeed-cdp plan --check")
-        where = f"rank {self._transport.label}, waiting for the dry-run of the plan"
+        where = f"rank {self._transport.world_rank}, waiting for the dry-run of the plan"
         if problem := self._transport.gather(problem, where)[0]:
             raise PlanError(f"the plan fails its dry-run ({problem}); report it with the config and the model's modules")
 

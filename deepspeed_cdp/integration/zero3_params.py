@@ -223,7 +223,7 @@ class Access:
         if optim_state_key is None and tuple(value.shape) != wanted:
             raise ValueError(
                 f"{what} of {name!r} got a value of shape {tuple(value.shape)} on rank "
-                f"{self.runtime.transport.label}, whose part has {wanted} (rank {self._owner[name]} owns the "
+                f"{self.runtime.transport.world_rank}, whose part has {wanted} (rank {self._owner[name]} owns the "
                 f"parameter); give what {what.replace('set', 'get')} returns"
             )
         self._settle(what)
@@ -261,7 +261,7 @@ class Access:
 
     # ---- inside ---------------------------------------------------------------------------------------------------------
     def _where(self, what: str) -> str:
-        return f"rank {self.runtime.transport.label}, step {self.runtime.executor.global_step}, {what}"
+        return f"rank {self.runtime.transport.world_rank}, step {self.runtime.executor.global_step}, {what}"
 
     def _settle(self, what: str) -> None:
         runtime = self.runtime

@@ -90,7 +90,7 @@ class CrossRing:
                 else:
                     torch._foreach_add_(own, total)
             elif kind == LinkKind.SEND:
-                transport.moved_on()
+                transport.work_enqueued()
                 sent[stream, i] = transport.push(
                     stream, self._peer[stream], (self._o if stream == "X" else self._x)[i], None, self._at[i]
                 )

@@ -146,7 +146,7 @@ class Executor:
         Raises:
             ValueError: in the middle of a step.
         """
-        where = f"rank {self.transport.label}, step {self.global_step}, flush"
+        where = f"rank {self.transport.world_rank}, step {self.global_step}, flush"
         self.check_between_steps()
         self.owner_part.flush(self._steady.actions if self.state.step else ())
         self.transport.reset(where)
@@ -236,7 +236,7 @@ class Executor:
 
     def _execute(self, index: int) -> None:
         program, actions = self._program.actions, self.actions
-        self.transport.moved_on()
+        self.transport.work_enqueued()
         while self._cursor < index:
             a = program[self._cursor]
             actions[a.kind](a)
@@ -259,7 +259,7 @@ class Executor:
         if view is not None:
             self.events.grads_complete(unit, view, unit in self.empty_sums)
             self.empty_sums.discard(unit)
-            self.transport.moved_on()
+            self.transport.work_enqueued()
 
     def _send_grad(self, a: Action) -> None:
         view = self.grad_sums[a.unit]

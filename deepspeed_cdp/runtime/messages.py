@@ -34,7 +34,7 @@ class PendingReads:
         return f"{region}{offset}" if region in self._by_offset else region
 
     def add(self, region: str, offset: int, nbytes: int, ticket: Any) -> None:
-        """``ticket``: a push, or the mark behind a copy."""
+        """Remember that these bytes are read until ``ticket`` (a push, or an event behind a copy) is done."""
         self._reading.setdefault(self._key(region, offset), []).append((offset, nbytes, ticket))
 
     def take(self, region: str, offset: int, nbytes: int) -> list[Any]:
@@ -85,7 +85,7 @@ class Messages:
         if self.transport.host_waits:  # elsewhere closing waits for all steps of all ranks
             with suppress(HandoffError):  # the peer has failed, and says so itself
                 for key in [k for k in self._arrivals if k[0] == "O" and k[1] < self.state.step]:
-                    self._arrivals.pop(key).wait(f"rank {self.transport.label}, closing")
+                    self._arrivals.pop(key).wait(f"rank {self.transport.world_rank}, closing")
 
     # ---- places ---------------------------------------------------------------------------------------------------------
     def _region(self, region: str, step: int, round: int, version: int) -> str:

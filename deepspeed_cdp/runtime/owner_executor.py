@@ -54,7 +54,7 @@ class OwnerExecutor:
             assert isinstance(state.transport, RingView)
             self._cross_ring = CrossRing(plan, state.transport, state.buffers, self._finishing, sum_views)
         self._losses: dict[int, tuple[torch.Tensor, int]] = {}  # step -> the sum of its losses, and their number
-        self._alive: deque[tuple[torch.Tensor, Any]] = deque()  # such sums, with the marks behind their last reads
+        self._alive: deque[tuple[torch.Tensor, Any]] = deque()  # such sums, with events behind their last reads
         self._flushing = False
 
     def _on_owner_stream(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
@@ -70,10 +70,10 @@ class OwnerExecutor:
         self._together = () if state.plan.eager_units(state.rank) else self._finishing  # units that GRAD_NORM reduces
         offsets = state.plan.o_layout(state.owned_stage)
         self._sum_places = [(offsets[i], state.plan.unit(i).g_bytes) for i in self.trained]
-        self._step_end = self._own_read_end = self.transport.mark()
-        self._published_at: dict[tuple[int, int], Any] = {}  # unit, copy -> the mark behind its last write
+        self._step_end = self._own_read_end = self.transport.record_event()
+        self._published_at: dict[tuple[int, int], Any] = {}  # unit, copy -> event behind its last write
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units reduced so far
-        self._sum_ends: dict[int, Any] = {}  # unit -> the mark behind its sum, where this rank finishes it
+        self._sum_ends: dict[int, Any] = {}  # unit -> event behind its sum, where this rank finishes it
         self._losses.clear()
         self.metrics.begin()
         if self._cross_ring:
@@ -104,29 +104,29 @@ class OwnerExecutor:
     def end_step(self, losses: torch.Tensor, count: int) -> None:
         """The passes of the step are over. Their losses: float64 scalar, summed over ``count`` micro-batches."""
         self._losses[self.state.global_step] = losses.clone(), count
-        self._step_end = self.transport.mark()
+        self._step_end = self.transport.record_event()
         if self.state.schedule.ranks == 1:  # sums are finished in place
             self._sum_ends = dict.fromkeys(self.trained, self._step_end)
 
     def read_ended(self) -> None:
         """A pass of this rank has read its own published copy for the last time."""
-        self._own_read_end = self.transport.mark()
+        self._own_read_end = self.transport.record_event()
 
     def wait_published(self, unit: int, version: int) -> None:
         """The current stream waits until this version (relative to the step) of an owned unit is in its published copy."""
         state = self.state
-        self.transport.after(self._published_at.get((unit, (state.step + version) % state.plan.copies)))
+        self.transport.wait_event(self._published_at.get((unit, (state.step + version) % state.plan.copies)))
 
     def keep_sum(self, a: Action, view: torch.Tensor) -> None:
         """Rank N-1 copies a sum that it has finished to where it reads it as the owner, beside the passes."""
         region, offset, _ = a.into
-        summed = self.transport.mark()
+        summed = self.transport.record_event()
         with self.transport.owner_stream():
-            self.transport.after(summed)
+            self.transport.wait_event(summed)
             self.messages.wait_readers(a, region, offset, a.nbytes)
             self.state.buffers.view(region, offset, a.nbytes).copy_(view)
-            self._sum_ends[a.unit] = copied = self.transport.mark()
-        self.transport.moved_on()
+            self._sum_ends[a.unit] = copied = self.transport.record_event()
+        self.transport.work_enqueued()
         if copied is not None:
             self.messages.reads.add(a.region, a.offset, a.nbytes, copied)
 
@@ -146,7 +146,7 @@ class OwnerExecutor:
     def _wait_sum(self, a: Action, unit: int) -> int:
         """The ring's sum of the unit is complete."""
         if self.state.rank == self.state.schedule.ranks - 1:
-            self.transport.after(self._sum_ends.pop(unit, None))
+            self.transport.wait_event(self._sum_ends.pop(unit, None))
         else:
             self.messages.wait_finished(a, unit)
         return unit
@@ -159,7 +159,7 @@ class OwnerExecutor:
             self._wait_copy(a, self.trained + self.frozen)
 
         def losses() -> tuple[torch.Tensor, int]:
-            self.transport.after(self._step_end)
+            self.transport.wait_event(self._step_end)
             return self._losses[step]
 
         ring = self._cross_ring
@@ -186,9 +186,9 @@ class OwnerExecutor:
         """
         while self._alive and self._alive[0][1].done():
             self._alive.popleft()
-        mark = self.transport.mark()
-        if mark is not None:
-            self._alive.append((tensor, mark))
+        event = self.transport.record_event()
+        if event is not None:
+            self._alive.append((tensor, event))
 
     def _reduce_unit(self, a: Action, unit: int) -> None:
         """Average the unit's finished sum; update and publish it too where nothing else is waited for."""
@@ -196,7 +196,7 @@ class OwnerExecutor:
         if self._eager:
             copy = self._copy(a)
             self._norms[unit] = self.owner.advance(step, unit, None if self._flushing else copy)
-            self._published_at[unit, copy] = self.transport.mark()
+            self._published_at[unit, copy] = self.transport.record_event()
         else:
             self._norms[unit] = self.owner.average(step, unit)
 
@@ -210,7 +210,7 @@ class OwnerExecutor:
             return
         for ticket in self._copy_readers(a, units):
             ticket.wait(ActionLocation(self.state, a))
-        self.transport.after(self._own_read_end)
+        self.transport.wait_event(self._own_read_end)
 
     def _copy_readers(self, a: Action, units: list[int]) -> list[Any]:
         """Tickets of pushes that may still read from those copies; the caller waits for them."""
@@ -247,7 +247,7 @@ class OwnerExecutor:
             for i in self.trained:
                 if self.owner.updates_per_unit:
                     self.owner.update(step, self.metrics.total, i, slot)
-                self._published_at[i, copy] = self.transport.mark()
+                self._published_at[i, copy] = self.transport.record_event()
         elif not self._together:  # each unit's copy has been waited for; frozen ones are never written, so nobody need wait
             self._copy_readers(a, self.frozen)
         self.owner.finish(step)
@@ -258,7 +258,7 @@ class OwnerExecutor:
 
     def _sums_used(self) -> None:
         """The next message that lands in the place of the finished sums must wait for this stream's reads of them."""
-        mark = self.transport.mark()
-        if mark is not None:
+        event = self.transport.record_event()
+        if event is not None:
             for offset, nbytes in self._sum_places:
-                self.messages.reads.add(self.state.plan.o_region, offset, nbytes, mark)
+                self.messages.reads.add(self.state.plan.o_region, offset, nbytes, event)

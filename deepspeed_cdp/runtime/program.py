@@ -54,4 +54,4 @@ class ActionLocation:
             unit = h.plan.unit(a.unit)
             stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'persistent parameters'}"
             what = f"new version for the {what}" if a.kind == Kind.REFRESH_PARAM else what
-        return f"rank {h.transport.label}, step {self.step}, stage {stage}, {what}"
+        return f"rank {h.transport.world_rank}, step {self.step}, stage {stage}, {what}"

@@ -10,7 +10,7 @@ def report(engine: str, runtime: Runtime) -> str:
         engine: its name.
     """
     plan, s = runtime.plan, runtime.plan.schedule
-    where = f"rank {runtime.transport.label}, engine.report(), which every rank must call"
+    where = f"rank {runtime.transport.world_rank}, engine.report(), which every rank must call"
     everyone = runtime.transport.gather(
         {
             "traffic": runtime.counters.traffic(),

@@ -96,7 +96,7 @@ class Replicated(HandedOff):
     def spread(self) -> None:
         """Every rank's replica gets what the owners have published."""
         state, plan = self.state, self.plan
-        where = f"rank {state.transport.label}, step {state.global_step}, bringing replicas up to date"
+        where = f"rank {state.transport.world_rank}, step {state.global_step}, bringing replicas up to date"
         for stage, start in enumerate(plan.replica[1]):
             owner, nbytes = state.schedule.owner(stage), plan.v_layout(stage)[1]
             flat = state.buffers.regions["R"][start : start + nbytes]
@@ -120,7 +120,7 @@ class Replicated(HandedOff):
         if region != "R":
             self.messages.wait_readers(a, "R", a.into[1], a.nbytes)
             self.state.buffers.view("R", a.into[1], a.nbytes).copy_(view)
-            self.state.transport.moved_on()
+            self.state.transport.work_enqueued()
         if a.peer is None:
             self.owner_part.read_ended()
 

@@ -247,7 +247,7 @@ class Runtime:
             self._on_gathered(True)
             return
         borrowed = {p: p.data for p in self.borrowed}  # perhaps changed
-        where = f"rank {self.transport.label}, step {self.executor.global_step}, gathering parameters"
+        where = f"rank {self.transport.world_rank}, step {self.executor.global_step}, gathering parameters"
         self._whole = []
         for stage in range(self.plan.schedule.ranks):
             places, nbytes = self.plan.v_layout(stage)

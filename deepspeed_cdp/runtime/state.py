@@ -14,7 +14,7 @@ class RankState:
 
     Attributes:
         plan: the one that steps follow until the next flush; ``schedule`` is its.
-        rank: in its ring; errors name ``transport.label``, the number in the world.
+        rank: in its ring; errors name ``transport.world_rank``, the number in the world.
         step: steps since the last flush; global_step: since the start of training.
         round: the round of gradient accumulation that is next or under way.
     """

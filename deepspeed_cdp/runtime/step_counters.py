@@ -32,7 +32,7 @@ class StepCounters:
         """After a flush, whose time is not a step's."""
         self._ended = None
         if self._transport.timing:
-            self._transport.timing.drop()
+            self._transport.timing.discard_step()
 
     def end_step(self, step: int) -> None:
         """A step has ended on this rank."""
@@ -79,7 +79,7 @@ class StepCounters:
         """
         if self._transport.timing:
             timed = self._transport.timing.latest
-            return (timed.come, timed.taken) if timed else (None, None)
+            return (timed.receive_waits, timed.send_waits) if timed else (None, None)
         if not self._snapshots:
             return None, None
         before = self._snapshots[-2].waited if len(self._snapshots) > 1 else ({}, {})

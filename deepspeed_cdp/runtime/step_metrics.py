@@ -122,7 +122,7 @@ class StepMetrics:
         """Training goes on with ``step``, after a checkpoint; ``known``: the vector is loaded, and tells of the step before."""
         self._noted.clear()
         if self.transport.timing:
-            self.transport.timing.forget()
+            self.transport.timing.reset()
         self._since = max(step - known, 0)
         self.step = step - 1 if known and step else None
 
@@ -148,7 +148,7 @@ class StepMetrics:
 
     def _newest(self) -> tuple[int | None, torch.Tensor | None]:
         """The latest step, and its numbers, that have reached the host."""
-        return next(((s, slot) for s, slot, mark in reversed(self._noted) if mark.done()), (None, None))
+        return next(((s, slot) for s, slot, event in reversed(self._noted) if event.done()), (None, None))
 
     def _note(self) -> None:
         """Send the numbers to the host, behind the owner's work."""
@@ -157,4 +157,4 @@ class StepMetrics:
             self._noted.popleft()  # it is this slot's
         self._notes += 1
         slot.copy_(self.vector[self.size + 2 :], non_blocking=True)
-        self._noted.append((self.step, slot, self.transport.mark()))
+        self._noted.append((self.step, slot, self.transport.record_event()))

@@ -47,7 +47,7 @@ class Recorder:
 
     def __init__(self, executor: Executor, device: torch.device):
         self.executor, self.cuda = executor, device.type == "cuda"
-        self.rank = executor.transport.label  # in the world, where there are several rings
+        self.rank = executor.transport.world_rank  # in the world, where there are several rings
         self._base = self.rank - executor.rank
         self.steps = max(1, MOST_EVENTS // (EVENTS_PER_PASS * len(executor.plan.visits) * executor.schedule.rounds))
         self._until, self._full = executor.global_step + self.steps, False

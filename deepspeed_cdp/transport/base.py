@@ -17,7 +17,7 @@ On GPUs the host only enqueues these calls. ``wait`` then makes the current CUDA
 to the order of work on CUDA streams.
 
 Transports that write to, or read from, a peer's memory need the message's offset in the peer's allocation. The plan knows it, and
-passes it as ``into_at`` or ``from_at``.
+the caller passes it as ``remote_offset``.
 """
 
 from abc import ABC, abstractmethod
@@ -61,7 +61,7 @@ class Transport(ABC):
 
     Attributes:
         rank, size: this rank and the number of ranks in the ring.
-        label: this rank among all ranks of the job, for messages to people.
+        world_rank: this rank among all ranks of the job, for messages to people.
         ring, rings: this rank's ring and the number of rings (``RingView``).
         sent, bytes_sent: messages pushed, and their bytes, by (stream, peer).
         received, bytes_received: messages waited for, and their bytes, by (stream, peer).
@@ -90,7 +90,7 @@ class Transport(ABC):
         self.collectives = 0
 
     @property
-    def label(self) -> int:
+    def world_rank(self) -> int:
         return self.rank
 
     def count(self, edge: tuple[str, int], nbytes: int) -> None:
@@ -102,7 +102,7 @@ class Transport(ABC):
         """Collective: zeroed memory (uint8, 1-D) for messages, of the same size on all ranks."""
         return torch.zeros(nbytes, dtype=torch.uint8, device="cpu")
 
-    def moved_on(self) -> None:  # noqa: B027, only streams care
+    def work_enqueued(self) -> None:  # noqa: B027, only streams care
         """Tell the transport that work was enqueued on the current CUDA stream: the next message must wait for that work."""
 
     def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:  # noqa: B027, nothing to do without connections
@@ -120,12 +120,12 @@ class Transport(ABC):
             incoming: this rank receives; else it sends.
         """
 
-    def mark(self) -> Any:
-        """Record an event on the current CUDA stream, to be waited for by ``after`` or as a ticket; None if ``host_waits``."""
+    def record_event(self) -> Any:
+        """Record an event on the current CUDA stream, for ``wait_event`` or as a ticket; None if ``host_waits``."""
         return None
 
-    def after(self, mark: Any) -> None:  # noqa: B027, nothing to wait for on one stream
-        """Make the current CUDA stream wait for an event of ``mark``."""
+    def wait_event(self, event: Any) -> None:  # noqa: B027, nothing to wait for on one stream
+        """Make the current CUDA stream wait for an event of ``record_event``; nothing if it is None."""
 
     def owner_stream(self) -> AbstractContextManager:
         """Context in which a stage owner's update runs: a CUDA stream of its own, beside the passes."""
@@ -133,28 +133,28 @@ class Transport(ABC):
 
     @abstractmethod
     def post(
-        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> Ticket:
         """Receive the next message of edge (stream, src, this rank) into ``into``.
 
         Args:
             into: uint8, 1-D, contiguous.
-            after: tickets of pushes, and marks of work, that still read ``into``; the message lands after them.
+            after: tickets of pushes, and events behind work, that still read ``into``; the message lands after them.
             where: what the rank is doing, for the error if one of these is never done.
-            from_at: offset of the message in ``src``'s allocation, in bytes; -1: unknown.
+            remote_offset: offset of the message in ``src``'s allocation, in bytes; -1: unknown.
         Raises:
             HandoffError: a ticket of ``after`` failed.
             ValueError: ``src`` is not another rank of the ring.
         """
 
     @abstractmethod
-    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Ticket:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> Ticket:
         """Send ``source`` as the next message of edge (stream, this rank, dst). Never blocks.
 
         Args:
             source: uint8, 1-D, contiguous; unchanged until the ticket is done.
             after: ticket of the message that filled ``source``, if it is forwarded unchanged.
-            into_at: offset in ``dst``'s allocation where the message lands, in bytes; -1: unknown.
+            remote_offset: offset in ``dst``'s allocation where the message lands, in bytes; -1: unknown.
         Raises:
             ValueError: ``dst`` is not another rank of the ring.
         """

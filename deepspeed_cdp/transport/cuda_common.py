@@ -39,14 +39,14 @@ class StreamTicket(ABC):
         transport = self.transport
         transport.raise_failure()
         transport.wait_on_current_stream(self, self.edge, self.nbytes >= 0)
-        transport.moved_on()
+        transport.work_enqueued()
         if not self.counted:
             self.counted = True
             self.transport.count(self.edge, self.nbytes)
 
 
 class EventTicket(StreamTicket):
-    """A message, or a mark, that is done at a CUDA event. The event returns to the transport's pool with the ticket."""
+    """A message, or work of a stream, that is done at a CUDA event. The event returns to the transport's pool with the ticket."""
 
     __slots__ = ("event",)
 
@@ -98,19 +98,19 @@ class CudaTransport(Transport):
         """Handle of torch's current CUDA stream."""
         return torch._C._cuda_getCurrentRawStream(self.device.index)
 
-    def wait_on_current_stream(self, ticket: StreamTicket, edge: tuple[str, int], came: bool) -> None:
+    def wait_on_current_stream(self, ticket: StreamTicket, edge: tuple[str, int], receiving: bool) -> None:
         """Make the current CUDA stream wait for ``ticket``; the watchdog supervises it, and ``timing`` times it in some steps.
 
         Args:
-            edge: (stream, peer); stream "": a mark, which is not timed.
-            came: the ticket is of a received message; else of a sent one.
+            edge: (stream, peer); stream "": an event of ``record_event``, which is not timed.
+            receiving: the ticket is of a received message; else of a sent one.
         """
         current = self.current()
         timed = self.timing.active and current != self._owner.cuda_stream and edge[0] != ""
-        before = self.timing.mark() if timed else None
+        before = self.timing.record_event() if timed else None
         ticket.enqueue_wait(current)
         if timed:
-            self.timing.note(edge, came, before)
+            self.timing.record_wait(edge, receiving, before)
         self._watchdog.expect_stream(current)  # the host may block right behind this wait
 
     def raise_failure(self) -> None:
@@ -119,15 +119,15 @@ class CudaTransport(Transport):
             raise HandoffError(self._failure)
 
     # ---- the owner's stream ---------------------------------------------------------------------------------------------
-    def mark(self) -> EventTicket:
-        mark = EventTicket(self, ("", self.rank), self.current(), -1)
-        self._watchdog.expect(mark)
-        return mark
+    def record_event(self) -> EventTicket:
+        event = EventTicket(self, ("", self.rank), self.current(), -1)
+        self._watchdog.expect(event)
+        return event
 
-    def after(self, mark: EventTicket | None) -> None:
-        if mark is not None:
-            mark.enqueue_wait(self.current())
-            self.moved_on()
+    def wait_event(self, event: EventTicket | None) -> None:
+        if event is not None:
+            event.enqueue_wait(self.current())
+            self.work_enqueued()
 
     def owner_stream(self) -> AbstractContextManager:
         return torch.cuda.stream(self._owner)
@@ -187,17 +187,17 @@ class Watchdog:
 
     def __init__(self, transport: CudaTransport):
         self._transport = transport
-        self._marks: deque[tuple[float, EventTicket]] = deque()
+        self._events: deque[tuple[float, EventTicket]] = deque()
         self._stream_events: dict[int, tuple[float, int]] = {}  # CUDA stream -> (time, event) of its latest expect_stream
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp watchdog")
         self._thread.start()
 
-    def expect(self, mark: EventTicket) -> None:
-        """Expect the mark to be reached within the timeout. At most five marks a second are kept."""
+    def expect(self, event: EventTicket) -> None:
+        """Expect the event within the timeout. At most five events a second are kept."""
         now = time.monotonic()
-        if not self._marks or now - self._marks[-1][0] > 0.2:
-            self._marks.append((now, mark))
+        if not self._events or now - self._events[-1][0] > 0.2:
+            self._events.append((now, event))
 
     def expect_stream(self, cuda_stream: int) -> None:
         """Expect the stream to finish its work so far within the timeout. A stream's latest call replaces its earlier ones."""
@@ -210,9 +210,9 @@ class Watchdog:
 
     def _late(self, timeout: float) -> bool:
         driver, now = self._transport.driver, time.monotonic()
-        while self._marks and self._marks[0][1].done():
-            self._marks.popleft()
-        if self._marks and now - self._marks[0][0] > timeout:
+        while self._events and self._events[0][1].done():
+            self._events.popleft()
+        if self._events and now - self._events[0][0] > timeout:
             return True
         return any(now - since > timeout and not driver.event_done(event) for since, event in list(self._stream_events.values()))
 

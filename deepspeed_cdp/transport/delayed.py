@@ -52,14 +52,14 @@ class Delayed(Transport):
         time.sleep(self._random.random() * self._max_seconds)
 
     def post(
-        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> _Late:
         self.delay()
-        return _Late(self.inner.post(stream, src, into, after, where, from_at), self)
+        return _Late(self.inner.post(stream, src, into, after, where, remote_offset), self)
 
-    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Late:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> _Late:
         self.delay()
-        return _Late(self.inner.push(stream, dst, source, after, into_at), self)
+        return _Late(self.inner.push(stream, dst, source, after, remote_offset), self)
 
     def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:
         self.inner.prepare(edges, deferred)

@@ -132,14 +132,14 @@ class GlooTransport(Transport):
     # ---- messages -----------------------------------------------------------------------------------------------------------
 
     def post(
-        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> _Ticket:
         for ticket in after:
             ticket.wait(where)
         edge = self._in.get((stream, src)) or self._edge(self._in, stream, src, receiving=True)
         return self._start(edge, into)
 
-    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Ticket:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> _Ticket:
         edge = self._out.get((stream, dst)) or self._edge(self._out, stream, dst, receiving=False)
         self.sent[edge.key] += 1
         self.bytes_sent[edge.key] += source.numel()

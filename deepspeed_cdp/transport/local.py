@@ -91,7 +91,7 @@ class LocalTransport(Transport):
         self._closed = False
 
     def post(
-        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> _Ticket:
         for ticket in after:
             ticket.wait(where)
@@ -99,7 +99,7 @@ class LocalTransport(Transport):
         self._match((self._epoch, stream, src, self.rank), ticket)
         return ticket
 
-    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Ticket:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> _Ticket:
         ticket = _Ticket(self, stream, self._peer(dst), source, receiving=False)
         self.sent[stream, dst] += 1
         self.bytes_sent[stream, dst] += source.numel()

@@ -88,7 +88,7 @@ class NcclGroupTransport(Transport):
             raise
 
     def post(
-        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> _Ticket:
         for ticket in after:
             ticket.wait(where)
@@ -96,7 +96,7 @@ class NcclGroupTransport(Transport):
         self.count((stream, src), into.numel())
         return _Ticket(self, stream, src, True, into, work)
 
-    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> _Ticket:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> _Ticket:
         work = dist.isend(source, dst, self._groups[self.rank, dst]) if source.numel() else None
         self.sent[stream, dst] += 1
         self.bytes_sent[stream, dst] += source.numel()

@@ -155,11 +155,11 @@ class PeerTransport(CudaTransport):
             self._point_on = current
         self.driver.wait_event(handle, self._point)
 
-    def moved_on(self) -> None:
+    def work_enqueued(self) -> None:
         self._point_on = None
 
     def post(
-        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> Ticket:
         number, driver, current = self._next(stream, src, True), self.driver, self.current()
         on_current = stream in _CREDIT_ON_CURRENT or current == self._owner.cuda_stream
@@ -174,12 +174,12 @@ class PeerTransport(CudaTransport):
             driver.write_value(handle, credit, number)
             return _WordTicket(self, (stream, src), arrival, number, into.numel())
         driver.wait_value(handle, arrival, number)
-        driver.copy(handle, into.data_ptr(), self._bases[src] + from_at, into.numel())
+        driver.copy(handle, into.data_ptr(), self._bases[src] + remote_offset, into.numel())
         driver.write_value(handle, credit, number)
         self._waits.append((_WordTicket(self, (stream, src), arrival, number, -1), where))
         return EventTicket(self, (stream, src), handle, into.numel())
 
-    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Ticket:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> Ticket:
         number, driver, edge = self._next(stream, dst, False), self.driver, (stream, dst)
         self.sent[edge] += 1
         self.bytes_sent[edge] += source.numel()
@@ -196,7 +196,7 @@ class PeerTransport(CudaTransport):
             if handle != current:
                 self._wait_for_current(handle, current)
         driver.wait_value(handle, credit, number)
-        driver.copy(handle, self._bases[dst] + into_at, source.data_ptr(), source.numel())
+        driver.copy(handle, self._bases[dst] + remote_offset, source.data_ptr(), source.numel())
         driver.write_value(handle, arrival, number)
         return EventTicket(self, edge, handle, -1)
 

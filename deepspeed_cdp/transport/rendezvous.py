@@ -181,11 +181,11 @@ class RendezvousTransport(Transport):
         return side
 
     def post(
-        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> Message:
         return self._issue(self._side(stream, src, True), into, tuple(after), self._record_point(), where)
 
-    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Message:
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> Message:
         side = self._side(stream, dst, False)
         self.sent[stream, dst] += 1
         self.bytes_sent[stream, dst] += source.numel()

@@ -23,9 +23,9 @@ _FORWARDED = (  # attributes that are those of the inner transport
     "timing",
     "rendezvous",
     "allocate",
-    "moved_on",
-    "mark",
-    "after",
+    "work_enqueued",
+    "record_event",
+    "wait_event",
     "owner_stream",
     "count",
 )
@@ -92,7 +92,7 @@ class RingView(Transport):
         for name in _FORWARDED:
             setattr(self, name, getattr(inner, name))
 
-    label = property(lambda self: self.inner.rank)
+    world_rank = property(lambda self: self.inner.rank)
     collectives = property(lambda self: self.inner.collectives)
 
     def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:
@@ -101,12 +101,12 @@ class RingView(Transport):
         self.inner.prepare(sorted([*inside, *(("X", r, r + n) for r in chain), *(("Y", r + n, r) for r in chain)]), deferred)
 
     def post(
-        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", from_at: int = -1
+        self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> Ticket:
-        return self.inner.post(stream, self._base + src, into, after, where, from_at)
+        return self.inner.post(stream, self._base + src, into, after, where, remote_offset)
 
-    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, into_at: int = -1) -> Ticket:
-        return self.inner.push(stream, self._base + dst, source, after, into_at)
+    def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> Ticket:
+        return self.inner.push(stream, self._base + dst, source, after, remote_offset)
 
     def start_peer(self, stream: str, peer: int, incoming: bool) -> None:
         self.inner.start_peer(stream, self._base + peer, incoming)

@@ -55,15 +55,15 @@ class Placed:
         index = (self.streams.index(stream) * self.inner.size + src) * self.inner.size + dst
         return (index * SLOTS + number % SLOTS) * SLOT_BYTES
 
-    def post(self, stream, src, into, after=(), where="", from_at=-1):
-        self.inner.moved_on()  # scenarios compute between messages without saying so, as hooks do
+    def post(self, stream, src, into, after=(), where="", remote_offset=-1):
+        self.inner.work_enqueued()  # scenarios compute between messages without saying so, as hooks do
         stream = RENAMED.get(stream, stream)
         at = self.slot(stream, src, self.inner.rank)
         place = self.arena[at : at + into.numel()]
         return Landing(self.inner.post(stream, src, place, [t.ticket for t in after], where, at), place, into)
 
-    def push(self, stream, dst, source, after=None, into_at=-1):
-        self.inner.moved_on()
+    def push(self, stream, dst, source, after=None, remote_offset=-1):
+        self.inner.work_enqueued()
         stream = RENAMED.get(stream, stream)
         at = self.slot(stream, self.inner.rank, dst)
         if stream in ("P0", "H0"):
@@ -147,7 +147,7 @@ def device_waits_in_vain(make):
     t = make(timeout_seconds=5)
     if t.rank == 0:
         t.post("P", 1, empty()).wait("rank 0, step 7")
-        t.mark()
+        t.record_event()
         later, begun = t.post("P", 1, empty()), time.perf_counter()
         torch.cuda.synchronize()
         assert 1 < time.perf_counter() - begun < 15, time.perf_counter() - begun

@@ -32,7 +32,7 @@ def check(kind: str, rule, size: int, rings: int, make=sgd, steps: int = 6, **op
     assert got["losses"] == want.losses
     for runtime in got["runtimes"]:
         for name, master in runtime.owner.masters.items():
-            assert torch.equal(master, want.masters[name]), (runtime.transport.label, name)
+            assert torch.equal(master, want.masters[name]), (runtime.transport.world_rank, name)
     for state in got["states"]:
         for name, master in want.masters.items():
             assert torch.equal(state[name], master.to(state[name].dtype)), name

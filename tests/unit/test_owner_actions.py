@@ -29,10 +29,10 @@ class Noted:
         self.notes: list[tuple] = []
         self.reads = self
 
-    def after(self, mark: Any) -> None:
-        self.notes.append(("after", mark))
+    def wait_event(self, event: Any) -> None:
+        self.notes.append(("after", event))
 
-    def mark(self) -> str:
+    def record_event(self) -> str:
         return "published"
 
     def wait_finished(self, a: Action, unit: int) -> None:

@@ -77,7 +77,7 @@ def test_what_is_passed_on_waits_for_its_arrival_alone(transport):
 
 
 def test_a_credit_waits_for_what_an_owner_has_read_and_the_owners_own_go_by_its_stream(transport, monkeypatch):
-    box, mark = torch.zeros(8, dtype=torch.uint8), transport.mark()
+    box, mark = torch.zeros(8, dtype=torch.uint8), transport.record_event()
     transport.driver.take()
     transport.post("G", 0, box, [mark])
     calls = transport.driver.take()
@@ -110,7 +110,7 @@ def over_nccl(transport):
 
 def test_over_nccl_a_receive_waits_for_a_mark_as_for_a_message(transport):
     made = over_nccl(transport)
-    mark = made.mark()
+    mark = made.record_event()
     made.driver.take()
     made.post("G", 0, torch.zeros(8, dtype=torch.uint8), [mark])
     calls = [call[:3] for call in made.driver.take()]
@@ -223,12 +223,12 @@ def test_streams_follow_one_point_until_the_stream_moves_on(transport):
         return sum(call[:3] == ("record_event", 1, 0) for call in transport.driver.take())
 
     assert [records(), records()] == [1, 0]
-    transport.moved_on()
+    transport.work_enqueued()
     assert [records(), records()] == [1, 0]
     transport.post("P", 0, source).wait("here")
     transport.driver.take()
     assert records() == 1, "a wait moves the stream on"
-    transport.after(transport.mark())
+    transport.wait_event(transport.record_event())
     transport.driver.take()
     assert records() == 1
 

@@ -113,7 +113,7 @@ def _noting(seen):
 
         def noted():
             step()
-            seen.setdefault(runtime.transport.label, []).append(runtime.executor.metrics.read())
+            seen.setdefault(runtime.transport.world_rank, []).append(runtime.executor.metrics.read())
 
         runtime.step, runtime.optimizer.scale_if_loss = noted, entered
 
@@ -177,9 +177,9 @@ class Slow(LocalTransport):
         super().__init__(hub, rank)
         self.thread = ThreadPoolExecutor(1)
 
-    def push(self, stream, dst, source, after=None, into_at=-1):
+    def push(self, stream, dst, source, after=None, remote_offset=-1):
         if stream not in ("X", "Y"):
-            return super().push(stream, dst, source, after, into_at)
+            return super().push(stream, dst, source, after, remote_offset)
         future = self.thread.submit(self._later, stream, dst, source)
         return types.SimpleNamespace(wait=lambda where: future.result().wait(where), done=lambda: False)
 
@@ -206,7 +206,7 @@ def test_rings_that_do_not_average_are_seen():
             calls.append(unit)
             return (x, o) if len(calls) != 7 else ([t.clone() for t in x], o)
 
-        if runtime.transport.label == 2:
+        if runtime.transport.world_rank == 2:
             ring._views = wrong
 
     with pytest.raises(AssertionError):

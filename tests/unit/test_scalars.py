@@ -18,7 +18,11 @@ def made(size: int = 2) -> tuple[StepMetrics, list[SimpleNamespace]]:
         return marks[-1]
 
     scalars = object.__new__(StepMetrics)
-    scalars.transport, scalars.size, scalars.rank = SimpleNamespace(mark=mark, push=lambda *a: None, timing=None), size, size - 1
+    scalars.transport, scalars.size, scalars.rank = (
+        SimpleNamespace(record_event=mark, push=lambda *a: None, timing=None),
+        size,
+        size - 1,
+    )
     scalars.vector, scalars.total = torch.zeros(2 * size + 5, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     scalars.kept, scalars.busy = scalars.vector[: size + 5], 0.0
     scalars._slots, scalars._noted, scalars._notes = [torch.zeros(3 + size, dtype=torch.float64) for _ in range(4)], deque(), 0

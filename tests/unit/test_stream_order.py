@@ -107,12 +107,12 @@ class Noting(Transport):
         self._memory = torch.zeros(nbytes, dtype=torch.uint8)
         return self._memory
 
-    def mark(self) -> Behind:
+    def record_event(self) -> Behind:
         return Behind(self, set(self.now))
 
-    def after(self, mark: Behind | None) -> None:
-        if mark is not None:
-            mark.wait("")
+    def wait_event(self, event: Behind | None) -> None:
+        if event is not None:
+            event.wait("")
 
     @contextmanager
     def owner_stream(self) -> Iterator[None]:
@@ -120,7 +120,7 @@ class Noting(Transport):
         yield
         self.current = before
 
-    def post(self, stream, src, into, after=(), where="", from_at=-1) -> Behind:
+    def post(self, stream, src, into, after=(), where="", remote_offset=-1) -> Behind:
         if self.like == "peer":
             lane = stream if stream in PULLED else "credit"
             lane = self.current if stream in _CREDIT_ON_CURRENT or self.current == "owner" else lane
@@ -134,7 +134,7 @@ class Noting(Transport):
             known.update(landed)
         return Behind(self, landed)
 
-    def push(self, stream, dst, source, after=None, into_at=-1) -> Behind:
+    def push(self, stream, dst, source, after=None, remote_offset=-1) -> Behind:
         what = f"{stream} to rank {dst} reads"
         if self.like == "peer" and stream in PULLED:  # the reader does, as soon as this stream has said so
             taken = set(self.now)
@@ -357,7 +357,7 @@ def test_what_lands_where_an_owner_still_reads_its_sums_is_seen(monkeypatch: pyt
 def test_a_read_before_its_write_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Marks are what orders a rank's reads of its own published copy behind its owner's writes."""
     plan = Plan(Schedule(2, 1, 1), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(4)))
-    monkeypatch.setattr(Noting, "after", lambda *a: None)
+    monkeypatch.setattr(Noting, "wait_event", lambda *a: None)
     wrong = [w for r in range(2) for w in walked(plan, r, 0, "peer", False, True, 0)[0].wrong]
     assert any(" uses unit " in w and "while the owner writes" in w for w in wrong), wrong[:5]
 

@@ -11,7 +11,7 @@ class Clock:
     def __init__(self):
         self.now, self.reached = 0.0, 0.0
 
-    def mark(self):
+    def record_event(self):
         return Mark(self, self.now)
 
 
@@ -29,17 +29,17 @@ class Mark:
 def step(clock: Clock, waits: WaitTiming, number: int) -> bool:
     """10 ms of passes, 3 ms until a message of rank 1 has come, 2 ms until rank 0 has taken one."""
     for edge, came, ms in ((("P", 1), True, 3), (("G", 0), False, 2)):
-        before = waits.mark() if waits.active else None
+        before = waits.record_event() if waits.active else None
         clock.now += ms
         if before:
-            waits.note(edge, came, before)
+            waits.record_wait(edge, came, before)
     clock.now += 10
     return waits.end_step(number)
 
 
 def test_one_step_of_eight_is_timed_and_told_once_it_has_passed():
     clock = Clock()
-    waits = WaitTiming(clock.mark)
+    waits = WaitTiming(clock.record_event)
     active = []
     for number in range(EVERY):
         active.append(waits.active)
@@ -54,7 +54,7 @@ def test_one_step_of_eight_is_timed_and_told_once_it_has_passed():
 
 def test_nothing_new_is_timed_while_one_is_under_way():
     clock = Clock()
-    waits = WaitTiming(clock.mark)
+    waits = WaitTiming(clock.record_event)
     for number in range(3 * EVERY):
         step(clock, waits, number)
     clock.reached = clock.now
@@ -63,11 +63,11 @@ def test_nothing_new_is_timed_while_one_is_under_way():
 
 def test_a_flush_is_not_a_step():
     clock = Clock()
-    waits = WaitTiming(clock.mark)
+    waits = WaitTiming(clock.record_event)
     for number in range(EVERY - 1):
         step(clock, waits, number)
     assert waits.active
-    waits.drop()
+    waits.discard_step()
     clock.reached = 1e9
     for number in range(EVERY - 1, 2 * EVERY - 1):
         assert not step(clock, waits, number)
@@ -76,11 +76,11 @@ def test_a_flush_is_not_a_step():
 
 def test_a_flush_after_a_timed_step_does_not_lose_it():
     clock = Clock()
-    waits = WaitTiming(clock.mark)
+    waits = WaitTiming(clock.record_event)
     for number in range(EVERY):
         step(clock, waits, number)
-    waits.drop()
+    waits.discard_step()
     clock.reached = 1e9
     assert step(clock, waits, EVERY) and waits.latest.step == EVERY - 1
-    waits.forget()
+    waits.reset()
     assert waits.latest is None
