@@ -1,10 +1,7 @@
 """Which tests run beside each other under pytest-xdist: ``pytest -n 3``, as ``make test`` does on two cores.
 
-A third worker fills the cores while tests wait for timeouts. Each of these runs on one worker, from its beginning to its end:
-
-- CLOCKS: tests of dist that mostly wait for timeouts. They begin at once, since they take longest for the work they do.
-- the rest of dist, which shares one pool of ranks.
-- one file of launches, of clients or of unit after the other, in this order, by whichever worker is free.
+A third worker fills the cores while tests wait for timeouts. CLOCKS, the tests that mostly wait, run on one worker from their
+beginning to their end, and begin at once. All others go file by file to whichever worker is free: dist, launches, clients, unit.
 
 (``--dist loadgroup`` would do, but xdist 3.8 does not find its groups under pytest 9.2.)
 """
@@ -42,7 +39,7 @@ def scheduler(config: Any, log: Any = None) -> Any:
     class Groups(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             name, file = group(nodeid), nodeid.split("::")[0].split("/")[-1]
-            return name if name in ("clocks", "dist") else "traces" if file in TRACES else f"{name}/{file}"
+            return name if name == "clocks" else "traces" if file in TRACES else f"{name}/{file}"
 
     config.option.loadscopereorder = False
     return Groups(config, log)
