@@ -49,7 +49,7 @@ class Update:
         module.to(DTYPES[args.dtype])
         settings = Settings("cdp-v2", clip=args.clip, offload=offload, pin=not args.pageable)
         self.runtime = Runtime(module, OPTIMIZERS[optimizer](module.parameters(), lr=1e-5), settings, OneRank(device), device)
-        self.owner, self.units = self.runtime.owner, self.runtime.executor.owner_part.trained
+        self.owner, self.units = self.runtime.owner, self.runtime.executor.owner_executor.trained
         for sums in self.owner._sums.values():
             for total in sums.values():
                 total.normal_(std=1e-3)

@@ -58,7 +58,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             self._transport.close(False)
             raise
         super()._configure_distributed_model(model)
-        self._initial.settle()
+        self._initial.make_placeholders()
 
     def _agree(self, model: torch.nn.Module) -> None:
         """Collective: all ranks have the same settings and the same model, or all end with a sentence about what differs."""
@@ -117,7 +117,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         surface.parameter_offload = offload_stub(self.module)
         self.enable_backward_allreduce = False
         self._log_ignored()
-        if why := self._runtime.param_hooks.accumulation.why_none:
+        if why := self._runtime.param_hooks.accumulation.not_fused_reason:
             warn(f"gradients are added after the products that make them, which is slower: {why}")
         if warning := self.cyclic_plan.schedule.warning:
             warn(warning)

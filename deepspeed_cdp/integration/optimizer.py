@@ -46,7 +46,7 @@ class CyclicOptimizer(ZeROOptimizer):
 
     @property
     def state(self):
-        self.owner.settle()
+        self.owner.sync_optimizer_state()
         return self.optimizer.state
 
     # ---- loss scaling (fp16) ----------------------------------------------------------------------------------------------

@@ -88,7 +88,7 @@ class Access:
 
     def update_status(self, whole: bool) -> None:
         """``ds_status`` of every parameter: available if ``whole``, or if GatheredParameters has given it out."""
-        whole = whole or self.runtime.param_hooks.always_there and self.runtime.param_hooks.mode != IDLE  # there, in passes
+        whole = whole or self.runtime.param_hooks.always_resident and self.runtime.param_hooks.mode != IDLE  # there, in passes
         for p in self._names:
             p.ds_status = ZeroParamStatus.AVAILABLE if whole or p in self.runtime.borrowed else ZeroParamStatus.NOT_AVAILABLE
 
@@ -112,7 +112,7 @@ class Access:
         runtime = self.runtime
         if runtime.param_hooks.borrow(mine) or not runtime.between_steps and not any(map(runtime.param_hooks.released, mine)):
             return
-        self._settle("GatheredParameters")
+        self._flush_for("GatheredParameters")
         for owner in range(runtime.plan.schedule.ranks):  # one message per owner
             theirs = [p for p in mine if self._owner[self._name(p)] == owner]
             starts, nbytes = [], 0
@@ -174,7 +174,7 @@ class Access:
     def get_full_hp_param(self, param: ZeroParam, optim_state_key: str | None = None) -> torch.Tensor:
         """The fp32 master, or an entry of its optimizer state, on every rank."""
         name, what = self._name(param), "safe_get_full_fp32_param" if optim_state_key is None else "safe_get_full_optimizer_state"
-        self._settle(what)
+        self._flush_for(what)
         mine = self._owner[name] == self.runtime.executor.rank
         shape, dtype = tuple(param.ds_shape), torch.float32
         value = self._master_or_state(name, optim_state_key) if mine else None
@@ -190,7 +190,7 @@ class Access:
     def set_full_hp_param(self, value: torch.Tensor, param: ZeroParam, optim_state_key: str | None = None) -> None:
         """Every rank calls it with the same value; the owner takes its own."""
         name, what = self._name(param), "safe_set_full_fp32_param" if optim_state_key is None else "safe_set_full_optimizer_state"
-        self._settle(what)
+        self._flush_for(what)
         if optim_state_key is None:
             if tuple(value.shape) != tuple(param.ds_shape):
                 raise ValueError(
@@ -207,7 +207,7 @@ class Access:
     def get_local_fp32_param(self, param: ZeroParam, optim_state_key: str | None = None) -> torch.Tensor:
         """This rank's part: on the owner all of it, elsewhere an empty tensor. Collective too: it flushes."""
         name = self._name(param)
-        self._settle("safe_get_local_fp32_param" if optim_state_key is None else "safe_get_local_optimizer_state")
+        self._flush_for("safe_get_local_fp32_param" if optim_state_key is None else "safe_get_local_optimizer_state")
         mine = self._owner[name] == self.runtime.executor.rank
         value = self._master_or_state(name, optim_state_key) if mine else None
         if optim_state_key is not None:
@@ -226,7 +226,7 @@ class Access:
                 f"{self.runtime.transport.world_rank}, whose part has {wanted} (rank {self._owner[name]} owns the "
                 f"parameter); give what {what.replace('set', 'get')} returns"
             )
-        self._settle(what)
+        self._flush_for(what)
         if optim_state_key is not None:
             self._put_state(what, name, optim_state_key, value, False)
             return
@@ -263,7 +263,7 @@ class Access:
     def _where(self, what: str) -> str:
         return f"rank {self.runtime.transport.world_rank}, step {self.runtime.executor.global_step}, {what}"
 
-    def _settle(self, what: str) -> None:
+    def _flush_for(self, what: str) -> None:
         runtime = self.runtime
         if not runtime.between_steps:
             raise ValueError(

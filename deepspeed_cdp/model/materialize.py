@@ -37,7 +37,7 @@ class Values:
 class Initial:
     """Finds the values of a model's parameters when the engine takes it over.
 
-    Create it before DeepSpeed casts and moves the model, call ``settle`` afterwards, and ``values`` once the plan is known.
+    Create it before DeepSpeed casts and moves the model, call ``make_placeholders`` afterwards, and ``values`` once the plan is known.
     """
 
     def __init__(self, module: torch.nn.Module, weights: str | None, device: torch.device):
@@ -71,7 +71,7 @@ class Initial:
         """Whether this rank lacks the values of some parameter."""
         return bool(self._partitioned or self._files)
 
-    def settle(self) -> None:
+    def make_placeholders(self) -> None:
         """Once dtypes are final: make placeholders of the parameters that this rank does not have."""
         for name in (*self._partitioned, *self._files):
             p = self._parameters[name]

@@ -245,7 +245,7 @@ class Adam:
 
     def square(self, unit: Hashable, scale: float) -> torch.Tensor:
         """Parts of the squared norm of the unit's sums times ``scale``; see ``Batch.square``."""
-        return self._all([batch.square(scale) for batch, _ in self._of(unit)])
+        return self._concatenated([batch.square(scale) for batch, _ in self._batches_of(unit)])
 
     def update(
         self, unit: Hashable, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None, copy: int | None
@@ -256,13 +256,13 @@ class Adam:
             options: of each group, recorded at the step.
         """
         squares = []
-        for batch, _ in self._of(unit):
+        for batch, _ in self._batches_of(unit):
             hyper = _hyper(self.optimizer, options[batch.group])
             assert hyper is not None, "suits() has looked"
             squares.append(batch.update(hyper, scale, clip, copy))
-        return self._all(squares)
+        return self._concatenated(squares)
 
-    def settle(self) -> None:
+    def write_step_counts(self) -> None:
         """Write the numbers of steps into the optimizer's state, where they are not kept up to date while training; the next
         update reads them there anew, since callers may change them."""
         for _, batches in self._batches.values():
@@ -272,10 +272,10 @@ class Adam:
                     state["step"] = state["step"].fill_(batch.count) if isinstance(state["step"], torch.Tensor) else batch.count
         self._batches.clear()
 
-    def _all(self, squares: list[torch.Tensor]) -> torch.Tensor:
+    def _concatenated(self, squares: list[torch.Tensor]) -> torch.Tensor:
         return squares[0] if len(squares) == 1 else torch.cat(squares) if squares else self._zero
 
-    def _of(self, unit: Hashable) -> list[tuple[Batch, list[str]]]:
+    def _batches_of(self, unit: Hashable) -> list[tuple[Batch, list[str]]]:
         """The unit's batches, made anew when the optimizer's state is not what they were made for (a checkpoint was loaded)."""
         state, names = self.optimizer.state, list(self._sums[unit])
         seen = [state[self.masters[n]].get("exp_avg") for n in names]

@@ -60,49 +60,57 @@ class LossScale:
         static = 1.0 if loss_scale is None or isinstance(loss_scale, Mapping) else float(loss_scale)
         self.scaler: LossScalerBase = CreateLossScaler(torch.half, static, dynamic is not None, dynamic)
         self.scaling = loss_scale is not None
-        self.adopt(schedule)
+        self.follow(schedule)
         self.restart(0)
 
-    def adopt(self, schedule: Schedule) -> None:
+    def follow(self, schedule: Schedule) -> None:
         """After a flush: steps follow this schedule from now on (see plan/warmup.py)."""
         self._delay = (1 if schedule.threshold == 0 else 2) if schedule.exact_norm else None
-        self._told_at = 0 if schedule.threshold == 0 and schedule.ranks > 1 else 1  # steps from a step to the end that knows it
+        self._report_delay = (
+            0 if schedule.threshold == 0 and schedule.ranks > 1 else 1
+        )  # steps from a step to the end that knows it
 
     def restart(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Go on with ``step``, between steps after a flush; ``state`` is that of ``state_dict``, or None to stay as it is."""
-        self._decided = self._heard = step  # the first step without a scale; the first whose overflow the scaler has not heard of
+        self._next_scale = self._next_overflow = (
+            step  # the first step without a scale; the first whose overflow the scaler has not heard of
+        )
         self._scales: dict[int, float] = {}
-        self._ended: dict[int, bool] = {}  # step -> whether it overflowed, for the scaler
-        self._untold: dict[int, bool] = {}  # the same, for the engine
+        self._overflows: dict[int, bool] = {}  # step -> whether it overflowed, for the scaler
+        self._unreported: dict[int, bool] = {}  # the same, for the engine
         if state and self.scaler.dynamic and state["dynamic"]:
             for key in _KEPT:
                 setattr(self.scaler, key, state[key])
         if state and state.get("untold"):
-            self._untold[step - 1] = True
+            self._unreported[step - 1] = True
 
     def state_dict(self) -> dict[str, Any]:
         """After a flush: plain numbers that ``restart`` takes."""
-        assert not self._ended, "a flush tells the scaler everything"
-        return {"untold": any(self._untold.values()), **plain(self.scaler)}
+        assert not self._overflows, "a flush tells the scaler everything"
+        return {"untold": any(self._unreported.values()), **plain(self.scaler)}
 
     def of(self, step: int) -> float:
         """The scale of a step: asked for from its first backward to its update."""
-        while self._decided <= step:
-            self._hear(self._decided)
-            assert self._delay is None or self._heard > self._decided - self._delay, (step, self._heard, self._delay)
-            self._scales[self._decided] = float(self.scaler.cur_scale)
-            self._decided += 1
+        while self._next_scale <= step:
+            self._update_scaler(self._next_scale)
+            assert self._delay is None or self._next_overflow > self._next_scale - self._delay, (
+                step,
+                self._next_overflow,
+                self._delay,
+            )
+            self._scales[self._next_scale] = float(self.scaler.cur_scale)
+            self._next_scale += 1
         return self._scales[step]
 
-    def _hear(self, step: int) -> None:
+    def _update_scaler(self, step: int) -> None:
         """Tell the scaler what counts for ``step``, as far as it is known."""
-        while self._delay is not None and self._heard <= step - self._delay and self._heard in self._ended:
-            self.scaler.update_scale(self._ended.pop(self._heard))
-            self._heard += 1
+        while self._delay is not None and self._next_overflow <= step - self._delay and self._next_overflow in self._overflows:
+            self.scaler.update_scale(self._overflows.pop(self._next_overflow))
+            self._next_overflow += 1
 
     def end(self, step: int, overflow: bool) -> None:
         """The step's norm has come in, and with it whether the update is skipped."""
-        self._ended[step] = self._untold[step] = overflow
+        self._overflows[step] = self._unreported[step] = overflow
 
     def finish(self, step: int) -> None:
         """The step's update is over."""
@@ -114,13 +122,13 @@ class LossScale:
 
         That is this step under ``dp`` on several ranks, else the step before.
         """
-        if self._decided <= step:  # no backward on this rank
+        if self._next_scale <= step:  # no backward on this rank
             self.of(step)
-        self._hear(step + 1)
-        return any([self._untold.pop(s) for s in sorted(self._untold) if s <= step - self._told_at])
+        self._update_scaler(step + 1)
+        return any([self._unreported.pop(s) for s in sorted(self._unreported) if s <= step - self._report_delay])
 
     def flush(self) -> None:
         """All steps have ended: the scaler hears of them at once."""
         if self._delay is not None:
-            self._hear(self._decided - 1 + self._delay)
-        assert not self._ended, self._ended
+            self._update_scaler(self._next_scale - 1 + self._delay)
+        assert not self._overflows, self._overflows

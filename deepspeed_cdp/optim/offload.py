@@ -36,8 +36,8 @@ class OffloadedOwner(StageOwner):
         self._pin = pin
         self._grad_buffers: dict[Hashable, list[torch.Tensor]] = {}
         self._value_buffers: dict[str, torch.Tensor] = {}
-        self._arrived: dict[Hashable, torch.cuda.Event | None] = {}  # by unit: its gradients are in host memory
-        self._taken: torch.cuda.Event | None = None  # everything in the value buffers has been read
+        self._grads_arrived: dict[Hashable, torch.cuda.Event | None] = {}  # by unit: its gradients are in host memory
+        self._value_buffers_read: torch.cuda.Event | None = None  # everything in the value buffers has been read
         self._norm2: torch.Tensor | None = None  # to clip this step's update by, on the host
         super().__init__(*args)
         self.updates_per_unit = self.updates_per_unit or type(self.optimizer).__module__ in PER_UNIT
@@ -73,12 +73,12 @@ class OffloadedOwner(StageOwner):
             if name not in self._value_buffers:
                 view = self._published[slot][name]
                 self._value_buffers[name] = self._buffer(view.shape, view.dtype)
-        self._wait(self._taken if unit is None else None)
+        self._wait(self._value_buffers_read if unit is None else None)
         values = [self._value_buffers[n] for n in names]
         torch._foreach_copy_(values, [self.masters[n] for n in names])
         for name, value in zip(names, values):
             self._published[slot][name].copy_(value, non_blocking=True)
-        self._taken = self._record()
+        self._value_buffers_read = self._record()
 
     @torch.no_grad()
     def average(self, step: int, unit: Hashable, tied: Sequence[Sequence[torch.Tensor]] = (), keep: bool = False) -> torch.Tensor:
@@ -91,7 +91,7 @@ class OffloadedOwner(StageOwner):
             for buffer, grad in zip(self._grad_buffers[unit], grads):
                 buffer.copy_(grad, non_blocking=True)
             self._grads[unit] = self._grad_buffers[unit]
-            self._arrived[unit] = self._record()
+            self._grads_arrived[unit] = self._record()
         return squares
 
     @torch.no_grad()
@@ -102,7 +102,7 @@ class OffloadedOwner(StageOwner):
                 self._norm2 = norm2.to(self.master_device)
             norm2 = self._norm2
         for i in [unit] if unit is not None else list(self._grads):
-            self._wait(self._arrived.pop(i, None))
+            self._wait(self._grads_arrived.pop(i, None))
         super().update(step, norm2, unit, slot)
 
     def finish(self, step: int) -> None:

@@ -46,7 +46,7 @@ class StageOwner:
         sums: Sums,
         published: Sequence[Mapping[str, torch.Tensor]],
         optimizer: torch.optim.Optimizer,
-        adopt: Callable[[torch.optim.Optimizer, dict[str, torch.nn.Parameter]], torch.optim.Optimizer],
+        make_optimizer: Callable[[torch.optim.Optimizer, dict[str, torch.nn.Parameter]], torch.optim.Optimizer],
         divisor: Callable[[int], float],
         clip: float,
         device: torch.device,
@@ -57,7 +57,7 @@ class StageOwner:
             sums: by unit and name, the finished gradient sum of each trained parameter, in the dtype of sums.
             published: by copy and name, every parameter in its own dtype; updates write them.
             optimizer: the user's; its groups' options are recorded at each step.
-            adopt: gives the optimizer that steps the masters (optim/state.py: ``take_over`` or ``part_of``).
+            make_optimizer: gives the optimizer that steps the masters (optim/state.py: ``take_over`` or ``part_of``).
             divisor: of a step: the number that turns its sums of scaled gradients into averages.
             clip: ``gradient_clipping``; 0 for none.
             device: of sums and published copies.
@@ -75,7 +75,7 @@ class StageOwner:
                 )
             else:
                 self.frozen[name] = value.to(self.master_device, copy=True)
-        self.user_optimizer, self.optimizer = optimizer, adopt(optimizer, self.masters)
+        self.user_optimizer, self.optimizer = optimizer, make_optimizer(optimizer, self.masters)
         # averaged gradients of units not updated yet; None where fused Adam reads the sums again
         self._grads: dict[Hashable, list[torch.Tensor] | None] = {}
         self._fused: fused_adam.Adam | None = None
@@ -88,7 +88,7 @@ class StageOwner:
 
     def use_sums(self, sums: Sums) -> None:
         """The memory of finished sums, now and after it has moved."""
-        self.settle()
+        self.sync_optimizer_state()
         self._sums = sums
         dtypes = {t.dtype for views in (*sums.values(), self._published[0]) for n, t in views.items() if n in self.masters}
         suits = fused_adam.Adam.suits(self.optimizer, self.master_device or self._device, dtypes)
@@ -215,10 +215,10 @@ class StageOwner:
         """All of the step's updates are done."""
         del self._recorded[step]
 
-    def settle(self) -> None:
+    def sync_optimizer_state(self) -> None:
         """Bring the optimizer's state up to date for those who look at it."""
         if self._fused:
-            self._fused.settle()
+            self._fused.write_step_counts()
 
     def _step(self, recorded: list[dict[str, Any]]) -> None:
         groups = self.optimizer.param_groups

@@ -204,7 +204,7 @@ class PipeRuntime:
         for unit in self.units.values():
             unit.restart(self._cursor.step)
         for owner in self.owners.values():
-            owner.settle()
+            owner.sync_optimizer_state()
         self._cursor = None
 
     def _settle(self, step: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import build, edges, initial_posts, with_rendezvous
+from deepspeed_cdp.plan.program import Program, edges, few_rounds, initial_posts
 from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.warmup import Phases
 from deepspeed_cdp.runtime.cross_ring import SumViews
@@ -21,7 +21,7 @@ from deepspeed_cdp.runtime.messages import Messages
 from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
 from deepspeed_cdp.runtime.owner_protocol import Owner
 from deepspeed_cdp.runtime.program import ActionLocation, IndexedProgram, OutOfOrder
-from deepspeed_cdp.runtime.residency import HandedOff
+from deepspeed_cdp.runtime.residency import Partitioned
 from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.runtime.step_metrics import StepMetrics
 from deepspeed_cdp.transport.buffers import Buffers
@@ -32,7 +32,7 @@ class Executor:
 
     Attributes:
         state: where the rank is; phases: which plan each step follows (plan/warmup.py).
-        messages, metrics, owner_part, residency: the parts, see their classes.
+        messages, metrics, owner_executor, residency: the parts, see their classes.
         params, grad_sums: the flat parameters and gradient sums of units in use (uint8, 1-D), by unit index.
         empty_sums: units whose sums are in use and uninitialized, since this rank starts them.
         actions: handlers by kind.
@@ -41,7 +41,7 @@ class Executor:
     def __init__(
         self,
         state: RankState,
-        residency: type[HandedOff],
+        residency: type[Partitioned],
         owner: Owner,
         sum_views: SumViews,
         events: Events,
@@ -61,14 +61,14 @@ class Executor:
         self.metrics = StepMetrics(transport, state.buffers)
         transport.prepare(sorted({edge for p in self.phases.plans for edge in edges(p)}), deferred=True)
         self.messages = Messages(state, residency.by_offset)
-        self.owner_part = OwnerExecutor(state, self.messages, owner, sum_views, self.metrics, events)
-        self.residency = residency(state, self.messages, self.owner_part, events)
+        self.owner_executor = OwnerExecutor(state, self.messages, owner, sum_views, self.metrics, events)
+        self.residency = residency(state, self.messages, self.owner_executor, events)
         self.params = self.residency.params
         self.grad_sums: dict[int, torch.Tensor] = {}
         self.empty_sums: set[int] = set()
-        make = with_rendezvous if transport.rendezvous else build
         self._programs = {
-            p.schedule: [IndexedProgram.of(make(p, state.rank, first)) for first in (True, False)] for p in self.phases.plans
+            p.schedule: [IndexedProgram(Program(p, state.rank, first, transport.rendezvous)) for first in (True, False)]
+            for p in self.phases.plans
         }
         self.actions: dict[Kind, Callable[[Action], None]] = {
             Kind.RECV_GRAD: self._recv_grad,
@@ -82,7 +82,7 @@ class Executor:
             Kind.START_RECV: self.messages.start_peer,
             Kind.START_SEND: self.messages.start_peer,
             **self.residency.actions,
-            **self.owner_part.actions,
+            **self.owner_executor.actions,
         }
         self._losses, self._loss_count = torch.zeros((), dtype=torch.float64, device=device), 0
 
@@ -136,8 +136,8 @@ class Executor:
         self.residency.begin()
         self.grad_sums.clear()
         self.empty_sums.clear()
-        self.owner_part.begin()
-        for post in initial_posts(self.plan, self.rank):
+        self.owner_executor.begin()
+        for post in initial_posts(few_rounds(self.plan), self.rank):
             self.messages.post(post, "before the first step")
 
     def flush(self) -> None:
@@ -148,7 +148,7 @@ class Executor:
         """
         where = f"rank {self.transport.world_rank}, step {self.global_step}, flush"
         self.check_between_steps()
-        self.owner_part.flush(self._steady.actions if self.state.step else ())
+        self.owner_executor.flush(self._steady.actions.held if self.state.step else ())
         self.transport.reset(where)
 
     def check_between_steps(self) -> None:
@@ -167,13 +167,13 @@ class Executor:
             OutOfOrder: the program has passed this point already.
             HandoffError: a peer is gone or late.
         """
-        index = self._program.begun[self.state.round, unit, backward]
+        index = self._program.pass_start(self.state.round, unit, backward)
         if index <= self._cursor and (unit not in self.params or not backward):
-            raise OutOfOrder(self._disorder(unit, backward))
+            raise OutOfOrder(self._order_error(unit, backward))
         self._execute(index)
         self._latest = unit
 
-    def _disorder(self, unit: int, backward: bool) -> str:
+    def _order_error(self, unit: int, backward: bool) -> str:
         name, latest, where = self.plan.unit(unit).name, self.plan.unit(self._latest).name, f"step {self.global_step}"
         when = f"in the {'backward' if backward else 'forward'} of {where}"
         if name == latest:
@@ -193,7 +193,7 @@ class Executor:
 
     def release(self, unit: int, backward: bool) -> None:
         """Execute up to the end of this pass: its parameters may be overwritten, its gradient sum is on its way."""
-        self._execute(self._program.ended[self.state.round, unit, backward])
+        self._execute(self._program.pass_end(self.state.round, unit, backward))
 
     def check_round(self) -> None:
         """Raises ValueError if the step has no micro-batch left."""
@@ -211,17 +211,17 @@ class Executor:
 
     def end_forward(self) -> None:
         """Execute the rest of the forward, of units that this rank did not use."""
-        self._execute(self._program.forwards[self.state.round])
+        self._execute(self._program.forward_end(self.state.round))
 
     def end_round(self) -> None:
         """Execute up to the end of this micro-batch."""
-        self._execute(self._program.rounds[self.state.round])
+        self._execute(self._program.round_end(self.state.round))
         self.state.round += 1
 
     def end_step(self) -> None:
         """Execute up to the end of the step; micro-batches that did not come add nothing."""
-        self._execute(self._program.rounds[self.schedule.rounds - 1])
-        self.owner_part.end_step(self._losses, self._loss_count)
+        self._execute(self._program.round_end(self.schedule.rounds - 1))
+        self.owner_executor.end_step(self._losses, self._loss_count)
         self._execute(len(self._program.actions))  # between two steps: a stall's norm needs the losses
         self._losses.zero_()
         self._loss_count = self._cursor = self.state.round = 0
@@ -265,7 +265,7 @@ class Executor:
         view = self.grad_sums[a.unit]
         self._add_grads(a.unit)
         if a.peer == self.state.rank:  # the last rank owns stage 0
-            self.owner_part.keep_sum(a, view)
+            self.owner_executor.copy_own_sum(a, view)
         else:
             self.messages.push(a)
         self.messages.post_all(a)

@@ -26,10 +26,10 @@ _mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add
 class Passes(Protocol):
     """Which unit's pass is under way (``ParamHooks``)."""
 
-    def passes(self, i: int) -> bool:
+    def in_forward(self, i: int) -> bool:
         """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
 
-    def read_again(self, i: int) -> None:
+    def prepare_backward_read(self, i: int) -> None:
         """A backward reads the unit's parameters."""
 
 
@@ -37,10 +37,10 @@ class GradAccumulation:
     """Adds gradients to the running sums in use.
 
     Attributes:
-        why_none: for people, why no linear layer is fused though it was asked for; else empty.
+        not_fused_reason: for people, why no linear layer is fused though it was asked for; else empty.
     """
 
-    why_none = ""
+    not_fused_reason = ""
 
     def __init__(self, slots: Slots, grad_sums: Mapping[int, torch.Tensor], empty_sums: Set[int], passes: Passes):
         """
@@ -111,7 +111,7 @@ class GradAccumulation:
             return 0
         if _linear_is_stock():
             self._layers = [_Layer(self, m, i, k, device.type) for m, i, k in fusible(module, self._slots, cuda)]
-            self.why_none = (
+            self.not_fused_reason = (
                 ""
                 if self._layers
                 else (
@@ -120,9 +120,9 @@ class GradAccumulation:
                 )
             )
         else:
-            self.why_none = "torch.nn.Linear.forward or torch.nn.functional.linear has been replaced in this process"
-        if setting is True and self.why_none:
-            raise ValueError(f'cyclic.gradient_accumulation_fusion is true, but {self.why_none}; use "auto"')
+            self.not_fused_reason = "torch.nn.Linear.forward or torch.nn.functional.linear has been replaced in this process"
+        if setting is True and self.not_fused_reason:
+            raise ValueError(f'cyclic.gradient_accumulation_fusion is true, but {self.not_fused_reason}; use "auto"')
         return len(self._layers)
 
     def remove(self) -> None:
@@ -200,7 +200,7 @@ class _Layer:
             torch.compiler.is_compiling()
             or not self.fused
             or not torch.is_grad_enabled()
-            or not self.passes.passes(self.unit)
+            or not self.passes.in_forward(self.unit)
             or self.parameters.get("weight") is not self.weight
             or "bias" not in self.parameters
             or type(input) is not torch.Tensor
@@ -249,7 +249,7 @@ class _Linear(torch.autograd.Function):
             raise ValueError(
                 "a backward came after engine.destroy(), with which the parameters are gone; call engine.backward(loss) before"
             )
-        layer.passes.read_again(layer.unit)
+        layer.passes.prepare_backward_read(layer.unit)
         if layer.weight._version != ctx.version:  # as autograd says it of tensors that it has saved
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

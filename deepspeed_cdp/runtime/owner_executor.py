@@ -54,7 +54,7 @@ class OwnerExecutor:
             assert isinstance(state.transport, RingView)
             self._cross_ring = CrossRing(plan, state.transport, state.buffers, self._finishing, sum_views)
         self._losses: dict[int, tuple[torch.Tensor, int]] = {}  # step -> the sum of its losses, and their number
-        self._alive: deque[tuple[torch.Tensor, Any]] = deque()  # such sums, with events behind their last reads
+        self._kept_alive: deque[tuple[torch.Tensor, Any]] = deque()  # such sums, with events behind their last reads
         self._flushing = False
 
     def _on_owner_stream(self, do: Callable[[Action], None]) -> Callable[[Action], None]:
@@ -67,7 +67,7 @@ class OwnerExecutor:
     def begin(self) -> None:
         """After a flush, and at the start: nothing is reduced or published yet."""
         state = self.state
-        self._together = () if state.plan.eager_units(state.rank) else self._finishing  # units that GRAD_NORM reduces
+        self._reduced_late = () if state.plan.eager_units(state.rank) else self._finishing  # units that GRAD_NORM reduces
         offsets = state.plan.o_layout(state.owned_stage)
         self._sum_places = [(offsets[i], state.plan.unit(i).g_bytes) for i in self.trained]
         self._step_end = self._own_read_end = self.transport.record_event()
@@ -117,7 +117,7 @@ class OwnerExecutor:
         state = self.state
         self.transport.wait_event(self._published_at.get((unit, (state.step + version) % state.plan.copies)))
 
-    def keep_sum(self, a: Action, view: torch.Tensor) -> None:
+    def copy_own_sum(self, a: Action, view: torch.Tensor) -> None:
         """Rank N-1 copies a sum that it has finished to where it reads it as the owner, beside the passes."""
         region, offset, _ = a.into
         summed = self.transport.record_event()
@@ -155,7 +155,7 @@ class OwnerExecutor:
         """GRAD_NORM: reduce the units that are left, and enter the stage's squared norm in the vector that goes round."""
         where, state = ActionLocation(self.state, a), self.state
         step = state.global_step + a.version
-        if self._eager and self._together:
+        if self._eager and self._reduced_late:
             self._wait_copy(a, self.trained + self.frozen)
 
         def losses() -> tuple[torch.Tensor, int]:
@@ -164,7 +164,7 @@ class OwnerExecutor:
 
         ring = self._cross_ring
         finished = (
-            (self._wait_sum(a, i) for i in self._together)
+            (self._wait_sum(a, i) for i in self._reduced_late)
             if ring is None
             else ring.exchange(lambda i: self._wait_sum(a, i), losses, where)
         )
@@ -184,11 +184,11 @@ class OwnerExecutor:
 
         torch's ``record_stream`` would do, but it makes every later allocation ask the device, some microseconds each.
         """
-        while self._alive and self._alive[0][1].done():
-            self._alive.popleft()
+        while self._kept_alive and self._kept_alive[0][1].done():
+            self._kept_alive.popleft()
         event = self.transport.record_event()
         if event is not None:
-            self._alive.append((tensor, event))
+            self._kept_alive.append((tensor, event))
 
     def _reduce_unit(self, a: Action, unit: int) -> None:
         """Average the unit's finished sum; update and publish it too where nothing else is waited for."""
@@ -248,7 +248,7 @@ class OwnerExecutor:
                 if self.owner.updates_per_unit:
                     self.owner.update(step, self.metrics.total, i, slot)
                 self._published_at[i, copy] = self.transport.record_event()
-        elif not self._together:  # each unit's copy has been waited for; frozen ones are never written, so nobody need wait
+        elif not self._reduced_late:  # each unit's copy has been waited for; frozen ones are never written, so nobody need wait
             self._copy_readers(a, self.frozen)
         self.owner.finish(step)
         self.events.step_updated(step)

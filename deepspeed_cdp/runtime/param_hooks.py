@@ -31,10 +31,10 @@ class ParamHooks:
             once a forward has raised.
         visited, called: units used in this forward, and their modules.
         accumulation: adds gradients to the running sums.
-        always_there: parameters are never placeholders.
+        always_resident: parameters are never placeholders.
     """
 
-    always_there = False
+    always_resident = False
 
     def __init__(
         self,
@@ -147,9 +147,9 @@ class ParamHooks:
                 self._low = self._high = 0
             for p, _ in self.slots[i]:
                 p.data = self._empty[p]
-        self._drop_unwanted(i)
+        self._drop_untrained_grads(i)
 
-    def _drop_unwanted(self, i: int) -> None:
+    def _drop_untrained_grads(self, i: int) -> None:
         """Gradients of a unit that has no sums, since the optimizer has none of its parameters."""
         if not self.layouts[i].g_bytes:
             for p, _ in self.slots[i]:
@@ -298,11 +298,11 @@ class ParamHooks:
         self.bind(i, self.executor.params[i])
         self._latest = i
 
-    def passes(self, i: int) -> bool:
+    def in_forward(self, i: int) -> bool:
         """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
         return i == (self._inside if self.mode == FORWARD else self._latest if self.mode == BACKWARD else None)
 
-    def read_again(self, i: int) -> None:
+    def prepare_backward_read(self, i: int) -> None:
         """A backward reads the unit's parameters.
 
         Raises:
@@ -312,7 +312,7 @@ class ParamHooks:
         if i not in self._bound:
             raise self._no_forward()
 
-    def _gradient_came(self, i: int) -> None:
+    def _on_output_grad(self, i: int) -> None:
         if self.mode == IDLE:  # a second backward over a graph that was retained
             raise self._no_forward()
         self._enter_backward(i)
@@ -373,7 +373,7 @@ class ParamHooks:
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.mode == IDLE:
                 return None
-            output = self._watch(i, (args, kwargs), output)
+            output = self._hook_outputs(i, (args, kwargs), output)
             if self.mode == FORWARD:
                 self._end_saving()
                 if last:
@@ -383,7 +383,7 @@ class ParamHooks:
 
         return hook
 
-    def _watch(self, i: int, args: Any, output: Any) -> Any:
+    def _hook_outputs(self, i: int, args: Any, output: Any) -> Any:
         """Have the gradients of the unit's outputs begin its backward; copy outputs that lie in its buffer."""
         flat = self._bound[i]
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
@@ -395,7 +395,7 @@ class ParamHooks:
                     leaves[at] = x = x.clone()
                     copied = True
                 if x.requires_grad:
-                    x.register_hook(lambda grad: self._gradient_came(i))
+                    x.register_hook(lambda grad: self._on_output_grad(i))
         return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
@@ -410,7 +410,7 @@ class ParamHooks:
             return x.unpack(x.packed)
         if not isinstance(x, Saved):
             return x
-        self.read_again(x.unit)
+        self.prepare_backward_read(x.unit)
         flat = self._bound[x.unit]
         key = (x, flat.data_ptr())
         view = self._rebuilt.get(key)

@@ -1,9 +1,8 @@
 """A rank's program as the executor runs it: where each pass begins and ends, and words for where a rank is."""
 
-from dataclasses import dataclass
-
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import END, PERSISTENT
+from deepspeed_cdp.plan.program import Program
 from deepspeed_cdp.runtime.state import RankState
 
 
@@ -11,28 +10,47 @@ class OutOfOrder(RuntimeError):
     """A unit was used out of the planned order."""
 
 
-@dataclass
 class IndexedProgram:
-    """Actions of one step, with the indices that hooks execute to."""
+    """A rank's program, with the indices that hooks execute to.
 
-    actions: tuple[Action, ...]
-    begun: dict[tuple[int, int, bool], int]  # (round, unit, backward) -> index after the last action that starts this pass
-    ended: dict[tuple[int, int, bool], int]  # the same for the last action that ends it
-    forwards: dict[int, int]  # round -> index after its last forward
-    rounds: dict[int, int]  # round -> index after its last pass
+    Attributes:
+        actions: the program.
+    """
 
-    @classmethod
-    def of(cls, actions: tuple[Action, ...]) -> "IndexedProgram":
-        program = cls(actions, {}, {}, {}, {})
-        for index, a in enumerate(actions, 1):
+    def __init__(self, actions: Program):
+        self.actions = actions
+        self._pass_starts: dict[tuple[int, int, bool], int] = {}  # (round, unit, backward) -> index in ``actions.held``
+        self._pass_ends: dict[tuple[int, int, bool], int] = {}
+        self._forward_ends: dict[int, int] = {}
+        self._round_ends: dict[int, int] = {}
+        for index, a in enumerate(actions.held, 1):
             if a.kind.of_pass:
-                (program.ended if a.phase == END else program.begun)[a.round, a.unit, a.backward] = index
-                program.rounds[a.round] = index
+                (self._pass_ends if a.phase == END else self._pass_starts)[a.round, a.unit, a.backward] = index
+                self._round_ends[a.round] = index
                 if a.unit != PERSISTENT and not a.backward:
-                    program.forwards[a.round] = index
-        for visit, index in program.begun.items():
-            program.ended.setdefault(visit, index)  # parameters that are kept: their forward ends without an action
-        return program
+                    self._forward_ends[a.round] = index
+        for visit, index in self._pass_starts.items():
+            self._pass_ends.setdefault(visit, index)  # parameters that are kept: their forward ends without an action
+
+    def pass_start(self, round: int, unit: int, backward: bool) -> int:
+        """The index after the last action that starts this pass."""
+        skipped = self.actions.skipped(round)
+        return self._pass_starts[round - skipped, unit, backward] + skipped * self.actions.per_round
+
+    def pass_end(self, round: int, unit: int, backward: bool) -> int:
+        """The index after the last action that ends this pass."""
+        skipped = self.actions.skipped(round)
+        return self._pass_ends[round - skipped, unit, backward] + skipped * self.actions.per_round
+
+    def forward_end(self, round: int) -> int:
+        """The index after the round's last forward."""
+        skipped = self.actions.skipped(round)
+        return self._forward_ends[round - skipped] + skipped * self.actions.per_round
+
+    def round_end(self, round: int) -> int:
+        """The index after the round's last pass."""
+        skipped = self.actions.skipped(round)
+        return self._round_ends[round - skipped] + skipped * self.actions.per_round
 
 
 class ActionLocation:

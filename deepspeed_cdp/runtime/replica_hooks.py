@@ -15,7 +15,7 @@ class ReplicaHooks(ParamHooks):
     ``param.data`` is a view of region ``R`` from the start to the end.
     """
 
-    always_there = True
+    always_resident = True
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -48,7 +48,7 @@ class ReplicaHooks(ParamHooks):
 
     def unbind(self, i: int) -> None:
         """They stay."""
-        self._drop_unwanted(i)
+        self._drop_untrained_grads(i)
 
     def release_all(self) -> None:
         for pairs in self.slots.values():

@@ -19,7 +19,7 @@ from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.transport.base import Ticket
 
 
-class HandedOff:
+class Partitioned:
     """ZeRO stage 3: a unit's parameters visit a rank for one pass, or from its forward to its backward.
 
     Attributes:
@@ -27,25 +27,25 @@ class HandedOff:
         actions: handlers by kind.
         by_offset: regions in which every message has one place of its own (``PendingReads``).
         whole_after_flush: whether a flush leaves every parameter whole on every rank.
-        between_steps: where parameters are then, for people.
+        idle_state: where parameters are between steps, for errors.
     """
 
     by_offset: frozenset[str] = frozenset()
     whole_after_flush = False
-    between_steps = "on their way round the ring"
+    idle_state = "on their way round the ring"
 
-    def __init__(self, state: RankState, messages: Messages, owner_part: OwnerExecutor, events: Events):
-        self.state, self.messages, self.owner_part, self.events = state, messages, owner_part, events
+    def __init__(self, state: RankState, messages: Messages, owner_executor: OwnerExecutor, events: Events):
+        self.state, self.messages, self.owner_executor, self.events = state, messages, owner_executor, events
         self.params: dict[int, torch.Tensor] = {}
         self.actions: dict[Kind, Callable[[Action], None]] = {Kind.WAIT_PARAM: self.wait, Kind.FORWARD_PARAM: self.forward}
-        self._came_by: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
+        self._receives: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
 
     def begin(self) -> None:
         """After a flush, and at the start."""
         self.params.clear()
-        self._came_by.clear()
+        self._receives.clear()
 
-    def spread(self) -> None:
+    def sync_replicas(self) -> None:
         """Collective, between steps: bring to all ranks what they keep of the published copies (here: nothing)."""
 
     @property
@@ -57,32 +57,32 @@ class HandedOff:
         """WAIT_PARAM: the unit's parameters are in their place; an owner reads its published copy."""
         if a.backward and a.unit in self.params:  # kept since the forward
             return
-        self._came_by[a.unit] = self.messages.wait(a)
+        self._receives[a.unit] = self.messages.wait(a)
         if a.peer is None:
-            self.owner_part.wait_published(a.unit, a.version)
+            self.owner_executor.wait_published(a.unit, a.version)
         self.params[a.unit] = self.messages.place(a)[1]
 
     def forward(self, a: Action) -> None:
         """FORWARD_PARAM: hand them on to the ring neighbour."""
-        self.messages.push(a, self._came_by[a.unit])
+        self.messages.push(a, self._receives[a.unit])
 
     def release(self, a: Action) -> None:
         """RELEASE_PARAM: the pass is over."""
         if self.params.pop(a.unit, None) is not None:
             self.events.params_released(a.unit)
-        if self._came_by.pop(a.unit, None) is None and (a.backward or a.unit == PERSISTENT):
-            self.owner_part.read_ended()
+        if self._receives.pop(a.unit, None) is None and (a.backward or a.unit == PERSISTENT):
+            self.owner_executor.read_ended()
 
 
-class Replicated(HandedOff):
+class Replicated(Partitioned):
     """ZeRO stages 0, 1 and 2: every rank keeps all parameters, and a unit's new version reaches it once a step."""
 
     by_offset = frozenset("LR")
     whole_after_flush = True
-    between_steps = "of several versions"
+    idle_state = "of several versions"
 
-    def __init__(self, state: RankState, messages: Messages, owner_part: OwnerExecutor, events: Events):
-        super().__init__(state, messages, owner_part, events)
+    def __init__(self, state: RankState, messages: Messages, owner_executor: OwnerExecutor, events: Events):
+        super().__init__(state, messages, owner_executor, events)
         assert isinstance(state.plan, ReplicatedPlan)
         self.plan: ReplicatedPlan = state.plan
         self.actions[Kind.REFRESH_PARAM] = self.refresh
@@ -93,7 +93,7 @@ class Replicated(HandedOff):
         assert isinstance(self.state.plan, ReplicatedPlan)
         self.plan = self.state.plan
 
-    def spread(self) -> None:
+    def sync_replicas(self) -> None:
         """Every rank's replica gets what the owners have published."""
         state, plan = self.state, self.plan
         where = f"rank {state.transport.world_rank}, step {state.global_step}, bringing replicas up to date"
@@ -114,28 +114,28 @@ class Replicated(HandedOff):
         """REFRESH_PARAM: the replica gets its next version of a unit, which has landed there or is copied into it."""
         region, view = self.messages.place(a)
         if a.peer is not None:
-            self._came_by[a.unit] = self.messages.wait(a)
+            self._receives[a.unit] = self.messages.wait(a)
         else:
-            self.owner_part.wait_published(a.unit, a.version)
+            self.owner_executor.wait_published(a.unit, a.version)
         if region != "R":
             self.messages.wait_readers(a, "R", a.into[1], a.nbytes)
             self.state.buffers.view("R", a.into[1], a.nbytes).copy_(view)
             self.state.transport.work_enqueued()
         if a.peer is None:
-            self.owner_part.read_ended()
+            self.owner_executor.read_ended()
 
     def wait(self, a: Action) -> None:
         if not a.backward:
             if a.unit in self._owned and not self.plan.publishes_separate_copy:
-                self.owner_part.wait_published(a.unit, 0)  # which was written in place, beside the passes
+                self.owner_executor.wait_published(a.unit, 0)  # which was written in place, beside the passes
             self.params[a.unit] = self.messages.place(a)[1]
         self.messages.post_all(a)
 
     def forward(self, a: Action) -> None:
-        self.messages.push(a, self._came_by.pop(a.unit, None))
+        self.messages.push(a, self._receives.pop(a.unit, None))
 
     def release(self, a: Action) -> None:
         self.params.pop(a.unit, None)
         self.events.params_released(a.unit)
         if a.unit in self._owned:
-            self.owner_part.read_ended()
+            self.owner_executor.read_ended()

@@ -21,7 +21,7 @@ from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.owned_stage import OwnedStage
 from deepspeed_cdp.runtime.param_hooks import BACKWARD, IDLE, ParamHooks
 from deepspeed_cdp.runtime.replica_hooks import ReplicaHooks
-from deepspeed_cdp.runtime.residency import HandedOff, Replicated
+from deepspeed_cdp.runtime.residency import Partitioned, Replicated
 from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.runtime.step_counters import StepCounters
 from deepspeed_cdp.transport.base import Transport
@@ -31,12 +31,12 @@ from deepspeed_cdp.transport.buffers import Buffers
 class Residency(NamedTuple):
     """The two sides of how parameters come to be where they are used: the program's and the module's."""
 
-    params: type[HandedOff]
+    params: type[Partitioned]
     hooks: type[ParamHooks]
 
 
 RESIDENCIES: dict[type[Plan], Residency] = {
-    Plan: Residency(HandedOff, ParamHooks),
+    Plan: Residency(Partitioned, ParamHooks),
     ReplicatedPlan: Residency(Replicated, ReplicaHooks),
 }
 
@@ -99,7 +99,7 @@ class Runtime:
         self.fused = self.param_hooks.accumulation.fuse(module, settings.gradient_accumulation_fusion, device)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
         self.param_hooks.release_all()
-        self.executor.residency.spread()
+        self.executor.residency.sync_replicas()
         if device.type == "cuda":  # the first versions were written on this stream, and are offered from the owner's
             torch.cuda.synchronize(device)
         self._begin()
@@ -199,7 +199,7 @@ class Runtime:
             )
         self.executor.flush()
         self.scale.flush()
-        self.owner.settle()
+        self.owner.sync_optimizer_state()
         self.restart()
 
     def restart(self) -> None:
@@ -210,7 +210,7 @@ class Runtime:
     def _begin(self) -> None:
         self.executor.begin()
         self.counters.begin()
-        self.scale.adopt(self.executor.schedule)
+        self.scale.follow(self.executor.schedule)
 
     def publish(self) -> None:
         """Write the masters into the published copies, between steps; whatever is offered from now on has them.
@@ -219,7 +219,7 @@ class Runtime:
         """
         with torch.no_grad():
             self.owner.publish_all()
-            self.executor.residency.spread()
+            self.executor.residency.sync_replicas()
         if self.device.type == "cuda":  # offers are made on another stream
             torch.cuda.synchronize(self.device)
 
@@ -298,7 +298,7 @@ class Runtime:
             if how == "was called"
             else "use engine.module_state_dict() on every rank"
         )
-        state = self.executor.residency.between_steps
+        state = self.executor.residency.idle_state
         raise ValueError(f"the module itself {how}, while its parameters are {state}; {fix}")
 
     def scatter(self) -> None:

@@ -42,13 +42,13 @@ class StepMetrics:
         self._posted: dict[str, Ticket] = {}
         self._sent: list[Ticket] = []
         self.step: int | None = None
-        self._since = 0
+        self._first_step = 0
         cuda = self.vector.device.type == "cuda"
         self._slots = [
             torch.zeros(3 + self.size, dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4 if cuda else 0)
         ]
-        self._noted: deque[tuple[int | None, torch.Tensor, Any]] = deque()  # step, slot, when it is filled
-        self._notes, self._told = 0, 0.0
+        self._host_copies: deque[tuple[int | None, torch.Tensor, Any]] = deque()  # step, slot, when it is filled
+        self._copies_made, self._entered_busy = 0, 0.0
 
     def begin(self) -> None:
         """After a reset of the transport: let the first messages in; the last owner sends rank 0 what it knows."""
@@ -70,12 +70,12 @@ class StepMetrics:
 
     def receive(self, src: int, where: Where) -> None:
         """Take the vector from the owner before."""
-        self._settle(where)
+        self._wait_sent(where)
         self._posted["S"].wait(where)
         self.vector.copy_(self._incoming)
         self._post("S", src, self._incoming)
 
-    def _settle(self, where: Where) -> None:
+    def _wait_sent(self, where: Where) -> None:
         for ticket in self._sent:  # sent a step ago: done long since
             ticket.wait(where)
         self._sent.clear()
@@ -89,7 +89,7 @@ class StepMetrics:
         """
         n, v = self.size, self.vector
         finished = step if self.rank == n - 1 else step - 1  # the last owner closes a step, the others hear of it with the next
-        self.step = finished if finished >= self._since else None
+        self.step = finished if finished >= self._first_step else None
         if self.rank == 0:
             v[n : n + 2].zero_()
         v[stage].copy_(norm2)
@@ -99,11 +99,11 @@ class StepMetrics:
         if self.rank == n - 1:
             v[n + 2 : n + 4].copy_(v[n : n + 2])
             v[n + 4 : n + 5].copy_(self.total)
-        if self.busy != self._told:
+        if self.busy != self._entered_busy:
             v[n + 5 + self.rank].fill_(self.busy)
-            self._told = self.busy
+            self._entered_busy = self.busy
         if self._slots:
-            self._note()
+            self._copy_to_host()
         if n > 1:
             self._push("S", (self.rank + 1) % n, v)
 
@@ -120,10 +120,10 @@ class StepMetrics:
 
     def resume(self, step: int, known: bool) -> None:
         """Training goes on with ``step``, after a checkpoint; ``known``: the vector is loaded, and tells of the step before."""
-        self._noted.clear()
+        self._host_copies.clear()
         if self.transport.timing:
             self.transport.timing.reset()
-        self._since = max(step - known, 0)
+        self._first_step = max(step - known, 0)
         self.step = step - 1 if known and step else None
 
     def read(self) -> tuple[int | None, float | None, float | None]:
@@ -133,7 +133,7 @@ class StepMetrics:
         this is the latest step whose numbers have reached the host: nothing is waited for.
         """
         step, numbers = self.step, None
-        if self._noted:
+        if self._host_copies:
             step, numbers = self._newest()
         if step is None:
             return None, None, None
@@ -148,13 +148,13 @@ class StepMetrics:
 
     def _newest(self) -> tuple[int | None, torch.Tensor | None]:
         """The latest step, and its numbers, that have reached the host."""
-        return next(((s, slot) for s, slot, event in reversed(self._noted) if event.done()), (None, None))
+        return next(((s, slot) for s, slot, event in reversed(self._host_copies) if event.done()), (None, None))
 
-    def _note(self) -> None:
+    def _copy_to_host(self) -> None:
         """Send the numbers to the host, behind the owner's work."""
-        slot = self._slots[self._notes % len(self._slots)]
-        if len(self._noted) == len(self._slots):
-            self._noted.popleft()  # it is this slot's
-        self._notes += 1
+        slot = self._slots[self._copies_made % len(self._slots)]
+        if len(self._host_copies) == len(self._slots):
+            self._host_copies.popleft()  # it is this slot's
+        self._copies_made += 1
         slot.copy_(self.vector[self.size + 2 :], non_blocking=True)
-        self._noted.append((self.step, slot, self.transport.record_event()))
+        self._host_copies.append((self.step, slot, self.transport.record_event()))

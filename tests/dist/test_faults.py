@@ -312,7 +312,7 @@ def gradients(rank: int, world: int, value: float, rule: str) -> tuple[int, bool
         engine.step()
         told.append(engine.cyclic_metrics)
     state = pack(whole(engine))
-    skipped = engine._runtime.executor.owner_part.skipped
+    skipped = engine._runtime.executor.owner_executor.skipped
     engine.destroy()
     norms = {m["step"]: m["grad_norm"] for m in told if m["step"] is not None}
     return skipped, 2 in norms and not torch.isfinite(torch.tensor(norms[2])), state

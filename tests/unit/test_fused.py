@@ -65,7 +65,7 @@ def test_equals_torch(kind, dtype, clip):
         for name, p in ours.items():
             torch.testing.assert_close(p, theirs[name], rtol=1e-6, atol=1e-7)
             assert torch.equal(published[step % 2][name], p)
-    adam.settle()
+    adam.write_step_counts()
     for name, p in ours.items():
         mine, others = optimizer.state[p], reference.state[theirs[name]]
         assert float(mine["step"]) == float(others["step"]) == 3
@@ -86,12 +86,12 @@ def test_a_loaded_state_is_taken_up():
     for p in ours.values():
         optimizer.state[p] = {"step": torch.tensor(41.0), "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     adam.update(0, options, 1.0, None, None)
-    adam.settle()
+    adam.write_step_counts()
     assert all(float(optimizer.state[p]["step"]) == 42 for p in ours.values())
     for p in ours.values():
         optimizer.state[p]["step"].fill_(7)  # by safe_set_full_optimizer_state, say
     adam.update(0, options, 1.0, None, None)
-    adam.settle()
+    adam.write_step_counts()
     assert all(float(optimizer.state[p]["step"]) == 8 for p in ours.values())
 
 

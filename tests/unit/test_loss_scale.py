@@ -136,13 +136,13 @@ def test_a_nan_micro_batch_counts_two_steps_later_under_v1(monkeypatch):
 
 def test_a_scale_that_came_too_early_is_seen(monkeypatch):
     """Breaks the delay on purpose."""
-    keep = LossScale.adopt
+    keep = LossScale.follow
 
     def early(self, schedule):
         keep(self, schedule)
         self._delay = 1
 
-    monkeypatch.setattr(LossScale, "adopt", early)
+    monkeypatch.setattr(LossScale, "follow", early)
     with pytest.raises(AssertionError):
         check(2, "cdp-v1", dynamic(18), monkeypatch)
 

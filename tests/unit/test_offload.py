@@ -106,7 +106,7 @@ def test_a_step_whose_norm_is_not_finite_is_skipped():
     plain, offloaded = (
         [train("mlp-nan", 2, Settings("cdp-v1", clip=0.3, offload=offload), two_groups, 6)] for offload in (False, True)
     )
-    assert [r.executor.owner_part.skipped for r in offloaded[0]["runtimes"]] == [1, 1]
+    assert [r.executor.owner_executor.skipped for r in offloaded[0]["runtimes"]] == [1, 1]
     assert all(torch.equal(x, offloaded[0]["state"][n]) and x.isfinite().all() for n, x in plain[0]["state"].items())
 
 

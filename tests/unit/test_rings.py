@@ -76,7 +76,7 @@ def test_optimizer_in_host_memory(rule, clip):
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1"])
 def test_an_overflow_in_one_ring_skips_the_step_in_all(rule):
     got, want = check_nan(rule)
-    assert all(r.executor.owner_part.skipped == 1 for r in got["runtimes"]) and want.overflows.count(True) == 1
+    assert all(r.executor.owner_executor.skipped == 1 for r in got["runtimes"]) and want.overflows.count(True) == 1
 
 
 def check_nan(rule):
@@ -198,7 +198,7 @@ def test_rings_that_do_not_average_are_seen():
     """Broken on purpose: one ring keeps its own sum of one unit in one step."""
 
     def skip(runtime):
-        ring, calls = runtime.executor.owner_part._cross_ring, []
+        ring, calls = runtime.executor.owner_executor._cross_ring, []
         views = ring._views
 
         def wrong(unit):

@@ -190,4 +190,4 @@ def test_a_step_without_a_norm_is_skipped(rule):
     for name, master in want.masters.items():
         assert torch.isfinite(master).all()
         torch.testing.assert_close(got["state"][name], master, rtol=0, atol=0)
-    assert all(r.executor.owner_part.skipped == 1 for r in got["runtimes"])
+    assert all(r.executor.owner_executor.skipped == 1 for r in got["runtimes"])

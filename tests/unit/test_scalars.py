@@ -25,9 +25,13 @@ def made(size: int = 2) -> tuple[StepMetrics, list[SimpleNamespace]]:
     )
     scalars.vector, scalars.total = torch.zeros(2 * size + 5, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     scalars.kept, scalars.busy = scalars.vector[: size + 5], 0.0
-    scalars._slots, scalars._noted, scalars._notes = [torch.zeros(3 + size, dtype=torch.float64) for _ in range(4)], deque(), 0
-    scalars._told = 0.0
-    scalars._sent, scalars._lands, scalars.step, scalars._since = [], {"S": 0}, None, 0
+    scalars._slots, scalars._host_copies, scalars._copies_made = (
+        [torch.zeros(3 + size, dtype=torch.float64) for _ in range(4)],
+        deque(),
+        0,
+    )
+    scalars._entered_busy = 0.0
+    scalars._sent, scalars._lands, scalars.step, scalars._first_step = [], {"S": 0}, None, 0
     return scalars, marks
 
 

@@ -225,11 +225,11 @@ def walked(
     views = lambda unit: ([torch.zeros(1)], [torch.zeros(1)])  # noqa: E731
     residency = RESIDENCIES[type(plan)].params
     walk = Executor(state, residency, owner, views, observer, torch.device("cpu"), warmup)
-    part, buffers, messages = walk.owner_part, state.buffers, walk.messages
-    keep_sum, refresh, release = part.keep_sum, walk.actions.get(Kind.REFRESH_PARAM), walk.actions[Kind.RELEASE_PARAM]
+    part, buffers, messages = walk.owner_executor, state.buffers, walk.messages
+    copy_own_sum, refresh, release = part.copy_own_sum, walk.actions.get(Kind.REFRESH_PARAM), walk.actions[Kind.RELEASE_PARAM]
 
     def kept(a: Any, view: torch.Tensor) -> None:
-        keep_sum(a, view)
+        copy_own_sum(a, view)
         there = buffers.view(plan.o_region, plan.o_layout(0)[a.unit], a.nbytes)
         with transport.owner_stream():  # the mark behind it is made in there
             part._sum_ends[a.unit].over |= {
@@ -251,7 +251,7 @@ def walked(
             transport.reads(walk.params[a.unit], f"the {'backward' if a.backward else 'forward'} uses unit {a.unit}")
         release(a)
 
-    part.keep_sum = kept
+    part.copy_own_sum = kept
     walk.actions |= {Kind.RELEASE_PARAM: done, Kind.RELEASE_PERSISTENT_PARAM: done}
     if refresh is not None:
         walk.actions[Kind.REFRESH_PARAM] = applied
@@ -308,7 +308,7 @@ def test_nothing_is_written_while_it_is_read(seed: int, like: str) -> None:
 
 
 def test_a_sum_that_is_overwritten_while_it_is_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = OwnerExecutor.keep_sum
+    keep = OwnerExecutor.copy_own_sum
 
     def forgetful(self: OwnerExecutor, a: Any, view: torch.Tensor) -> None:
         keep(self, a, view)
@@ -316,7 +316,7 @@ def test_a_sum_that_is_overwritten_while_it_is_copied_is_seen(monkeypatch: pytes
 
     plan = Plan(Schedule(3, 2, 2), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(6)))
     assert not walked(plan, 2, 0, "peer", False, True, 0)[0].wrong
-    monkeypatch.setattr(OwnerExecutor, "keep_sum", forgetful)
+    monkeypatch.setattr(OwnerExecutor, "copy_own_sum", forgetful)
     assert any("while unit" in w and "is copied" in w for w in walked(plan, 2, 0, "peer", False, True, 0)[0].wrong)
 
 
