@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,6 +88,11 @@ class _Ticket:
         self.edge.pending.pop(self.number, None)
 
 
+def _take_number(number: int, stream: str, store: dist.Store) -> str:
+    """The stream that has ``number``: ``stream`` if no other has taken it."""
+    return store.compare_set(f"stream/{number}", "", stream).decode()
+
+
 class GlooTransport(Transport):
     """See the module's docstring. The constructor is collective; all ranks must make those of one ``name`` in the same order.
 
@@ -115,7 +121,6 @@ class GlooTransport(Transport):
         self._pg: Any = None  # a ProcessGroupGloo, whose stubs lack recv, send and broadcast
         where = f"rank {rank}, connecting the {size} ranks of {name!r}"
         self._store_exchange = StoreExchange(rank, size, timeout_seconds, store, name, where)
-        self._store = self._store_exchange.store
         try:
             self._connect(where)
         except BaseException:
@@ -123,11 +128,12 @@ class GlooTransport(Transport):
             raise
 
     def _connect(self, where: Where) -> None:
-        store = dist.PrefixStore(f"connect/{self._epoch}", self._store)
-        try:
-            self._pg = dist.ProcessGroupGloo(store, self.rank, self.size, self.timeout)
-        except RuntimeError as error:
-            raise HandoffError(f"{where}: no connection within {self.timeout_seconds} s: {first_line(error)}") from error
+        prefix = f"connect/{self._epoch}"
+
+        def make(store: dist.Store) -> Any:
+            return dist.ProcessGroupGloo(dist.PrefixStore(prefix, store), self.rank, self.size, self.timeout)
+
+        self._pg = self._store_exchange.ask(make, where, f"no connection within {self.timeout_seconds} s")
 
     # ---- messages -----------------------------------------------------------------------------------------------------------
 
@@ -178,18 +184,13 @@ class GlooTransport(Transport):
         """The number of ``stream``, the same on all ranks: the first rank to need it takes the next free one in the store.
 
         Raises:
-            HandoffError: the store is gone.
+            HandoffError: the store is gone or does not answer.
             ValueError: there are too many streams.
         """
         if stream not in self._streams:
+            where = f"rank {self.rank}, first message on stream {stream}"
             for number in range(_STREAMS - 1):
-                try:
-                    taken = self._store.compare_set(f"stream/{number}", "", stream).decode()
-                except RuntimeError as error:
-                    raise HandoffError(
-                        f"rank {self.rank}, first message on stream {stream}: the store is gone (rank 0 crashed or exited?): "
-                        f"{first_line(error)}"
-                    ) from error
+                taken = self._store_exchange.ask(partial(_take_number, number, stream), where)
                 self._streams.setdefault(taken, number)
                 if taken == stream:
                     break
@@ -256,18 +257,21 @@ class GlooTransport(Transport):
 
     def close(self, drain: bool) -> None:
         if self._pg is None:
+            self._store_exchange.close()
             return
-        self._store_exchange.close([[stream, src, edge.count] for (stream, src), edge in self._in.items()])
-        threads = self._drain([edge for edge in self._out.values() if edge.pending]) if drain else []
+        deadline = time.monotonic() + self.timeout_seconds
+        self._store_exchange.announce([[stream, src, edge.count] for (stream, src), edge in self._in.items()])
+        threads = self._drain([edge for edge in self._out.values() if edge.pending], deadline) if drain else []
         self._disconnect()
+        self._store_exchange.close()
         for thread in threads:  # disconnecting has woken them; none may be inside gloo when the interpreter ends
             thread.join(10.0)
         for edge in (*self._in.values(), *self._out.values()):
             for ticket in [t for t in edge.pending.values() if t.state == _PENDING]:
                 ticket.fail(f"rank {self.rank} has closed its transport")
 
-    def _drain(self, edges: list[_Edge]) -> list[threading.Thread]:
-        """Wait until peers have received the pushes that they posted for, or are gone; at most ``timeout_seconds``.
+    def _drain(self, edges: list[_Edge], deadline: float) -> list[threading.Thread]:
+        """Wait until peers have received the pushes that they posted for, or are gone; at most until ``deadline``.
 
         Returns:
             Threads that may still wait for other pushes.
@@ -290,7 +294,6 @@ class GlooTransport(Transport):
             waiters[edge] = threading.Thread(target=wait, args=(edge,), daemon=True)
             waiters[edge].start()
         threads = list(waiters.values())
-        deadline = time.monotonic() + self.timeout_seconds
         pause = 0.001
         while waiters and time.monotonic() < deadline:
             next(iter(waiters.values())).join(pause)
@@ -307,8 +310,8 @@ class GlooTransport(Transport):
         stream, peer = edge.key
         try:
             posted = self._store_exchange.closing_value(peer)
-        except RuntimeError:
-            posted = None  # the store is gone; the connection to the peer tells
+        except HandoffError:
+            posted = None  # the store is gone or frozen; the connection to the peer tells
         if posted is None:
             return float("inf")
         return next((n for s, r, n in posted if s == stream and r == self.rank), 0)

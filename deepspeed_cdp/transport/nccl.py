@@ -25,6 +25,7 @@ import torch.distributed as dist
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Edge, Where
 from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, StreamTicket, Watchdog
+from deepspeed_cdp.transport.deadline import Late, call_within
 from deepspeed_cdp.transport.nccl_bindings import NcclBindings
 from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
 from deepspeed_cdp.transport.store_exchange import StoreExchange
@@ -131,24 +132,12 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         Raises:
             HandoffError: ``call`` failed, or did not return within ``timeout_seconds``.
         """
-        result: list[int | None] = []
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            torch.cuda.set_device(self.device)
-            try:
-                result.append(call())
-            except BaseException as error:  # raised below
-                errors.append(error)
-
-        thread = threading.Thread(target=run, daemon=True, name="deepspeed_cdp connect")
-        thread.start()
-        thread.join(self.timeout_seconds)
-        if errors:
-            raise HandoffError(f"{doing}: NCCL did not connect: {errors[0]}") from errors[0]
-        if not result:
-            raise HandoffError(f"{doing}: no connection within {self.timeout_seconds} s")
-        return result[0] or 0
+        try:
+            return call_within(self.timeout_seconds, call, self.device) or 0
+        except Late:
+            raise HandoffError(f"{doing}: no connection within {self.timeout_seconds} s") from None
+        except Exception as error:
+            raise HandoffError(f"{doing}: NCCL did not connect: {error}") from error
 
     # ---- messages -------------------------------------------------------------------------------------------------------
     def _record_point(self) -> EventTicket:

@@ -15,13 +15,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.errors import WHY_MISSING, HandoffError
 from deepspeed_cdp.transport.base import Ticket, Transport, Where
+from deepspeed_cdp.transport.deadline import Late, call_within
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 
 
@@ -77,15 +79,22 @@ class NcclGroupTransport(Transport):
         where = f"rank {rank}, connecting the {size} ranks"
         self._store_exchange = StoreExchange(rank, size, timeout_seconds, None, "deepspeed_cdp_pipe", where)
         try:
-            self._groups = {
-                (src, dst): dist.new_group([src, dst], timeout=timedelta(seconds=timeout_seconds), backend=backend)
-                for src in range(size)
-                for dst in range(size)
-                if src != dst
-            }  # each connects at its first message
+            self._groups = call_within(timeout_seconds, partial(self._make_groups, backend), device)
+        except Late:
+            self._store_exchange.close(None)
+            raise HandoffError(f"{where}: no process groups within {timeout_seconds} s ({WHY_MISSING})") from None
         except BaseException:
             self._store_exchange.close(None)  # the other ranks need not wait
             raise
+
+    def _make_groups(self, backend: str) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """A group per direction between two ranks; each connects at its first message."""
+        return {
+            (src, dst): dist.new_group([src, dst], timeout=timedelta(seconds=self.timeout_seconds), backend=backend)
+            for src in range(self.size)
+            for dst in range(self.size)
+            if src != dst
+        }
 
     def post(
         self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1

@@ -2,15 +2,19 @@
 
 import json
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from deepspeed_cdp.errors import WHY_MISSING, HandoffError
 from deepspeed_cdp.transport.base import Where
+from deepspeed_cdp.transport.bounded_store import BoundedStore, NoAnswer
 
+_T = TypeVar("_T")
 _SLICE = timedelta(seconds=1)  # longest wait for one key; in between, closed peers are looked for
+_GONE = "the store is gone (rank 0 crashed or exited?)"
 
 
 class StoreExchange:
@@ -20,53 +24,68 @@ class StoreExchange:
 
     Args:
         rank, size: this rank and the number of ranks.
-        timeout_seconds: how long an exchange waits for the other ranks.
+        timeout_seconds: how long an exchange waits for the other ranks, and for the store.
         store: default: the store of ``torch.distributed.init_process_group``.
         name: distinguishes transports that share a store.
         where: what the rank is doing; errors begin with it.
     Raises:
-        HandoffError: not all ranks called.
+        HandoffError: not all ranks called, or the store does not answer.
     """
 
     def __init__(self, rank: int, size: int, timeout_seconds: float, store: dist.Store | None, name: str, where: str):
         self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
         self._calls = 0  # the same on all ranks
-        store = dist.distributed_c10d._get_default_store() if store is None else store
+        self._prefix, self._announced = "", False
+        self._store = BoundedStore(dist.distributed_c10d._get_default_store() if store is None else store)
         try:
-            instance = store.add(f"{name}/instances/{rank}", 1)
-        except RuntimeError as error:
-            raise HandoffError(f"{where}: the store does not answer: {first_line(error)}") from error
-        self.store = dist.PrefixStore(f"{name}/{instance}", store)
-        try:
+            instance = self.ask(lambda store: store.add(f"{name}/instances/{rank}", 1), where, "the store does not answer")
+            self._prefix = f"{name}/{instance}"
             self.exchange(None, where)
         except BaseException:
             self.close(None)  # a rank that comes later finds this rank's value, and must not wait for its next one
             raise
 
+    def ask(self, function: Callable[[dist.Store], _T], where: Where, failed: str = _GONE, deadline: float | None = None) -> _T:
+        """``function(store)``, called by another thread; the store has this exchange's prefix.
+
+        Args:
+            failed: what an error of the store means.
+            deadline: of ``time.monotonic``; default: after ``timeout_seconds``.
+        Raises:
+            HandoffError: the store does not answer in time, or raised an error.
+        """
+        deadline = time.monotonic() + self.timeout_seconds if deadline is None else deadline
+        prefix = self._prefix
+        try:
+            return self._store.call(lambda store: function(dist.PrefixStore(prefix, store) if prefix else store), deadline)
+        except HandoffError:
+            raise
+        except NoAnswer as error:
+            raise HandoffError(f"{where}: {error} within {self.timeout_seconds} s") from None
+        except RuntimeError as error:
+            raise HandoffError(f"{where}: {failed}: {first_line(error)}") from error
+
     def exchange(self, value: Any, where: Where) -> list[Any]:
         """Collective: every rank's ``value`` (JSON-serializable), in rank order.
 
         Raises:
-            HandoffError: a rank is missing or has closed, or the store is gone.
+            HandoffError: a rank is missing or has closed, or the store is gone or does not answer.
         """
-        call, store = self._calls, self.store
+        call, text = self._calls, json.dumps(value)
         self._calls += 1
         deadline = time.monotonic() + self.timeout_seconds
-        try:
-            store.set(f"gather/{call}/{self.rank}", json.dumps(value))
-            values = [json.loads(self._fetch(call, rank, deadline, where)) for rank in range(self.size)]
-            if call:
-                store.delete_key(f"gather/{call - 1}/{self.rank}")  # all ranks have read the previous call's values
-        except RuntimeError as error:
-            if isinstance(error, HandoffError):
-                raise
-            raise HandoffError(f"{where}: the store is gone (rank 0 crashed or exited?): {first_line(error)}") from error
+        self.ask(lambda store: store.set(f"gather/{call}/{self.rank}", text), where, deadline=deadline)
+        values = [json.loads(self._fetch(call, rank, deadline, where)) for rank in range(self.size)]
+        if call:  # all ranks have read the previous call's values
+            self.ask(lambda store: store.delete_key(f"gather/{call - 1}/{self.rank}"), where, deadline=deadline)
         return values
 
     def _fetch(self, call: int, rank: int, deadline: float, where: Where) -> bytes:
-        store, key = self.store, f"gather/{call}/{rank}"
-        while not store.check([key]):
-            left = deadline - time.monotonic()
+        def look(store: dist.Store) -> bytes | None:
+            """The value; None if it has not come after a slice of time."""
+            key, left = f"gather/{call}/{rank}", deadline - time.monotonic()
+            if store.check([key]):
+                return store.get(key)
             if left <= 0:
                 missing = [r for r in range(self.size) if not store.check([f"gather/{call}/{r}"])]
                 raise HandoffError(f"{where}: rank(s) {missing} missing after {self.timeout_seconds} s ({WHY_MISSING})")
@@ -76,27 +95,39 @@ class StoreExchange:
                 store.wait([key], min(_SLICE, timedelta(seconds=max(left, 0.001))))  # 0 ms would mean: without a timeout
             except dist.DistStoreError:
                 pass  # the slice has passed; an unreachable store raises another error
-        return store.get(key)
+            return None
 
-    def close(self, final_value: Any) -> None:
-        """Tell the other ranks that this rank makes no further exchange.
+        while (value := self.ask(look, where, deadline=deadline)) is None:
+            pass
+        return value
+
+    def announce(self, final_value: Any) -> None:
+        """Tell the other ranks that this rank makes no further exchange, if they can be told.
 
         Args:
             final_value: for ``closing_value`` (JSON-serializable, not None if anybody reads it).
         """
+        self._announced, text = True, json.dumps(final_value)
         try:
-            self.store.set(f"closing/{self.rank}", json.dumps(final_value))
-        except RuntimeError:
-            pass  # the store is gone: rank 0 has ended
+            self.ask(lambda store: store.set(f"closing/{self.rank}", text), "")
+        except HandoffError:
+            pass  # the store is gone or frozen, and rank 0 with it
+
+    def close(self, final_value: Any = None) -> None:
+        """``announce``, unless that was done, and disconnect from the store."""
+        if not self._announced:
+            self.announce(final_value)
+        self._store.close()
 
     def closing_value(self, rank: int) -> Any:
         """The ``final_value`` of a rank that has closed; None if it has not.
 
         Raises:
-            RuntimeError: the store is gone.
+            HandoffError: the store is gone or does not answer.
         """
         key = f"closing/{rank}"
-        return json.loads(self.store.get(key)) if self.store.check([key]) else None
+        text = self.ask(lambda store: store.get(key) if store.check([key]) else b"null", "")
+        return json.loads(text)
 
 
 def first_line(error: BaseException) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,8 +41,11 @@ class GlooPairs(RendezvousTransport):
     def _connect(self, edges: Sequence[Edge], where: Where) -> None:
         for edge in edges:
             if self.rank in edge[1:]:
-                store = dist.PrefixStore("/".join(map(str, edge)), self._store_exchange.store)
-                self._groups[edge] = dist.ProcessGroupGloo(store, int(self.rank == edge[2]), 2, self._patience)
+                self._groups[edge] = self._store_exchange.ask(partial(self._make_group, edge), where)
+
+    def _make_group(self, edge: Edge, store: dist.Store) -> dist.ProcessGroupGloo:
+        prefix = dist.PrefixStore("/".join(map(str, edge)), store)
+        return dist.ProcessGroupGloo(prefix, int(self.rank == edge[2]), 2, self._patience)
 
     def _record_point(self) -> None:
         return None
@@ -100,3 +104,4 @@ class GlooPairs(RendezvousTransport):
             self._store_exchange.exchange(None, "closing")
         self._fail_all(f"rank {self.rank} has closed its transport")
         self._groups.clear()
+        self._store_exchange.close()

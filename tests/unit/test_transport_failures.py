@@ -234,7 +234,10 @@ def test_a_close_that_fails_tells_the_others(monkeypatch, kind):
 def test_a_store_that_is_gone_at_the_first_message_is_told():
     made = object.__new__(gloo.GlooTransport)
     made.rank, made._streams = 1, {}
-    made._store = SimpleNamespace(compare_set=raises(RuntimeError("Connection reset by peer\nframe #0: ...")))
+    made._store_exchange = exchange = StoreExchange(0, 1, 5.0, dist.HashStore(), "a", "here")
+    client = SimpleNamespace(compare_set=raises(RuntimeError("Connection reset by peer\nframe #0: ...")))
+    exchange._store = SimpleNamespace(call=lambda function, deadline: function(client))
+    exchange._prefix = ""
     with pytest.raises(HandoffError) as caught:
         made._stream_number("P")
     assert str(caught.value) == (
@@ -251,8 +254,9 @@ def test_the_last_wait_for_a_key_has_a_timeout_too():
         raise dist.DistStoreError("wait timeout")
 
     exchange = object.__new__(StoreExchange)
-    exchange.rank, exchange.size, exchange.timeout_seconds, exchange._calls = 0, 1, 0.0005, 0
-    exchange.store = SimpleNamespace(set=lambda *_: None, check=lambda keys: False, wait=wait)
+    exchange.rank, exchange.size, exchange.timeout_seconds, exchange._calls, exchange._prefix = 0, 1, 0.0005, 0, ""
+    client = SimpleNamespace(set=lambda *_: None, check=lambda keys: False, wait=wait)
+    exchange._store = SimpleNamespace(call=lambda function, deadline: function(client))
     with pytest.raises(HandoffError, match="missing after 0.0005 s"):
         exchange.exchange(None, "here")
     assert waits and min(waits) >= 0.001

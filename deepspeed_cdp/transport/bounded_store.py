@@ -1,0 +1,101 @@
+"""A client of a ``torch.distributed`` store whose calls end by a deadline even if the store's server is frozen or unreachable.
+
+``TCPStore`` waits without a timeout for its server's answers, and even ``wait`` with a timeout waits for the answer to its
+cancellation. So a thread with a connection of its own makes the calls, and the caller waits for the thread.
+"""
+
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+_T = TypeVar("_T")
+_GRACE_SECONDS = 1.0  # after the deadline, for an answer on its way: this process itself may have been stopped meanwhile
+
+
+class NoAnswer(RuntimeError):
+    """The store has not answered by the deadline, now or in an earlier call, or the client is closed."""
+
+
+class BoundedStore:
+    """See the module's docstring. The constructor does not wait for the store.
+
+    Args:
+        store: the store whose server the client connects to. Other stores than ``TCPStore``, and those of torch before 2.8, which
+            cannot be cloned, are used as they are.
+    """
+
+    def __init__(self, store: dist.Store):
+        self._server = _server(store)
+        self._refusal = ""  # why further calls fail
+        self._requests: SimpleQueue[tuple[Future, Callable[[dist.Store], Any]] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_serve, args=(store, self._requests), daemon=True, name="deepspeed_cdp store")
+        self._thread.start()
+        weakref.finalize(self, self._requests.put, None).atexit = False
+
+    def call(self, function: Callable[[dist.Store], _T], deadline: float) -> _T:
+        """``function(client)``, by ``deadline`` (of ``time.monotonic``) and a second. Once it was late, all later calls fail.
+
+        Raises:
+            NoAnswer: see there; its text names the process that hosts the store.
+            RuntimeError: from the store.
+        """
+        if self._refusal:
+            raise NoAnswer(self._refusal)
+        future: Future[_T] = Future()
+        self._requests.put((future, function))
+        for seconds in (deadline - time.monotonic(), _GRACE_SECONDS):
+            try:
+                return future.result(max(seconds, 0.0))
+            except FutureTimeout:
+                if future.done():
+                    return future.result()
+        self._refusal = f"{self._server} does not answer"
+        raise NoAnswer(self._refusal)
+
+    def close(self) -> None:
+        """Disconnect and end the thread. A thread that waits for a frozen server ends once that server answers or is gone."""
+        self._requests.put(None)
+        if not self._refusal:
+            self._refusal = "this rank has closed its transport"
+            self._thread.join(_GRACE_SECONDS)
+
+
+def _serve(store: dist.Store, requests: SimpleQueue) -> None:
+    """The thread. It holds no reference to the BoundedStore, whose end ends it."""
+    client = None
+    while (request := requests.get()) is not None:
+        future, function = request
+        try:
+            if client is None:
+                client = _connect(store)
+            future.set_result(function(client))
+        except BaseException as error:
+            future.set_exception(error.with_traceback(None))  # its frames would keep the connection open
+        del request, future, function
+
+
+def _innermost(store: dist.Store) -> dist.Store:
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store
+
+
+def _connect(store: dist.Store) -> dist.Store:
+    """A client with a connection of its own: a call that is stuck holds its client's lock."""
+    return store.clone() if isinstance(_innermost(store), dist.TCPStore) and hasattr(store, "clone") else store
+
+
+def _server(store: dist.Store) -> str:
+    """The process that hosts the store, as the subject of a sentence."""
+    if not isinstance(_innermost(store), dist.TCPStore):
+        return "the store"
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return f"{'the agent of torchrun' if agent else 'rank 0'}, which hosts the store,"
