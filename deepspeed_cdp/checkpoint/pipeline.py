@@ -36,8 +36,8 @@ from deepspeed_cdp.checkpoint.files import existing_folder, load_plain, save_pla
 from deepspeed_cdp.checkpoint.format import CheckpointReader, plain_options
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.optim.state import moved
-from deepspeed_cdp.pipeline.parts import Known
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
+from deepspeed_cdp.pipeline.state import FinishedStep
 from deepspeed_cdp.version import __version__
 
 _FIX = "load it into the model it was saved from, or pass load_module_strict=False"
@@ -157,7 +157,7 @@ def _write(
             "options": [plain_options({k: v for k, v in {**g, **user}.items() if k != "params"}) for g, user in groups],
         }
     if runtime.rank == 0:
-        known = runtime.known
+        known = runtime.finished
         last = None if known is None else {"step": known.step, "loss": known.loss.cpu(), "squares": known.squares.cpu()}
         client = {"client_state": client_state, "lr_scheduler": scheduler_state(engine), "known": last}
         files["client.pt"] = save_plain(folder, "client.pt", client, "client_state or the lr scheduler's state")
@@ -202,12 +202,12 @@ def load(
 def _local_parameters(engine: PipelineEngine, stages: StageModules, runtime: PipeRuntime) -> dict[str, torch.Tensor]:
     """Parameters of this rank, trained and frozen, by name."""
     trained = {n: p for unit in runtime.units.values() for n, p in zip(unit.names, unit.params)}
-    return trained | {n: p for s in runtime.parts for n, p in stages.frozen(engine.module, s).items()}
+    return trained | {n: p for s in runtime.local_stages for n, p in stages.frozen(engine.module, s).items()}
 
 
 def _local_buffers(engine: PipelineEngine, stages: StageModules, runtime: PipeRuntime) -> dict[str, torch.Tensor]:
     """Persistent buffers of this rank, by name."""
-    return {n: b for s in runtime.parts for n, b in stages.buffers(engine.module, s).items()}
+    return {n: b for s in runtime.local_stages for n, b in stages.buffers(engine.module, s).items()}
 
 
 def _read(
@@ -307,7 +307,9 @@ def _apply(
             setattr(engine, counter, value)
         runtime.global_step = engine.global_steps
     known = found["known"] if options.optimizer else None
-    runtime.known = known and Known(known["step"], known["loss"].to(runtime.device), known["squares"].to(runtime.device))
+    runtime.finished = known and FinishedStep(
+        known["step"], known["loss"].to(runtime.device), known["squares"].to(runtime.device)
+    )
 
 
 def _apply_state(

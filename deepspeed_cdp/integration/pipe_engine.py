@@ -20,8 +20,8 @@ from deepspeed_cdp.checkpoint.common import refuse_custom_load, save_location
 from deepspeed_cdp.integration.engine_base import EngineBase, warn
 from deepspeed_cdp.integration.pipe_module import bounds_of, layers_of, only_stage, placement_of, ties_of
 from deepspeed_cdp.pipeline.evaluate import evaluate
-from deepspeed_cdp.pipeline.parts import Part
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
+from deepspeed_cdp.pipeline.state import PipelineStage
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 from deepspeed_cdp.plan.schedule import threshold
 from deepspeed_cdp.transport.connect import connect_pipeline
@@ -127,14 +127,14 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         optimizer = self._checked(optimizer)
         rank, schedule, device = dist.get_rank(), self.pipe_schedule, self.device
         _, sum_dtype = self.get_data_types()
-        parts = {s: self._part(s) for s in schedule.stages_of(rank)}
-        trained = {p: n for part in parts.values() for named in part.units.values() for n, p in named}
+        stages = {s: self._stage(s) for s in schedule.stages_of(rank)}
+        trained = {p: n for stage in stages.values() for named in stage.units.values() for n, p in named}
         self.optimizer_group_names = [[trained[p] for p in g["params"] if p in trained] for g in optimizer.param_groups]
         try:
             self._runtime = PipeRuntime(
                 schedule,
                 rank,
-                parts,
+                stages,
                 self._loss,
                 optimizer,
                 trained,
@@ -160,7 +160,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         self._destroy_at_exit()
         return PipeOptimizer(optimizer, self._runtime)
 
-    def _part(self, stage: int) -> Part:
+    def _stage(self, stage: int) -> PipelineStage:
         """A stage for the runtime: which of its parameters belong to which unit."""
         schedule, module, bounds = self.pipe_schedule, self.module, bounds_of(self.module)
         names = {p: n for n, p in module.named_parameters()}
@@ -191,7 +191,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
             with only_stage(module, bounds, stage, number), autocast_if_enabled(self):
                 return module.forward(inputs)
 
-        return Part(run, units, fixed, lambda: only_stage(module, bounds, stage, module.micro_offset))
+        return PipelineStage(run, units, fixed, lambda: only_stage(module, bounds, stage, module.micro_offset))
 
     def _loss(self, outputs: Any, labels: Any) -> torch.Tensor:
         with autocast_if_enabled(self):
@@ -346,7 +346,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         """The last step finished everywhere, as every rank knows it: ``step`` (from 0), its mean ``loss`` and ``grad_norm``
         (before clipping), and ``lag``, the steps from that one to the one just made. None before there is one.
         """
-        known = self._runtime.known
+        known = self._runtime.finished
         if known is None:
             return {"step": None, "lag": None, "loss": None, "grad_norm": None}
         return {
@@ -424,7 +424,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
 
     def _stage_modules(self) -> pipeline.StageModules:
         bounds = bounds_of(self.module)
-        return pipeline.StageModules(bounds, {s: layers_of(self.module, bounds, s) for s in self._runtime.parts})
+        return pipeline.StageModules(bounds, {s: layers_of(self.module, bounds, s) for s in self._runtime.local_stages})
 
     # ---- the end ------------------------------------------------------------------------------------------------------------
     def _close(self, well: bool) -> None:

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from deepspeed_cdp.pipeline import wire
-from deepspeed_cdp.pipeline.parts import Feed
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
+from deepspeed_cdp.pipeline.state import MicroBatchReader
 from deepspeed_cdp.plan.pipeline_schedule import Instruction
 
 
@@ -28,9 +28,9 @@ def evaluate(
     runtime.flush()
     schedule, last = runtime.schedule, runtime.schedule.stages - 1
     runtime.forget_shapes(False)
-    feed, results, outputs, sent = Feed(batches, count), [], None, []
+    feed, results, outputs, sent = MicroBatchReader(batches, count), [], None, []
     for q in range(count):
-        for s in sorted(runtime.parts):
+        for s in sorted(runtime.local_stages):
             if schedule.rank_of(0, q, s) != runtime.rank:
                 continue
             where = f"rank {runtime.rank}, evaluation, stage {s}, micro-batch {q}"
@@ -42,18 +42,18 @@ def evaluate(
                     ticket.wait(where)
             else:
                 inputs = outputs
-            outputs = runtime.parts[s].run(inputs, q)
+            outputs = runtime.local_stages[s].run(inputs, q)
             if s == last:
                 results.append(runtime.loss_fn(outputs, runtime.read_labels(feed.get(q)[1])) if loss else outputs)
             elif (peer := schedule.rank_of(0, q, s + 1)) != runtime.rank:
                 sent += runtime.send_output(Instruction("send_activation", s, 0, q, peer=peer), outputs, False)
-    if runtime.parts.keys() & {0, last}:
+    if runtime.local_stages.keys() & {0, last}:
         feed.finish()
     if share and schedule.ranks > 1:
         results = _share(runtime, results, count)
     for ticket in sent:
         ticket.wait(f"rank {runtime.rank}, evaluation")
-    return results, outputs if last in runtime.parts else None
+    return results, outputs if last in runtime.local_stages else None
 
 
 def _share(runtime: PipeRuntime, results: list[Tensor], count: int) -> list[Tensor]:
@@ -64,7 +64,7 @@ def _share(runtime: PipeRuntime, results: list[Tensor], count: int) -> list[Tens
         others = [p for p in range(runtime.schedule.ranks) if p != src]
         for ticket in [runtime.link.push("losses", p, wire.as_bytes(packed)) for p in others]:
             ticket.wait(where)
-        return list(packed)  # what the others have: their mean must round alike
+        return list(packed)  # in float64, as on the other ranks, so that all means round alike
     into = torch.zeros(count, dtype=torch.float64, device=runtime.device)
     runtime.link.post("losses", src, wire.as_bytes(into)).wait(where)
     return list(into)

@@ -16,19 +16,19 @@ from deepspeed_cdp.optim.offload import OffloadedOwner
 from deepspeed_cdp.optim.stage_owner import StageOwner
 from deepspeed_cdp.optim.state import part_of
 from deepspeed_cdp.pipeline import wire
-from deepspeed_cdp.pipeline.parts import Feed, Known, Part, Pass
-from deepspeed_cdp.pipeline.share import share
+from deepspeed_cdp.pipeline.initial_values import broadcast_initial_values
+from deepspeed_cdp.pipeline.state import FinishedStep, MicroBatchReader, Pass, PipelineStage
 from deepspeed_cdp.pipeline.weights import UnitWeights
 from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, ProgramCursor
 from deepspeed_cdp.transport.base import Ticket, Transport
 
 
 class PipeRuntime:
-    """See the module's text.
+    """One rank of a cyclic pipeline; the module's docstring describes it.
 
     Attributes:
         global_step: steps begun since training began.
-        known: the last step whose loss and norms this rank knows, or None.
+        finished: the last step whose loss and norms this rank knows, or None.
         skipped: steps that were not applied because their norm was not finite (exact_norm only).
     """
 
@@ -36,7 +36,7 @@ class PipeRuntime:
         self,
         schedule: PipeSchedule,
         rank: int,
-        parts: Mapping[int, Part],
+        stages: Mapping[int, PipelineStage],
         loss: Callable[[Any, Any], Tensor],
         optimizer: torch.optim.Optimizer,
         names: dict[nn.Parameter, str],
@@ -53,30 +53,32 @@ class PipeRuntime:
         """Collective: replicas and tied copies take the values of the lowest rank that has them.
 
         Args:
-            parts: by stage of this rank.
+            stages: this rank's, by number.
             loss: (the last stage's outputs, labels) -> scalar.
             names: of the parameters in the optimizer's groups.
             dynamic: shapes change from micro-batch to micro-batch.
             warmup_steps: the first steps of training follow K = 0.
             offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
-            read: what brings a batch's inputs, and its labels, to the device.
+            read: functions that move a micro-batch's inputs, and its labels, to the device.
         """
-        self.schedule, self.rank, self.parts, self.loss_fn = schedule, rank, dict(parts), loss
+        self.schedule, self.rank, self.local_stages, self.loss_fn = schedule, rank, dict(stages), loss
         self.user_optimizer, self.transport, self.device, self.clip = optimizer, transport, device, clip
         self.warmup_steps, self._threshold = warmup_steps, schedule.threshold
         self.dynamic, (self.read_inputs, self.read_labels) = dynamic, read
         self.global_step, self.skipped = 0, 0
-        self.known: Known | None = None
+        self.finished: FinishedStep | None = None
         self.units: dict[int, UnitWeights] = {}
         for u in range(len(schedule.units)):
-            mine = [s for s in schedule.units[u] if s in self.parts]
+            mine = [s for s in schedule.units[u] if s in self.local_stages]
             if mine:
-                self.units[u] = UnitWeights(self.parts[mine[0]].units.get(u, ()), schedule.copies(u), mine, sum_dtype, device)
+                self.units[u] = UnitWeights(
+                    self.local_stages[mine[0]].units.get(u, ()), schedule.copies(u), mine, sum_dtype, device
+                )
         self._specs: dict[tuple[str, bool, int], wire.Spec] = {}
-        share(schedule, rank, self.units, self.parts, transport)
+        broadcast_initial_values(schedule, rank, self.units, self.local_stages, transport)
         self._cursor: ProgramCursor | None = None
-        self._start, self._sent = 0, deque[Ticket]()  # first step of this run; pushes whose memory nobody needs
-        mine = [s for s in self.parts if schedule.owner(s) == rank]
+        self._start, self._sent = 0, deque[Ticket]()  # first step of this run; pushes from memory that is not written again
+        mine = [s for s in self.local_stages if schedule.owner(s) == rank]
         self._landing = self._make_landing(mine)
         self.owners = {s: self._make_owner(s, names, offload, pin) for s in mine}
 
@@ -100,7 +102,7 @@ class PipeRuntime:
         return OffloadedOwner(*given, pin=pin) if offload else StageOwner(*given)
 
     def _finished_sums(self, stage: int) -> dict[tuple[int, bool], dict[str, Tensor]]:
-        """Where finished sums of the stage's units may lie: (unit, whether they have landed) -> by name."""
+        """Places of the finished sums of the stage's units: (unit, whether it is in ``_landing``) -> by name."""
         found = {}
         for u in self.schedule.homed(stage):
             unit = self.units[u]
@@ -128,7 +130,7 @@ class PipeRuntime:
         }
 
     def _lands(self, stage: int, home: int) -> bool:
-        """Whether a finished sum of some step comes to the owner's memory, or must outlast the stage's next one."""
+        """Whether a finished sum needs memory of its own: another rank sends it, or the next step overwrites it."""
         last = self.schedule.micro_batches - 1
         return stage != home or any(self.schedule.rank_of(t, last, stage) != self.rank for t in range(self.schedule.stages))
 
@@ -145,17 +147,17 @@ class PipeRuntime:
         return self._cursor is not None
 
     def _begin(self) -> None:
-        self.schedule = replace(self.schedule, alone=self.known is None)
+        self.schedule = replace(self.schedule, alone=self.finished is None)
         self._cursor, self._start = ProgramCursor(self.schedule, self.rank), self.global_step
         self._passes: dict[tuple[int, int, int], Pass] = {}
         self._labels: dict[tuple[int, int], Any] = {}
         self._losses: dict[int, list[Tensor]] = {}
         self._vectors: dict[int, Tensor] = {}  # step -> squared norms by stage, as far as they came, and the loss
         self._totals: dict[int, Tensor] = {}  # step -> all of them
-        if self.known is not None:
-            self._totals[-1] = torch.cat([self.known.squares, self.known.loss.reshape(1)])
-        self._waits: dict[Any, Ticket] = {}  # what must have come before something is used
-        self._taken: dict[Any, list[Ticket]] = {}  # pushes that still read a buffer
+        if self.finished is not None:
+            self._totals[-1] = torch.cat([self.finished.squares, self.finished.loss.reshape(1)])
+        self._waits: dict[Any, Ticket] = {}  # by buffer: the message that must arrive before its use
+        self._pushes: dict[Any, list[Ticket]] = {}  # by buffer: pushes that still read it
 
     def train(self, batches: Iterator[Any] | None) -> Tensor:
         """One step.
@@ -177,16 +179,16 @@ class PipeRuntime:
         step = self._cursor.step
         for owner in self.owners.values():
             owner.record(step)
-        self._vectors.pop(step - 3, None)  # long passed on
-        self._feed = Feed(batches, self.schedule.micro_batches)
+        self._vectors.pop(step - 3, None)  # sent long ago
+        self._feed = MicroBatchReader(batches, self.schedule.micro_batches)
         for i in self._cursor.call():
             self._do(i)
-        if self.parts.keys() & {0, self.schedule.stages - 1}:
+        if self.local_stages.keys() & {0, self.schedule.stages - 1}:
             self._feed.finish()
         self.global_step += 1
-        self._settle(step if self.schedule.drains(step) else step - 1)
-        assert self.known is not None, "the first call runs its step to the end"
-        return self.known.loss
+        self._finish_step(step if self.schedule.drains(step) else step - 1)
+        assert self.finished is not None, "the first call runs its step to the end"
+        return self.finished.loss
 
     @torch.enable_grad()
     def flush(self) -> None:
@@ -196,8 +198,8 @@ class PipeRuntime:
         for i in self._cursor.rest():
             self._do(i)
         last = self._cursor.step - 1
-        self._settle(last)
-        for ticket in [*self._waits.values(), *self._sent, *(t for ts in self._taken.values() for t in ts)]:
+        self._finish_step(last)
+        for ticket in [*self._waits.values(), *self._sent, *(t for ts in self._pushes.values() for t in ts)]:
             ticket.wait(f"rank {self.rank}, step {self._start + last}, flush")
         self._sent.clear()
         assert not self._passes and not self._labels, "a flush leaves nothing under way"
@@ -207,14 +209,14 @@ class PipeRuntime:
             owner.sync_optimizer_state()
         self._cursor = None
 
-    def _settle(self, step: int) -> None:
-        """Take note of a finished step's loss and norms."""
-        if step < 0:  # known since the flush
+    def _finish_step(self, step: int) -> None:
+        """Record a finished step's loss and norms."""
+        if step < 0:  # recorded at the flush
             return
-        self._need(("totals", step), Instruction("recv_totals", 0, step))
+        self._wait_for(("totals", step), Instruction("recv_totals", 0, step))
         vector = self._totals[step]
         self._totals.pop(step - 1, None)
-        self.known = Known(self._start + step, vector[-1], vector[:-1])
+        self.finished = FinishedStep(self._start + step, vector[-1], vector[:-1])
 
     # ---- instructions -------------------------------------------------------------------------------------------------------
     def _do(self, i: Instruction) -> None:
@@ -224,20 +226,20 @@ class PipeRuntime:
         micro = f" of micro-batch {i.micro}" if i.micro >= 0 else ""
         return f"rank {self.rank}, step {self._start + i.step}, stage {i.stage}, {i.name.replace('_', ' ')}{micro}"
 
-    def _need(self, key: Any, i: Instruction) -> None:
+    def _wait_for(self, key: Any, i: Instruction) -> None:
         ticket = self._waits.pop(key, None)
         if ticket is not None:
             ticket.wait(self._where(i))
 
-    def _free(self, key: Any, i: Instruction) -> None:
-        """Memory is written again: pushes from it must have been taken."""
-        for ticket in self._taken.pop(key, ()):
+    def _wait_pushes(self, key: Any, i: Instruction) -> None:
+        """Wait for the pushes that read a buffer, before it is written again."""
+        for ticket in self._pushes.pop(key, ()):
             ticket.wait(self._where(i))
 
     def _push(self, stream: str, i: Instruction, tensor: Tensor, key: Any = None) -> Ticket:
         ticket = self.link.push(stream, i.peer, wire.as_bytes(tensor))
         if key is not None:
-            self._taken.setdefault(key, []).append(ticket)
+            self._pushes.setdefault(key, []).append(ticket)
         else:
             self._sent.append(ticket)
             while len(self._sent) > 8 * self.schedule.stages:  # (bounds how many are remembered)
@@ -248,30 +250,30 @@ class PipeRuntime:
         return (i.stage, i.step, i.micro)
 
     def _bind(self, i: Instruction) -> None:
-        """The stage's parameters are those that this micro-batch reads."""
+        """Point the stage's parameters at the version that this micro-batch reads."""
         for u in self.schedule.units_at(i.stage):
             version = self.schedule.version(i.step, i.micro, self.schedule.units[u][0])
-            self._need(("weights", u, version), i)
+            self._wait_for(("weights", u, version), i)
             self.units[u].bind(version)
 
     def _load(self, i: Instruction) -> None:
         first, last = i.stage == 0, i.stage == self.schedule.stages - 1
-        if not first and 0 in self.parts:
+        if not first and 0 in self.local_stages:
             return  # the labels came with the inputs
         batch = self._feed.get(i.micro)
         if first:
             self._passes[self._at(i)] = Pass(self.read_inputs(batch[0]))
-        if last or self.schedule.stages - 1 in self.parts:
+        if last or self.schedule.stages - 1 in self.local_stages:
             self._labels[i.step, i.micro] = self.read_labels(batch[1])
 
     def _forward(self, i: Instruction) -> None:
         self._bind(i)
         this = self._passes[self._at(i)]
-        for ticket in this.coming or ():
+        for ticket in this.receives or ():
             ticket.wait(self._where(i))
-        this.coming = None
+        this.receives = None
         with torch.enable_grad():
-            out = self.parts[i.stage].run(this.inputs, (self._start + i.step) * self.schedule.micro_batches + i.micro)
+            out = self.local_stages[i.stage].run(this.inputs, (self._start + i.step) * self.schedule.micro_batches + i.micro)
             if i.stage == self.schedule.stages - 1:
                 loss = self.loss_fn(out, self._labels.pop((i.step, i.micro)))
                 self._losses.setdefault(i.step, []).append(loss.detach().to(torch.float64))
@@ -281,21 +283,24 @@ class PipeRuntime:
         spec = wire.describe(out)
         if self.schedule.rank_of(i.step, i.micro, i.stage + 1) == self.rank:
             given = [t.detach().requires_grad_(t.requires_grad) for t in wire.tensors_of(out)]
-            self._passes[i.stage + 1, i.step, i.micro] = Pass(given[0] if spec.alone else tuple(given))
+            self._passes[i.stage + 1, i.step, i.micro] = Pass(given[0] if spec.is_tensor else tuple(given))
 
     def _backward(self, i: Instruction) -> None:
         self._bind(i)
         this, units = self._passes.pop(self._at(i)), self.schedule.units_at(i.stage)
-        for ticket in (*(this.coming or ()), *(this.sent or ())):  # (who has sent back a gradient has taken the output)
+        for ticket in (
+            *(this.receives or ()),
+            *(this.sends or ()),
+        ):  # (a rank that has sent back a gradient has received the output)
             ticket.wait(self._where(i))
         for u in units:
             unit = self.units[u]
-            self._need(("sum", u, i.stage), i)
+            self._wait_for(("sum", u, i.stage), i)
             if i.micro == 0:
-                self._free(("sum", u, i.stage), i)
+                self._wait_pushes(("sum", u, i.stage), i)
                 unit.sums[i.stage].zero_()
             unit.begin_backward(i.stage)
-        with self.parts[i.stage].again():
+        with self.local_stages[i.stage].backward_context():
             if i.stage == self.schedule.stages - 1:
                 (this.outputs / self.schedule.rounds).backward()
             else:
@@ -313,31 +318,31 @@ class PipeRuntime:
     # ---- messages of passes -------------------------------------------------------------------------------------------------
     def _send_activation(self, i: Instruction) -> None:
         this = self._passes[self._at(i)]
-        this.sent = self.send_output(i, this.outputs, True)
+        this.sends = self.send_output(i, this.outputs, True)
 
     def _recv_activation(self, i: Instruction) -> None:
         inputs, coming = self.receive_output(i, True)
-        self._passes[self._at(i)] = Pass(inputs, coming=coming)
+        self._passes[self._at(i)] = Pass(inputs, receives=coming)
 
     def send_output(self, i: Instruction, output: Any, training: bool) -> list[Ticket]:
-        """Push a stage's output to ``i.peer``; what it is goes ahead if the peer does not know."""
+        """Push a stage's output to ``i.peer``; shapes and dtypes first, if the peer does not know them."""
         spec, key = wire.describe(output), ("to", training, i.peer)
         if self.dynamic or key not in self._specs:
             self._push("describe", i, wire.pack(spec, self.device))
             self._specs[key] = spec
         elif self._specs[key] != spec:
             raise ValueError(
-                f"stage {i.stage} returned {wire.words(spec)}, before it was {wire.words(self._specs[key])}; pass "
+                f"stage {i.stage} returned {wire.as_text(spec)}, before it was {wire.as_text(self._specs[key])}; pass "
                 "dynamic_shape=True to PipelineModule, or give it batches of one size (drop_last=True)"
             )
         tensors = [t.detach().contiguous() for t in wire.tensors_of(output)]
         return [self.link.push("activation", i.peer, wire.as_bytes(t)) for t in tensors]
 
     def receive_output(self, i: Instruction, training: bool) -> tuple[Any, list[Ticket]]:
-        """Where the output of ``i.peer`` lands, and what to wait for."""
+        """Post receives for the output of ``i.peer``: its tensors, and tickets to wait for."""
         key = ("from", training, i.peer)
         if self.dynamic or key not in self._specs:
-            words, where = wire.room(self.device), self._where(i) if self.open else f"rank {self.rank}, evaluation"
+            words, where = wire.empty_description(self.device), self._where(i) if self.open else f"rank {self.rank}, evaluation"
             self.link.post("describe", i.peer, wire.as_bytes(words)).wait(where)
             self._specs[key] = wire.unpack(words)
         spec = self._specs[key]
@@ -346,7 +351,7 @@ class PipeRuntime:
         if training:
             for tensor, item in zip(tensors, spec.items):
                 tensor.requires_grad_(item.grad)
-        return (tensors[0] if spec.alone else tuple(tensors)), tickets
+        return (tensors[0] if spec.is_tensor else tuple(tensors)), tickets
 
     def forget_shapes(self, training: bool) -> None:
         """Outputs may be of other shapes from now on, on all ranks."""
@@ -361,14 +366,14 @@ class PipeRuntime:
         this.grads = [
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in wire.tensors_of(this.outputs) if t.requires_grad
         ]
-        this.coming = [self.link.post("grad", i.peer, wire.as_bytes(g)) for g in this.grads]
+        this.receives = [self.link.post("grad", i.peer, wire.as_bytes(g)) for g in this.grads]
 
     # ---- sums, norms, updates -----------------------------------------------------------------------------------------------
     def _send_sum(self, i: Instruction) -> None:
         self._push("sum", i, self.units[i.unit].sums[i.stage], ("sum", i.unit, i.stage))
 
     def _recv_sum(self, i: Instruction) -> None:
-        self._free(("sum", i.unit, i.stage), i)
+        self._wait_pushes(("sum", i.unit, i.stage), i)
         self._waits["sum", i.unit, i.stage] = self.link.post("sum", i.peer, self.units[i.unit].sums[i.stage])
 
     def _send_finished(self, i: Instruction) -> None:
@@ -392,17 +397,17 @@ class PipeRuntime:
 
     def _norm(self, i: Instruction) -> None:
         schedule = self.schedule
-        self._need(("norms", i.step), i)
+        self._wait_for(("norms", i.step), i)
         owner, squares = self.owners[i.stage], [torch.zeros(1, dtype=torch.float64, device=self.device)]
         for u in schedule.homed(i.stage):
             tied, landed = [], False
             for b in schedule.units[u]:
-                self._need(("finished", u, b), i)
+                self._wait_for(("finished", u, b), i)
                 if b == i.stage:
                     landed = schedule.rank_of(i.step, schedule.micro_batches - 1, b) != self.rank
                 else:
                     tied.append(self.units[u].sum_views(self._landing[u, b]))
-            # before an update with the exact norm, the next step's sums may come to the same memory
+            # before an update with the exact norm, the next step's sums may land in the same memory
             squares.append(owner.average(i.step, (u, landed), tied, keep=schedule.exact_norm))
         vector = self._vector(i.step)
         vector[i.stage] = torch.cat(squares).sum()
@@ -427,7 +432,7 @@ class PipeRuntime:
         skip = schedule.exact_norm and norm2 is not None and not bool(torch.isfinite(norm2))
         self.skipped += skip and i.stage == max(self.owners)
         for u in schedule.homed(i.stage):
-            self._free(("weights", u, i.version % len(self.units[u].flats)), i)
+            self._wait_pushes(("weights", u, i.version % len(self.units[u].flats)), i)
         owner = self.owners[i.stage]
         if skip:
             owner.discard()
@@ -437,12 +442,12 @@ class PipeRuntime:
     def _norm_to_clip_by(self, i: Instruction) -> Tensor:
         """Squared: the step's, if it is waited for; else this step's stages >= this one and last step's before it."""
         if self.schedule.exact_norm:
-            self._need(("totals", i.step), i)
+            self._wait_for(("totals", i.step), i)
             return self._totals[i.step][:-1].sum()
         now = self._vector(i.step)[i.stage : -1].sum()
         if i.step - 1 not in self._totals:  # the very first step
             return now
-        self._need(("totals", i.step - 1), i)
+        self._wait_for(("totals", i.step - 1), i)
         return now + self._totals[i.step - 1][: i.stage].sum()
 
     def _send_weights(self, i: Instruction) -> None:
@@ -455,6 +460,10 @@ class PipeRuntime:
         self._waits["weights", i.unit, i.version] = ticket
 
     def close(self, drain: bool) -> None:
-        """Let go of the transport; ``drain``: not before peers have what they wait for."""
+        """Close the transport.
+
+        Args:
+            drain: as ``Transport.close``.
+        """
         if self.transport is not None:
             self.transport.close(drain)

@@ -45,7 +45,7 @@ class UnitWeights:
         return [s.sum(flat) for s in self.layout.slots]
 
     def bind(self, version: int) -> None:
-        """The parameters are those of ``version`` from now on, for forwards and for what autograd has saved of them."""
+        """Point the parameters at ``version``, for forwards and for backwards that read saved parameters."""
         for p, value in zip(self.params, self.values[version % len(self.flats)]):
             p.data = value
 
@@ -55,14 +55,14 @@ class UnitWeights:
             p.grad = view if view.dtype == p.dtype else None
 
     def end_backward(self, stage: int) -> None:
-        """Add what autograd could not, and take the gradients back."""
+        """Add gradients of another dtype than the sums', and clear ``grad``."""
         for p, view in zip(self.params, self.grads[stage]):
             if p.grad is not None and p.grad is not view:
                 view.add_(p.grad)
             p.grad = None
 
     def restart(self, version: int) -> None:
-        """What was ``version`` is version 0 from now on."""
+        """Renumber ``version`` as version 0."""
         if version % len(self.flats):
             self.flats[0].copy_(self.flats[version % len(self.flats)])
         self.bind(0)

@@ -1,4 +1,4 @@
-"""Activations and their gradients as messages: what a stage's output is, told once per edge, and its bytes."""
+"""Activations and their gradients as messages: a description of a stage's output, sent once per edge, and its bytes."""
 
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class Item(NamedTuple):
 class Spec(NamedTuple):
     """A stage's output: a tensor, or a tuple of them."""
 
-    alone: bool
+    is_tensor: bool
     items: tuple[Item, ...]
 
     def empty(self, device: torch.device) -> list[Tensor]:
@@ -41,18 +41,19 @@ class Spec(NamedTuple):
 
 
 def describe(output: Any) -> Spec:
-    """
+    """Shapes and dtypes of a stage's output.
+
     Raises:
         ValueError: it is neither a tensor nor a tuple or list of tensors.
     """
-    alone = isinstance(output, Tensor)
-    tensors = (output,) if alone else output
+    is_tensor = isinstance(output, Tensor)
+    tensors = (output,) if is_tensor else output
     if not isinstance(tensors, (tuple, list)) or not all(isinstance(t, Tensor) for t in tensors):
         raise ValueError(
             f"a pipeline stage returned a {type(output).__name__}; stages hand on a tensor or a tuple of tensors; "
             "change the last layer of the stage"
         )
-    return Spec(alone, tuple(Item(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors))
+    return Spec(is_tensor, tuple(Item(t.dtype, tuple(t.shape), t.requires_grad) for t in tensors))
 
 
 def tensors_of(output: Any) -> list[Tensor]:
@@ -61,7 +62,7 @@ def tensors_of(output: Any) -> list[Tensor]:
 
 def pack(spec: Spec, device: torch.device) -> Tensor:
     """The description as int64 words on the device."""
-    words = [int(spec.alone), len(spec.items)]
+    words = [int(spec.is_tensor), len(spec.items)]
     for i in spec.items:
         words += [_DTYPES.index(i.dtype), int(i.grad), len(i.shape), *i.shape]
     if len(words) > _WORDS:
@@ -71,19 +72,19 @@ def pack(spec: Spec, device: torch.device) -> Tensor:
     return torch.tensor(words + [0] * (_WORDS - len(words)), dtype=torch.int64, device=device)
 
 
-def room(device: torch.device) -> Tensor:
-    """Where a description lands."""
+def empty_description(device: torch.device) -> Tensor:
+    """Memory that a description is received into."""
     return torch.empty(_WORDS, dtype=torch.int64, device=device)
 
 
 def unpack(words: Tensor) -> Spec:
-    alone, count, *rest = words.tolist()
+    is_tensor, count, *rest = words.tolist()
     items = []
     for _ in range(count):
         dtype, grad, dims, *rest = rest
         items.append(Item(_DTYPES[dtype], tuple(rest[:dims]), bool(grad)))
         rest = rest[dims:]
-    return Spec(bool(alone), tuple(items))
+    return Spec(bool(is_tensor), tuple(items))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -91,6 +92,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1).view(torch.uint8)
 
 
-def words(spec: Spec) -> str:
-    """For people."""
+def as_text(spec: Spec) -> str:
+    """Dtypes and shapes, for errors."""
     return ", ".join(f"{str(i.dtype).removeprefix('torch.')}{list(i.shape)}" for i in spec.items)

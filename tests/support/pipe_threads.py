@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from deepspeed_cdp.analysis import reference
-from deepspeed_cdp.pipeline.parts import Part
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
+from deepspeed_cdp.pipeline.state import PipelineStage
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 from support.local_ring import run_ranks
 from support.optimizers import two_groups
@@ -59,7 +59,7 @@ class Model:
     def named(self) -> dict[str, nn.Parameter]:
         return {f"{k}.{n}": p for k, layer in enumerate(self.layers) for n, p in layer.named_parameters()}
 
-    def part(self, stage: int, schedule: PipeSchedule) -> Part:
+    def part(self, stage: int, schedule: PipeSchedule) -> PipelineStage:
         own = [(n, p) for n, p in self.named().items() if self.bounds[stage] <= int(n.split(".")[0]) < self.bounds[stage + 1]]
         trained = [(n, p) for n, p in own if n not in self.frozen]
         units = {stage: trained}
@@ -67,7 +67,7 @@ class Model:
             units[stage] = [(n, p) for n, p in trained if n != "0.weight"]
             if stage in (0, schedule.stages - 1):
                 units[schedule.stages] = [("0.weight", self.layers[0].weight)]
-        return Part(lambda x, q: self.run(stage, x), units, {n: p for n, p in own if n in self.frozen})
+        return PipelineStage(lambda x, q: self.run(stage, x), units, {n: p for n, p in own if n in self.frozen})
 
 
 def build(stages: int, tied: bool = False, width: int = 6, dtype: torch.dtype = torch.float32, split: bool = False) -> Model:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from deepspeed_cdp.pipeline.parts import Part
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
+from deepspeed_cdp.pipeline.state import PipelineStage
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 from support.optimizers import two_groups
 from support.pipe_threads import loss
@@ -77,7 +77,7 @@ def test_activations_of_one_device_are_constant_at_half(stages):
     runtime = PipeRuntime(
         PipeSchedule(stages, stages - 1, placement="single"),
         0,
-        {s: Part(run(s), {s: named[s]}, {}) for s in range(stages)},
+        {s: PipelineStage(run(s), {s: named[s]}, {}) for s in range(stages)},
         loss,
         two_groups(every),
         {p: n for n, p in every},

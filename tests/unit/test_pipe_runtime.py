@@ -79,7 +79,7 @@ def test_a_tied_gradient_that_is_left_out_shows(placement):
         norm = runtime._norm
 
         def without(i):
-            runtime._need(("finished", 3, 2), i)
+            runtime._wait_for(("finished", 3, 2), i)
             if (3, 2) in runtime._landing:
                 runtime._landing[3, 2].zero_()
             norm(i)

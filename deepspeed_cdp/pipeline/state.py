@@ -12,29 +12,29 @@ from deepspeed_cdp.transport.base import Ticket
 
 
 @dataclass
-class Part:
-    """A stage, as the runtime needs it.
+class PipelineStage:
+    """A stage as the runtime sees it.
 
     Attributes:
         run: (inputs, number of the micro-batch since training began) -> outputs.
         units: trained parameters by unit of the schedule.
         fixed: frozen parameters and buffers, the same on all replicas when training begins.
-        again: what a backward runs in, since it may run forwards again (activation checkpointing).
+        backward_context: surrounds a backward, which may run forwards again (activation checkpointing).
     """
 
     run: Callable[[Any, int], Any]
     units: Mapping[int, Named]
     fixed: Mapping[str, Tensor]
-    again: Callable[[], AbstractContextManager] = nullcontext
+    backward_context: Callable[[], AbstractContextManager] = nullcontext
 
 
 @dataclass
-class Known:
+class FinishedStep:
     """The last step that is finished everywhere."""
 
     step: int
-    loss: Tensor  # float64, mean over the step's micro-batches
-    squares: Tensor  # float64, squared norm of the averaged gradient by stage
+    loss: Tensor  # float64 scalar, mean over the step's micro-batches
+    squares: Tensor  # float64, [stages]: squared norms of the averaged gradients
 
     @property
     def norm(self) -> Tensor:
@@ -47,12 +47,12 @@ class Pass:
 
     inputs: Any
     outputs: Any = None
-    sent: list[Ticket] | None = None
+    sends: list[Ticket] | None = None  # of the outputs
     grads: list[Tensor] | None = None  # of the outputs that need one
-    coming: list[Ticket] | None = None
+    receives: list[Ticket] | None = None  # of the inputs, later of the outputs' gradients
 
 
-class Feed:
+class MicroBatchReader:
     """The step's micro-batches from an iterator; micro-batches that another rank computes are read and dropped."""
 
     def __init__(self, batches: Iterator[Any] | None, count: int):
@@ -60,11 +60,11 @@ class Feed:
 
     def get(self, micro: int) -> Any:
         while self._read <= micro:
-            assert self._batches is not None, "ranks that read batches are given an iterator"
+            assert self._batches is not None, "a rank with the first or the last stage has an iterator"
             self._last = next(self._batches)
             self._read += 1
         return self._last
 
     def finish(self) -> None:
-        """Every rank's iterator moves on by a whole step."""
+        """Advance the iterator to the end of the step."""
         self.get(self._count - 1)

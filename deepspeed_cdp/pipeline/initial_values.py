@@ -7,20 +7,24 @@ from typing import Any
 import torch
 
 from deepspeed_cdp.pipeline import wire
-from deepspeed_cdp.pipeline.parts import Part
+from deepspeed_cdp.pipeline.state import PipelineStage
 from deepspeed_cdp.pipeline.weights import UnitWeights
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 from deepspeed_cdp.transport.base import Ticket, Transport
 
 
 @torch.no_grad()
-def share(
-    schedule: PipeSchedule, rank: int, units: Mapping[int, UnitWeights], parts: Mapping[int, Part], transport: Transport | None
+def broadcast_initial_values(
+    schedule: PipeSchedule,
+    rank: int,
+    units: Mapping[int, UnitWeights],
+    stages: Mapping[int, PipelineStage],
+    transport: Transport | None,
 ) -> None:
     """Collective: every unit gets its lowest holder's values, frozen parameters and buffers the first replica's."""
     tickets: list[Ticket] = []
 
-    def spread(ranks: tuple[int, ...], flat: torch.Tensor, what: str, then: Callable[[], Any] = lambda: None) -> None:
+    def broadcast(ranks: tuple[int, ...], flat: torch.Tensor, what: str, then: Callable[[], Any] = lambda: None) -> None:
         if flat.numel() == 0 or rank not in ranks or transport is None:
             return
         if rank == ranks[0]:
@@ -30,10 +34,10 @@ def share(
             then()
 
     for u, unit in units.items():
-        spread(schedule.holders(u), unit.flats[0], f"first values of unit {u}")
-    for s, part in sorted(parts.items()):
-        for name, tensor in sorted(part.fixed.items()):
+        broadcast(schedule.holders(u), unit.flats[0], f"first values of unit {u}")
+    for s, stage in sorted(stages.items()):
+        for name, tensor in sorted(stage.fixed.items()):
             whole = tensor.detach().contiguous()
-            spread(schedule.replicas(s), wire.as_bytes(whole), f"first value of {name}", partial(tensor.detach().copy_, whole))
+            broadcast(schedule.replicas(s), wire.as_bytes(whole), f"first value of {name}", partial(tensor.detach().copy_, whole))
     for ticket in tickets:
         ticket.wait(f"rank {rank}, sharing first values")
