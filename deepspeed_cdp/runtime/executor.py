@@ -1,8 +1,7 @@
 """Executes a rank's program, one action after the other.
 
-The module's hooks say how far (``acquire``, ``release``). Actions of units or micro-batches that this rank skips are
-executed on the
-way: their messages are received, forwarded and passed on all the same. Nothing here reads a clock or meets the other ranks.
+The module's hooks say how far (``acquire``, ``release``). On the way the executor also executes actions of units or micro-batches
+that this rank skips: it receives and forwards their messages. Nothing here reads a clock or calls a collective, except ``flush``.
 """
 
 from collections.abc import Callable
@@ -28,11 +27,11 @@ from deepspeed_cdp.transport.buffers import Buffers
 
 
 class Executor:
-    """One rank's way through its program.
+    """Executes one rank's program.
 
     Attributes:
-        state: where the rank is; phases: which plan each step follows (plan/warmup.py).
-        messages, metrics, owner_executor, residency: the parts, see their classes.
+        state: the rank's position; phases: which plan each step follows (plan/warmup.py).
+        messages, metrics, owner_executor, residency: see their classes.
         params, grad_sums: the flat parameters and gradient sums of units in use (uint8, 1-D), by unit index.
         empty_sums: units whose sums are in use and uninitialized, since this rank starts them.
         actions: handlers by kind.
@@ -50,7 +49,7 @@ class Executor:
     ):
         """
         Args:
-            residency: how parameters come to passes (residency.py).
+            residency: how parameters reach passes (residency.py).
             owner: keeps the masters of ``state.owned_stage``.
             sum_views: of an owned unit, its sums over all rings and of the own ring (``CrossRing``).
             device: where losses are summed.
@@ -86,7 +85,7 @@ class Executor:
         }
         self._losses, self._loss_count = torch.zeros((), dtype=torch.float64, device=device), 0
 
-    # ---- where the rank is ----------------------------------------------------------------------------------------------
+    # ---- position ------------------------------------------------------------------------------------------------------
     @property
     def plan(self) -> Plan:
         return self.state.plan
@@ -141,7 +140,7 @@ class Executor:
             self.messages.post(post, "before the first step")
 
     def flush(self) -> None:
-        """Collective: apply the last step's update and forget all that is on its way; ``begin`` comes next.
+        """Collective: apply the last step's update and drop all messages under way; ``begin`` comes next.
 
         Raises:
             ValueError: in the middle of a step.
@@ -161,7 +160,7 @@ class Executor:
 
     # ---- executing ------------------------------------------------------------------------------------------------------
     def acquire(self, unit: int, backward: bool) -> None:
-        """Execute up to the start of this pass: the unit's parameters, and in the backward its gradient sum, are there.
+        """Execute up to the start of this pass, which receives the unit's parameters, and in the backward its gradient sum.
 
         Raises:
             OutOfOrder: the program has passed this point already.
@@ -192,7 +191,7 @@ class Executor:
         )
 
     def release(self, unit: int, backward: bool) -> None:
-        """Execute up to the end of this pass: its parameters may be overwritten, its gradient sum is on its way."""
+        """Execute up to the end of this pass, which releases its parameters and sends its gradient sum."""
         self._execute(self._program.pass_end(self.state.round, unit, backward))
 
     def check_round(self) -> None:
@@ -204,7 +203,7 @@ class Executor:
             )
 
     def begin_round(self) -> None:
-        """Execute until the persistent parameters are there."""
+        """Execute until the persistent parameters have arrived."""
         self.check_round()
         if self.plan.persistent:
             self.acquire(PERSISTENT, False)
@@ -219,7 +218,7 @@ class Executor:
         self.state.round += 1
 
     def end_step(self) -> None:
-        """Execute up to the end of the step; micro-batches that did not come add nothing."""
+        """Execute up to the end of the step; micro-batches that the caller left out add nothing."""
         self._execute(self._program.round_end(self.schedule.rounds - 1))
         self.owner_executor.end_step(self._losses, self._loss_count)
         self._execute(len(self._program.actions))  # between two steps: a stall's norm needs the losses
@@ -230,7 +229,7 @@ class Executor:
         self.state.global_step += 1
 
     def add_loss(self, loss: torch.Tensor) -> None:
-        """Enter a micro-batch's loss (one element), for the step's mean."""
+        """Add a micro-batch's loss (one element) to the step's mean."""
         self._losses += loss.detach().to(torch.float64).reshape(())
         self._loss_count += 1
 

@@ -29,7 +29,7 @@ from deepspeed_cdp.transport.buffers import Buffers
 
 
 class Residency(NamedTuple):
-    """The two sides of how parameters come to be where they are used: the program's and the module's."""
+    """Classes that bring parameters to passes: one for the program's actions, one for the module's hooks."""
 
     params: type[Partitioned]
     hooks: type[ParamHooks]
@@ -42,13 +42,13 @@ RESIDENCIES: dict[type[Plan], Residency] = {
 
 
 class Runtime:
-    """Implements ``Events``: the parts tell each other through it.
+    """Puts the parts of a rank together and forwards their ``Events``.
 
     Attributes:
         plan: the same on all ranks.
         executor, owner, scale, param_hooks, counters: the parts.
-        fused: how many linear layers add their weights' gradients themselves.
-        overflow: whether the step known by now on every rank was skipped, since its norm was not finite.
+        fused: number of linear layers that add their weights' gradients in the GEMM.
+        overflow: the latest step whose norm every rank knows was skipped, since the norm was not finite.
     """
 
     def __init__(
@@ -63,15 +63,15 @@ class Runtime:
     ):
         """
         Args:
-            module: with the same full parameters on every rank, or ``initial`` knows where they are; they become placeholders.
+            module: has the same full parameters on every rank, or ``initial`` finds them; they become placeholders.
             optimizer: over (some of) them; it steps this rank's masters from now on.
             transport: connects the ring.
-            on_gathered: called when all parameters have been gathered (True) or given up (False).
+            on_gathered: called when all parameters have been gathered (True) or released (False).
         Raises:
             ValueError: the settings do not fit the module.
         """
         self.module, self.settings, self.transport, self.device = module, settings, transport, device
-        self.borrowed: dict[torch.nn.Parameter, torch.Tensor] = {}  # given out by GatheredParameters -> what they go back to
+        self.borrowed: dict[torch.nn.Parameter, torch.Tensor] = {}  # given out by GatheredParameters -> their data before
         self.overflow, self._on_gathered = False, on_gathered
         _check_optimizer(optimizer)
         names = {p: n for n, p in module.named_parameters()}
@@ -100,7 +100,7 @@ class Runtime:
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
         self.param_hooks.release_all()
         self.executor.residency.sync_replicas()
-        if device.type == "cuda":  # the first versions were written on this stream, and are offered from the owner's
+        if device.type == "cuda":  # the first versions were written on this stream, and the owner's stream publishes them
             torch.cuda.synchronize(device)
         self._begin()
 
@@ -144,7 +144,7 @@ class Runtime:
             )
 
     def step(self) -> None:
-        """The step's micro-batches are done: record hyperparameters, finish the step's hand-offs.
+        """The step's micro-batches are done: record hyperparameters, finish the step's messages.
 
         Raises:
             ValueError: a forward still waits for its backward.
@@ -169,7 +169,7 @@ class Runtime:
             )
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Before its backward. At the very first a unit never called may have had its parameters read from outside it.
+        """Check a loss before its backward; in the first micro-batch, look for parameters that were read from outside their module.
 
         Raises:
             ValueError: no forward waits for its backward, or the loss is not finite and there is such a unit.
@@ -213,14 +213,14 @@ class Runtime:
         self.scale.follow(self.executor.schedule)
 
     def publish(self) -> None:
-        """Write the masters into the published copies, between steps; whatever is offered from now on has them.
+        """Write the masters into the published copies, between steps.
 
-        Collective where every rank keeps all parameters: they get the same values.
+        Collective where every rank keeps all parameters: it updates their replicas.
         """
         with torch.no_grad():
             self.owner.publish_all()
             self.executor.residency.sync_replicas()
-        if self.device.type == "cuda":  # offers are made on another stream
+        if self.device.type == "cuda":  # the owner's stream publishes them
             torch.cuda.synchronize(self.device)
 
     @property
@@ -230,7 +230,7 @@ class Runtime:
 
     @property
     def progress(self) -> tuple:
-        """Changes with every change of this rank's state: the same before and after an error means that nothing has changed."""
+        """Differs after any change of this rank's state. Equal before and after an error: the error changed nothing."""
         return *self.executor.progress, self.param_hooks.mode, self.is_whole
 
     @property
@@ -267,9 +267,10 @@ class Runtime:
         self._on_gathered(True)
 
     def used_outside(self, how: str) -> None:
-        """The module is used while nothing is in its parameters.
+        """The module was used while its parameters are placeholders.
 
-        Evaluation (``module.generate()``, say) gathers them first, which is a collective, as it is under ZeRO-3.
+        An evaluation (``module.generate()``, for example) gathers them, which is a collective, as under ZeRO-3.
+
         Raises:
             ValueError: it is training, whose gradients would be lost; a state dict, which must not hold placeholders; or
                 one to load, which would be lost at the next step.
@@ -302,7 +303,7 @@ class Runtime:
         raise ValueError(f"the module itself {how}, while its parameters are {state}; {fix}")
 
     def scatter(self) -> None:
-        """Give the gathered parameters up.
+        """Release the gathered parameters.
 
         Raises:
             ValueError: inside GatheredParameters.
@@ -330,7 +331,7 @@ class Runtime:
         return state
 
     def close(self, drain: bool) -> None:
-        """Take hooks off and free everything; idempotent."""
+        """Remove the hooks and close the transport; idempotent."""
         self.param_hooks.remove()
         if drain:
             self.executor.messages.drain()
