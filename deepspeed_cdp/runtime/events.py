@@ -6,7 +6,7 @@ import torch
 
 
 class Events(Protocol):
-    """What the executor, the owner's part and the parameter hooks tell the ``Runtime``, which passes it on."""
+    """Callbacks of the executor, the owner's executor and the parameter hooks, which ``Runtime`` implements."""
 
     def params_released(self, unit: int) -> None:
         """A pass of the unit is over: its parameters are about to be overwritten."""
@@ -20,10 +20,18 @@ class Events(Protocol):
         """
 
     def norm_known(self, step: int, overflow: bool) -> None:
-        """The gradient norm of ``step`` is known, and whether it is not finite; before its update (``dp`` and v1 only)."""
+        """The gradient norm of ``step`` is known, before its update (``dp`` and ``cdp-v1`` only).
+
+        Args:
+            overflow: the norm is not finite.
+        """
 
     def step_updated(self, step: int) -> None:
         """The update of ``step`` is complete on this rank."""
 
     def used_outside(self, how: str) -> None:
-        """The module was used outside the engine's own calls. ``how``: "was called", for example."""
+        """The module was used outside the engine's own calls.
+
+        Args:
+            how: a verb phrase for the error, such as "was called".
+        """

@@ -1,4 +1,4 @@
-"""Where the tensors of the owned stage lie in a rank's buffers: published parameters and finished gradient sums, as views."""
+"""The owned stage's published parameters and finished gradient sums, as views of a rank's buffers."""
 
 from collections.abc import Mapping
 
@@ -14,7 +14,7 @@ class OwnedStage:
     Attributes:
         published: by published copy, every parameter in its own dtype.
         sums: by unit, the finished gradient sum of every trained parameter, over all rings, in the dtype of sums.
-        ring_sums: by unit, those of the own ring, in the same order; the same tensors where there is one ring.
+        ring_sums: by unit, the sums of this ring alone, in the same order; the same tensors if there is one ring.
     """
 
     def __init__(self, state: RankState, layouts: Mapping[int, FlatLayout]):

@@ -1,8 +1,7 @@
-"""How parameters come to a rank's passes: handed off from rank to rank, or resident in a replica of the whole model.
+"""How parameters reach a rank's passes: by messages for each pass, or from a replica of the whole model.
 
-The plan's type chooses (``runtime.RESIDENCIES``). A residency handles the parameter actions of the program; the module's
-side is in
-``param_hooks`` and ``replica_hooks``.
+The plan's type chooses (``runtime.RESIDENCIES``). A residency handles the parameter actions of the program. ``ParamHooks`` and
+``ReplicaHooks`` handle the module.
 """
 
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from deepspeed_cdp.transport.base import Ticket
 
 
 class Partitioned:
-    """ZeRO stage 3: a unit's parameters visit a rank for one pass, or from its forward to its backward.
+    """ZeRO stage 3: a rank has a unit's parameters for one pass, or from its forward to its backward.
 
     Attributes:
         params: the flat parameters (uint8, 1-D) of units in use.
@@ -46,7 +45,7 @@ class Partitioned:
         self._receives.clear()
 
     def sync_replicas(self) -> None:
-        """Collective, between steps: bring to all ranks what they keep of the published copies (here: nothing)."""
+        """Collective, between steps: update all ranks' replicas from the published copies. Without replicas it does nothing."""
 
     @property
     def newest(self) -> bool:
@@ -54,7 +53,7 @@ class Partitioned:
         return False
 
     def wait(self, a: Action) -> None:
-        """WAIT_PARAM: the unit's parameters are in their place; an owner reads its published copy."""
+        """WAIT_PARAM: wait for the unit's parameters; an owner reads its published copy."""
         if a.backward and a.unit in self.params:  # kept since the forward
             return
         self._receives[a.unit] = self.messages.wait(a)
@@ -63,7 +62,7 @@ class Partitioned:
         self.params[a.unit] = self.messages.place(a)[1]
 
     def forward(self, a: Action) -> None:
-        """FORWARD_PARAM: hand them on to the ring neighbour."""
+        """FORWARD_PARAM: send them to the ring neighbour."""
         self.messages.push(a, self._receives[a.unit])
 
     def release(self, a: Action) -> None:
@@ -94,7 +93,7 @@ class Replicated(Partitioned):
         self.plan = self.state.plan
 
     def sync_replicas(self) -> None:
-        """Every rank's replica gets what the owners have published."""
+        """Collective: broadcast each stage from its owner into every replica."""
         state, plan = self.state, self.plan
         where = f"rank {state.transport.world_rank}, step {state.global_step}, bringing replicas up to date"
         for stage, start in enumerate(plan.replica[1]):
@@ -111,7 +110,7 @@ class Replicated(Partitioned):
         return self.state.step == 0
 
     def refresh(self, a: Action) -> None:
-        """REFRESH_PARAM: the replica gets its next version of a unit, which has landed there or is copied into it."""
+        """REFRESH_PARAM: the next version of a unit lands in the replica, or is copied into it."""
         region, view = self.messages.place(a)
         if a.peer is not None:
             self._receives[a.unit] = self.messages.wait(a)
@@ -127,7 +126,7 @@ class Replicated(Partitioned):
     def wait(self, a: Action) -> None:
         if not a.backward:
             if a.unit in self._owned and not self.plan.publishes_separate_copy:
-                self.owner_executor.wait_published(a.unit, 0)  # which was written in place, beside the passes
+                self.owner_executor.wait_published(a.unit, 0)  # the owner's stream wrote it in place
             self.params[a.unit] = self.messages.place(a)[1]
         self.messages.post_all(a)
 

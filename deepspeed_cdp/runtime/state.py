@@ -1,4 +1,4 @@
-"""Where a rank is in its training: shared by all who act on its program."""
+"""A rank's position in training, shared by the parts of its runtime."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +13,8 @@ class RankState:
     """One rank's position, and the memory it works in.
 
     Attributes:
-        plan: the one that steps follow until the next flush; ``schedule`` is its.
-        rank: in its ring; errors name ``transport.world_rank``, the number in the world.
+        plan: steps follow it until the next flush; ``schedule`` is ``plan.schedule``.
+        rank: in its ring; errors name ``transport.world_rank``.
         step: steps since the last flush; global_step: since the start of training.
         round: the round of gradient accumulation that is next or under way.
     """
@@ -38,5 +38,5 @@ class RankState:
 
     @property
     def owned_stage(self) -> int:
-        """The stage whose masters this rank keeps."""
+        """The stage that this rank owns."""
         return self.schedule.owned(self.rank)

@@ -1,4 +1,4 @@
-"""What was sent, received and waited for in a rank's last step, from the transport's counters."""
+"""Messages, bytes and waits of a rank's last step, from the transport's counters."""
 
 import time
 from typing import NamedTuple
@@ -17,7 +17,7 @@ class _Snapshot(NamedTuple):
     nbytes: dict[tuple[str, int], int]
     messages: dict[tuple[str, int], int]
     collectives: int
-    waited: tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]  # for messages to come, and to be taken
+    waited: tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]  # for received messages, for sent ones
 
 
 class StepCounters:
@@ -43,7 +43,7 @@ class StepCounters:
         self._note_busy(step)
 
     def _note_busy(self, step: int) -> None:
-        """How much of the time since the last step's end was this rank's own, not spent waiting."""
+        """Compute the seconds since the last step's end that this rank did not wait."""
         timing = self._transport.timing
         if timing:
             if timing.end_step(step) and timing.latest:
@@ -72,10 +72,9 @@ class StepCounters:
         }
 
     def waited(self) -> tuple[EdgeTimes | None, EdgeTimes | None]:
-        """Seconds by (stream, peer) that the host was held up, until messages had come and until its own had been taken.
+        """Seconds by (stream, peer) that the host was blocked in the last step: for received messages, for sent ones.
 
-        On devices: that the stream of the passes was held up, in the latest step that was timed. None before there is such a
-        step.
+        On GPUs: seconds that the passes' CUDA stream waited in the latest timed step. None before the first such step.
         """
         if self._transport.timing:
             timed = self._transport.timing.latest
@@ -83,10 +82,10 @@ class StepCounters:
         if not self._snapshots:
             return None, None
         before = self._snapshots[-2].waited if len(self._snapshots) > 1 else ({}, {})
-        come, taken = (
+        received, sent = (
             {edge: t - old.get(edge, 0.0) for edge, t in now.items()} for now, old in zip(self._snapshots[-1].waited, before)
         )
-        return come, taken
+        return received, sent
 
     def messages(self) -> int:
         """Messages received in the last step, scalars included."""
