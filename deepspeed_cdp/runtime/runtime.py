@@ -169,7 +169,7 @@ class Runtime:
             )
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Check a loss before its backward; in the first micro-batch, look for parameters that were read from outside their module.
+        """Check a loss before its backward; in the first micro-batch also for parameters read from outside their module.
 
         Raises:
             ValueError: no forward waits for its backward, or the loss is not finite and there is such a unit.
