@@ -1,7 +1,7 @@
-"""Adds a rank's gradients to running sums: all of a unit's in one launch, when its backward is over.
+"""Adds a rank's gradients to running sums: one kernel launch per unit, after its backward.
 
-Linear layers can do it earlier for their weights: the GEMM that makes a weight's gradient adds it to the sum, so the gradient is
-never written and read by itself (Megatron-LM's ``gradient_accumulation_fusion``). The sum is rounded once instead of twice.
+Linear layers can do it earlier for their weights: the GEMM that computes a weight's gradient adds it to the sum, so the gradient
+has no memory of its own (Megatron-LM's ``gradient_accumulation_fusion``). The sum is rounded once instead of twice.
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -18,13 +18,13 @@ from deepspeed_cdp.plan.constants import PERSISTENT
 
 Slots = Mapping[int, Sequence[tuple[torch.nn.Parameter, Slot]]]
 _linear = torch._C._nn.linear
-_ZERO = "deepspeed.runtime.zero.linear"  # where torch.nn.functional.linear is from after zero.Init
+_ZERO = "deepspeed.runtime.zero.linear"  # module of torch.nn.functional.linear after zero.Init
 _no_view = torch.ops.aten._unsafe_view.default  # the same memory, not known as a view
 _mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add to fp32, on CUDA; from torch 2.8
 
 
 class Passes(Protocol):
-    """Which unit's pass is under way (``ParamHooks``)."""
+    """Callbacks of fused layers (``ParamHooks``)."""
 
     def in_forward(self, i: int) -> bool:
         """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
@@ -37,7 +37,7 @@ class GradAccumulation:
     """Adds gradients to the running sums in use.
 
     Attributes:
-        not_fused_reason: for people, why no linear layer is fused though it was asked for; else empty.
+        not_fused_reason: why no linear layer is fused although the setting asks for it; else empty.
     """
 
     not_fused_reason = ""
@@ -46,11 +46,12 @@ class GradAccumulation:
         """
         Args:
             slots: by unit, its parameters and their places.
-            grad_sums: the flat sums in use (uint8, 1-D) by unit; empty_sums: those that are uninitialized (``Executor``).
+            grad_sums: by unit, the flat sums in use (uint8, 1-D).
+            empty_sums: units whose sum in use is uninitialized.
         """
         self.passes, self._slots, self._in_use, self._empty = passes, slots, grad_sums, empty_sums
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._summed: dict[int, set[int]] = {}  # unit -> slots whose gradients products have added in this backward
+        self._summed: dict[int, set[int]] = {}  # unit -> slots whose gradients fused GEMMs have added in this backward
         self._layers: list[_Layer] = []
 
     def views(self, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -96,12 +97,12 @@ class GradAccumulation:
         elif added:
             torch._foreach_add_([v for v, _ in added], [g for _, g in added])
 
-    # ---- inside the matrix product --------------------------------------------------------------------------------------
+    # ---- inside the GEMM ------------------------------------------------------------------------------------------------
     def fuse(self, module: torch.nn.Module, setting: bool | str, device: torch.device) -> int:
-        """Let linear layers add their weights' gradients themselves, if ``setting`` is True or "auto" on a GPU; how many do.
+        """Let linear layers add their weights' gradients, if ``setting`` is True or "auto" on a GPU. Returns their number.
 
-        Each call of a layer decides anew: under autocast, torch.compile or a transform of torch.func, and where somebody has a
-        hook on the weight, gradients go the common way.
+        Each call of a layer decides anew. Under autocast, torch.compile or a transform of torch.func, and if the weight has a
+        hook, autograd accumulates the gradient as usual.
 
         Raises:
             ValueError: ``setting`` is True and there is no such layer.
@@ -149,11 +150,10 @@ class GradAccumulation:
 
 
 def fusible(module: torch.nn.Module, slots: Slots, cuda: bool) -> Iterator[tuple[torch.nn.Linear, int, int]]:
-    """Linear layers that can add their weights' gradients themselves; the weight's unit, its number among the unit's slots.
+    """Linear layers that can add their weights' gradients, each with the weight's unit and its index among the unit's slots.
 
-    Those of class ``torch.nn.Linear`` whose weight is trained, not persistent, and has a sum of its own dtype or, from torch
-    2.8 and on
-    CUDA, fp32.
+    The class is ``torch.nn.Linear``. The weight is trained and not persistent, and its sum has the weight's dtype; on CUDA with
+    torch >= 2.8 the sum may also be fp32.
     """
     places = {
         p: (i, k, s) for i, pairs in slots.items() if i != PERSISTENT for k, (p, s) in enumerate(pairs) if s.sum_offset >= 0
@@ -169,7 +169,7 @@ def fusible(module: torch.nn.Module, slots: Slots, cuda: bool) -> Iterator[tuple
 
 
 def _linear_is_stock() -> bool:
-    """Whether a linear layer computes what torch's own does, as far as the process goes."""
+    """Whether the process uses torch's own linear layer and function."""
     layer, function = torch.nn.Linear.forward, functional.linear
     if layer.__module__ != torch.nn.Linear.__module__ or not (function is _linear or function.__module__ == _ZERO):
         return False
@@ -188,7 +188,7 @@ class _Layer:
         module.forward = self.forward  # type: ignore[method-assign]
 
     def remove(self) -> None:
-        """The module computes as before, also where somebody has wrapped its forward; nothing of the engine is kept alive."""
+        """Restore the module's forward, even if a wrapper holds this one, and drop all references to the engine."""
         if self.module.__dict__.get("forward") == self.forward:
             del self.module.forward
         self.fused = False
@@ -216,7 +216,7 @@ class _Layer:
         return _Linear.apply(input, self.weight, self.parameters["bias"], self)
 
     def add(self, node: Any, grad: torch.Tensor, x: torch.Tensor) -> bool:
-        """Whether grad^T x has been added to the sum: not if the gradient must go the common way, to hooks or to the user."""
+        """Add grad^T x to the sum; False if the gradient must go to hooks or to the caller of ``torch.autograd.grad``."""
         p = self.weight
         if (
             torch.is_grad_enabled()  # under create_graph
@@ -233,14 +233,14 @@ class _Layer:
 
 
 class _Linear(torch.autograd.Function):
-    """``torch.nn.functional.linear``, whose backward offers the weight's gradient to its layer before it makes it."""
+    """``torch.nn.functional.linear``; the backward first lets the layer add the weight's gradient to the sum."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, layer: _Layer) -> torch.Tensor:
         ctx.layer, ctx.version = layer, weight._version
         ctx.save_for_backward(x)
         y = _linear(x, weight, bias)
-        return _no_view(y, y.shape) if y._is_view() else y  # of a view that is made in here autograd lets nobody change a value
+        return _no_view(y, y.shape) if y._is_view() else y  # autograd forbids in-place changes of views made in here
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -250,7 +250,7 @@ class _Linear(torch.autograd.Function):
                 "a backward came after engine.destroy(), with which the parameters are gone; call engine.backward(loss) before"
             )
         layer.passes.prepare_backward_read(layer.unit)
-        if layer.weight._version != ctx.version:  # as autograd says it of tensors that it has saved
+        if layer.weight._version != ctx.version:  # autograd's error for saved tensors
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 "the weight of a linear layer"

@@ -19,10 +19,10 @@ class Owner(Protocol):
     def updates_eagerly(self) -> bool: ...
 
     def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
-        """Average, update and (into copy ``slot``, if one is given) publish a unit; squares as ``average``."""
+        """Average and update a unit, and publish it into copy ``slot`` unless that is None. Returns as ``average``."""
 
     def average(self, step: int, unit: int) -> torch.Tensor:
-        """Turn the unit's finished sum of ``step`` into averaged gradients; parts of their squared norm (1-D)."""
+        """Turn the unit's finished sum of ``step`` into averaged gradients. Returns parts of their squared norm (1-D)."""
 
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:
         """Apply the update of ``step`` to one unit, or to all that have been averaged, clipped by ``norm2``, and publish."""

@@ -24,11 +24,11 @@ _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 
 
 class ParamHooks:
-    """Points a module's parameters at the buffers while their unit is in use; else they are placeholders.
+    """Points a module's parameters at the buffers while their unit is in use. Otherwise they are placeholders.
 
     Attributes:
-        mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED for good
-            once a forward has raised.
+        mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED from the
+            first forward that raised.
         visited, called: units used in this forward, and their modules.
         accumulation: adds gradients to the running sums.
         always_resident: parameters are never placeholders.
@@ -65,7 +65,7 @@ class ParamHooks:
         self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
         self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-        self._is_saving = self._saving_borrowed = False  # the second: ``borrow`` began it
+        self._is_saving = self._saving_borrowed = False  # the second: ``borrow`` pushed them
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
@@ -91,14 +91,14 @@ class ParamHooks:
             if i != PERSISTENT:
                 paths = executor.plan.unit(i).modules
                 for path in paths:
-                    # first of all hooks: others, such as those of torch.nn.utils.weight_norm, read the parameters
+                    # before all other hooks, which may read the parameters (torch.nn.utils.weight_norm)
                     self._handles += [
                         modules[path].register_forward_pre_hook(self._pre(i, path), prepend=True),
                         modules[path].register_forward_hook(self._post(i, path == paths[-1]), with_kwargs=True),
                     ]
 
     def remove(self) -> None:
-        """Take the hooks off; parameters that are placeholders now stay so, and using them is refused."""
+        """Remove the hooks. Parameters that are placeholders stay so, and using them raises."""
         for handle in self._handles:
             handle.remove()
         self.accumulation.remove()
@@ -127,7 +127,7 @@ class ParamHooks:
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
     def bind(self, i: int, flat: torch.Tensor) -> None:
-        """Let the unit's parameters be views of ``flat`` (uint8, 1-D)."""
+        """Make the unit's parameters views of ``flat`` (uint8, 1-D)."""
         if self._bound.get(i) is flat:
             return
         key = (i, flat.data_ptr())
@@ -141,7 +141,7 @@ class ParamHooks:
             self._current, self._low, self._high = i, key[1], key[1] + flat.numel()
 
     def unbind(self, i: int) -> None:
-        """Let them be placeholders again: right shape and dtype, no memory, cannot be written, nan if read."""
+        """Make the unit's parameters placeholders: right shape and dtype, no memory, cannot be written, nan if read."""
         if self._bound.pop(i, None) is not None:
             if i == self._current:
                 self._low = self._high = 0
@@ -150,7 +150,7 @@ class ParamHooks:
         self._drop_untrained_grads(i)
 
     def _drop_untrained_grads(self, i: int) -> None:
-        """Gradients of a unit that has no sums, since the optimizer has none of its parameters."""
+        """Clear the gradients of a unit without sums: the optimizer has none of its parameters."""
         if not self.layouts[i].g_bytes:
             for p, _ in self.slots[i]:
                 p.grad = None
@@ -165,7 +165,7 @@ class ParamHooks:
         self._low = self._high = 0
 
     def forget_views(self) -> None:
-        """Drop cached views, which may be of memory that is gone."""
+        """Drop cached views, whose memory may have been freed."""
         self._cache.clear()
         self.accumulation.forget_views()
         self._rebuilt.clear()
@@ -224,7 +224,7 @@ class ParamHooks:
         self._links = links(self._root)  # only rearranged
 
     def end_backward(self) -> None:
-        """The micro-batch's gradients are complete: send them on their way.
+        """The micro-batch's gradients are complete: send the rest of the sums.
 
         Raises:
             ValueError: there was no forward, or this is its second backward.
@@ -232,7 +232,7 @@ class ParamHooks:
         self.check_forward()
         self.executor.end_round()
         self.mode = IDLE
-        for i in self.visited:  # autograd's order forbids it, but a gradient must not be lost in silence
+        for i in self.visited:  # autograd's order excludes it, but a gradient must not be lost silently
             for p, s in self.slots[i]:
                 if s.sum_offset >= 0 and p.grad is not None:
                     raise ValueError(
@@ -259,8 +259,9 @@ class ParamHooks:
         self.visited.add(i)
 
     def borrow(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Inside a training forward: a function other than their module's forward is about to read these parameters (a fused head
-        and loss, say), as that module's pass in the plan. False outside a training forward.
+        """Acquire parameters for a function other than their module's forward (a fused head and loss, for example).
+
+        It executes that module's pass of the plan. Returns False, and does nothing, outside a training forward.
 
         Raises:
             ValueError: they belong to several units.
@@ -278,13 +279,13 @@ class ParamHooks:
         for i in set(units) - self._borrowed_units:
             self._enter_forward(i)
             self._borrowed_units.add(i)
-        if units or any(self._unit_of[p] == self._inside for p in parameters):  # else between two modules of a merged unit
+        if units or any(self._unit_of[p] == self._inside for p in parameters):  # else it is between two modules of a merged unit
             # kept or not: no output of the parameters' module begins their backward, saved tensors do
             self._saving_borrowed = self._begin_saving() or self._saving_borrowed
         return True
 
     def give_back(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Undo ``borrow``; the gradients are added whenever they come."""
+        """Undo ``borrow``. Gradients may come later."""
         if self._saving_borrowed:
             self._end_saving()
         for i in sorted(self._borrowed_units & {self._unit_of[p] for p in parameters}):
@@ -318,11 +319,13 @@ class ParamHooks:
         self._enter_backward(i)
 
     def _begin_saving(self) -> bool:
-        """Look at what autograd saves from here on; whether this call began it."""
+        """Push the saved-tensor hooks, if they are not active. Returns whether this call did."""
         if self._is_saving or not _innermost:
             return False
         self._outer = _innermost(True)
-        if not self._outer or "checkpoint" not in (getattr(self._outer[0], "__module__", "") or ""):  # which is to save nothing
+        if not self._outer or "checkpoint" not in (
+            getattr(self._outer[0], "__module__", "") or ""
+        ):  # a checkpoint, which saves nothing
             self._saving.__enter__()
             self._is_saving = True
         return self._is_saving
@@ -332,7 +335,7 @@ class ParamHooks:
             self._saving.__exit__(None, None, None)
             self._is_saving = self._saving_borrowed = False
 
-    # torch.compile of a module compiles its hooks too; these are not to be traced
+    # torch.compile traces a module's hooks, too; these must run as Python
     @torch.compiler.disable
     def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
         if self.mode == IDLE:
@@ -384,7 +387,7 @@ class ParamHooks:
         return hook
 
     def _hook_outputs(self, i: int, args: Any, output: Any) -> Any:
-        """Have the gradients of the unit's outputs begin its backward; copy outputs that lie in its buffer."""
+        """Hook the unit's outputs, so that their gradients begin its backward; copy outputs that lie in its buffer."""
         flat = self._bound[i]
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)

@@ -1,4 +1,4 @@
-"""A rank's program as the executor runs it: where each pass begins and ends, and words for where a rank is."""
+"""A rank's program as the executor runs it: the indices at which passes begin and end, and locations for errors."""
 
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import END, PERSISTENT
@@ -54,7 +54,7 @@ class IndexedProgram:
 
 
 class ActionLocation:
-    """Where a rank is; becomes text only in an error."""
+    """A rank's position at an action; formatted only if an error needs it."""
 
     __slots__ = ("state", "action", "step")
 
@@ -62,14 +62,14 @@ class ActionLocation:
         self.state, self.action, self.step = state, action, state.global_step
 
     def __str__(self) -> str:
-        h, a = self.state, self.action
+        state, a, plan = self.state, self.action, self.state.plan
         if a.kind == Kind.GRANT_CREDIT:
-            stage, what = h.plan.schedule.owned(h.rank), "credits that its update frees"
+            stage, what = state.owned_stage, "credits that its update frees"
         elif a.kind.of_owner and not a.kind.carries and a.kind != Kind.PULL_PARAM:
-            stage, what = h.plan.schedule.owned(h.rank), f"{a.kind.label} of step {self.step + a.version}"
-            what += f" for {h.plan.unit(a.unit).name or 'persistent parameters'}" if a.kind == Kind.REDUCE_GRAD else ""
+            stage, what = state.owned_stage, f"{a.kind.label} of step {self.step + a.version}"
+            what += f" for {plan.unit(a.unit).name or 'persistent parameters'}" if a.kind == Kind.REDUCE_GRAD else ""
         else:
-            unit = h.plan.unit(a.unit)
+            unit = plan.unit(a.unit)
             stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'persistent parameters'}"
             what = f"new version for the {what}" if a.kind == Kind.REFRESH_PARAM else what
-        return f"rank {h.transport.world_rank}, step {self.step}, stage {stage}, {what}"
+        return f"rank {state.transport.world_rank}, step {self.step}, stage {stage}, {what}"

@@ -1,4 +1,4 @@
-"""Hooks on the module where every rank keeps all parameters (plan/replicated.py)."""
+"""Module hooks for ranks that keep all parameters (plan/replicated.py)."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ class ReplicaHooks(ParamHooks):
                 p.data = s.value(flat)
 
     def remove(self) -> None:
-        """Take the hooks off; using parameters of several versions is refused from now on."""
+        """Remove the hooks. If parameters have several versions, using them raises from now on."""
         stays = self.executor.newest or not self._handles
         self._empty = {}
         super().remove()
@@ -38,16 +38,16 @@ class ReplicaHooks(ParamHooks):
                     m.register_state_dict_pre_hook(_refuse)
 
     def released(self, p: torch.nn.Parameter) -> bool:
-        """Whether the parameter may lack the version that is wanted now: in a pass its unit's, between steps the newest."""
+        """Whether the parameter may have another version than needed: in a pass its unit's version, between steps the newest."""
         if self.mode in (FORWARD, BACKWARD):
             return self._unit_of[p] not in self.executor.params
         return not self.executor.newest
 
     def bind(self, i: int, flat: torch.Tensor) -> None:
-        """They are bound for good."""
+        """Nothing: parameters always point at the replica."""
 
     def unbind(self, i: int) -> None:
-        """They stay."""
+        """Parameters keep pointing at the replica."""
         self._drop_untrained_grads(i)
 
     def release_all(self) -> None:
@@ -56,7 +56,7 @@ class ReplicaHooks(ParamHooks):
                 p.grad = None
 
     def forget_views(self) -> None:
-        """No view is of memory that goes."""
+        """Nothing: the replica's memory stays."""
 
     def _begin_saving(self) -> bool:
         return False  # tensors that autograd saves stay where they are

@@ -1,4 +1,4 @@
-"""A short report of a run, for people."""
+"""A short text report of a run."""
 
 from deepspeed_cdp.runtime.runtime import Runtime
 
@@ -7,7 +7,7 @@ def report(engine: str, runtime: Runtime) -> str:
     """Collective: engine, rule, stages and their sizes; messages counted in the last step beside their closed forms.
 
     Args:
-        engine: its name.
+        engine: name of the engine's class.
     """
     plan, s = runtime.plan, runtime.plan.schedule
     where = f"rank {runtime.transport.world_rank}, engine.report(), which every rank must call"

@@ -30,8 +30,8 @@ SENDS = (Kind.FORWARD_PARAM, Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.PUB
 OWNER = (Kind.REDUCE_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
 BEGINS = (Kind.WAIT_PARAM, Kind.FORWARD_PARAM, Kind.RECV_GRAD)
 TRACKS = {"passes": 0, "waits": 1, "owner": 2}
-MOST_EVENTS = 200_000  # of a rank
-EVENTS_PER_PASS = 8  # of a unit: the pass, its waits and messages, and a share of the owner's
+MOST_EVENTS = 200_000  # per rank
+EVENTS_PER_PASS = 8  # of a unit: the pass, its waits and messages, and a share of the owner's actions
 
 
 class Recorder:
@@ -47,47 +47,47 @@ class Recorder:
 
     def __init__(self, executor: Executor, device: torch.device):
         self.executor, self.cuda = executor, device.type == "cuda"
-        self.rank = executor.transport.world_rank  # in the world, where there are several rings
+        self.rank = executor.transport.world_rank
         self._base = self.rank - executor.rank
         self.steps = max(1, MOST_EVENTS // (EVENTS_PER_PASS * len(executor.plan.visits) * executor.schedule.rounds))
         self._until, self._full = executor.global_step + self.steps, False
-        self._slices: list[tuple[str, str, Any, Any, dict[str, Any]]] = []  # track, name, begin, end, what
-        self._messages: list[tuple[str, Any, dict[str, Any]]] = []  # "send" or "receive", when, what
+        self._slices: list[tuple[str, str, Any, Any, dict[str, Any]]] = []  # track, name, begin, end, args
+        self._messages: list[tuple[str, Any, dict[str, Any]]] = []  # "send" or "receive", time, args
         self._begun: dict[tuple[int, int, bool], Any] = {}
         if self.cuda:
             torch.cuda.synchronize(device)
             self._zero = torch.cuda.Event(enable_timing=True)
             self._zero.record()
         self._device, self._start, self._wall = device, time.perf_counter_ns(), time.time_ns()
-        self._do, self._release = executor.actions, executor.release
-        executor.actions = {kind: self._around(kind, do) for kind, do in self._do.items()}
+        self._actions, self._release = executor.actions, executor.release
+        executor.actions = {kind: self._timed(kind, do) for kind, do in self._actions.items()}
         executor.release = self._released  # type: ignore[method-assign]
 
-    def _mark(self) -> Any:
+    def _timestamp(self) -> Any:
         if not self.cuda:
             return time.perf_counter_ns()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def _what(self, a: Action) -> dict[str, Any]:
-        h = self.executor
+    def _args(self, a: Action) -> dict[str, Any]:
+        executor = self.executor
         own = a.kind in (Kind.GRAD_NORM, Kind.OPTIMIZER_STEP, Kind.SEND_NORM)
-        unit = None if own else h.plan.unit(a.unit)
+        unit = None if own else executor.plan.unit(a.unit)
         return {
-            "step": h.global_step,
+            "step": executor.global_step,
             "round": a.round,
             "unit": None if own else a.unit,
-            "stage": h.schedule.owned(h.rank) if unit is None else unit.stage,
+            "stage": executor.schedule.owned(executor.rank) if unit is None else unit.stage,
             "backward": a.backward,
             "peer": None if a.peer is None else self._base + a.peer,
             "stream": a.stream,
             "bytes": a.nbytes,
-            "version": h.global_step + a.version,
+            "version": executor.global_step + a.version,
             "name": a.kind.label if unit is None else unit.name or "persistent parameters",
         }
 
-    def _around(self, kind: Kind, do: Callable[[Action], None]) -> Callable[[Action], None]:
+    def _timed(self, kind: Kind, do: Callable[[Action], None]) -> Callable[[Action], None]:
         def timed(a: Action) -> None:
             if self.executor.global_step >= self._until:
                 self._end_recording()
@@ -97,20 +97,20 @@ class Recorder:
                 self._end(visit)
             if kind in OWNER:
                 with self.executor.transport.owner_stream():
-                    before = self._mark()
+                    before = self._timestamp()
                     do(a)
-                    self._slices.append(("owner", kind.label, before, self._mark(), self._what(a)))
+                    self._slices.append(("owner", kind.label, before, self._timestamp(), self._args(a)))
                 return
-            before = self._mark() if kind in RECEIVES and a.peer is not None or kind in SENDS else None
+            before = self._timestamp() if kind in RECEIVES and a.peer is not None or kind in SENDS else None
             do(a)
             if before is not None and kind in RECEIVES:
-                after = self._mark()
-                self._slices.append(("waits", f"wait {a.stream}", before, after, self._what(a)))
-                self._messages.append(("receive", after, self._what(a)))
+                after = self._timestamp()
+                self._slices.append(("waits", f"wait {a.stream}", before, after, self._args(a)))
+                self._messages.append(("receive", after, self._args(a)))
             elif before is not None and a.peer != self.executor.rank:
-                self._messages.append(("send", before, self._what(a)))
+                self._messages.append(("send", before, self._args(a)))
             if kind in BEGINS and a.unit != PERSISTENT:
-                self._begun[visit] = (self._mark(), self._what(a) if kind == Kind.WAIT_PARAM else self._begun[visit][1])
+                self._begun[visit] = (self._timestamp(), self._args(a) if kind == Kind.WAIT_PARAM else self._begun[visit][1])
 
         return timed
 
@@ -127,8 +127,10 @@ class Recorder:
     def _end(self, visit: tuple[int, int, bool]) -> None:
         begun = self._begun.pop(visit, None)
         if begun is not None:
-            what = begun[1]
-            self._slices.append(("passes", f"{'B' if what['backward'] else 'F'}{what['stage']}", begun[0], self._mark(), what))
+            args = begun[1]
+            self._slices.append(
+                ("passes", f"{'B' if args['backward'] else 'F'}{args['stage']}", begun[0], self._timestamp(), args)
+            )
 
     def _released(self, unit: int, backward: bool) -> None:
         if not backward:
@@ -136,19 +138,19 @@ class Recorder:
         self._release(unit, backward)
 
     def stop(self) -> dict[str, Any]:
-        """Take the recorder off; everything it has seen, as a Chrome trace (times in microseconds of the monotonic clock)."""
-        self.executor.actions = self._do
+        """Remove the recorder. Returns a Chrome trace, with times in microseconds of the monotonic clock."""
+        self.executor.actions = self._actions
         del self.executor.release  # the class's own
         if self.cuda:
             torch.cuda.synchronize(self._device)
-        h = self.executor
+        executor = self.executor
         pid = self.rank
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}]
         events += [
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}} for track, tid in TRACKS.items()
         ]
-        for track, name, begin, end, what in self._slices:
-            a, b = self._at(begin), self._at(end)
+        for track, name, begin, end, args in self._slices:
+            a, b = self._microseconds(begin), self._microseconds(end)
             events.append(
                 {
                     "ph": "X",
@@ -158,15 +160,15 @@ class Recorder:
                     "tid": TRACKS[track],
                     "ts": a,
                     "dur": max(b - a, 0.0),
-                    "args": what,
+                    "args": args,
                 }
             )
-        messages = [{"side": side, "ts": self._at(when), **what} for side, when, what in self._messages]
+        messages = [{"side": side, "ts": self._microseconds(when), **args} for side, when, args in self._messages]
         about = {
             "rank": pid,
-            "ranks": h.schedule.ranks * h.plan.rings,
-            "threshold": h.schedule.threshold,
-            "rounds": h.schedule.rounds,
+            "ranks": executor.schedule.ranks * executor.plan.rings,
+            "threshold": executor.schedule.threshold,
+            "rounds": executor.schedule.rounds,
             "host": host(),
             "ended_at_step": self._until if self._full else None,
             "monotonic_us": self._start / 1e3,
@@ -176,8 +178,8 @@ class Recorder:
         }
         return {"traceEvents": events, "displayTimeUnit": "ms", "deepspeed_cdp": about}
 
-    def _at(self, mark: Any) -> float:
-        return self._start / 1e3 + self._zero.elapsed_time(mark) * 1e3 if self.cuda else mark / 1e3
+    def _microseconds(self, timestamp: Any) -> float:
+        return self._start / 1e3 + self._zero.elapsed_time(timestamp) * 1e3 if self.cuda else timestamp / 1e3
 
 
 def file_of(path: str, rank: int) -> str:
