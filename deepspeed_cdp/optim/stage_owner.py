@@ -1,8 +1,7 @@
 """The owner of a stage: fp32 masters, updated by the user's optimizer once the stage's gradient sums are finished.
 
-Rings and pipelines use the same owner. ``engine.step()`` records the hyperparameters of a step; the owner applies the step's
-update
-later, when its sums have arrived, with the recorded ones.
+Rings and pipelines use the same owner. ``engine.step()`` records a step's hyperparameters. The owner applies the update with them
+later, when the step's sums have arrived.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -28,7 +27,7 @@ Sums = Mapping[Any, Mapping[str, torch.Tensor]]
 class StageOwner:
     """Masters of one stage: fp32, whole tensors, stepped by a torch optimizer.
 
-    A *unit* here is the key of some finished sums: an index of the plan, or whatever else the caller tells sums apart by.
+    A *unit* here is a key of ``sums``: in a ring a unit's index in the plan.
 
     Attributes:
         masters: trained parameters of the stage by name; fp32 ``nn.Parameter`` of the parameter's shape.
@@ -83,11 +82,11 @@ class StageOwner:
         # torch's own optimizers keep their state by parameter, so units can be updated one by one
         self.updates_per_unit = self._fused is not None or type(optimizer).__module__.startswith("torch.optim")
         self._recorded: dict[int, list[dict[str, Any]]] = {}
-        self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam keeps its count there)
+        self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam's step count)
         self.publish_all()
 
     def use_sums(self, sums: Sums) -> None:
-        """The memory of finished sums, now and after it has moved."""
+        """Read finished sums from these tensors from now on."""
         self.sync_optimizer_state()
         self._sums = sums
         dtypes = {t.dtype for views in (*sums.values(), self._published[0]) for n, t in views.items() if n in self.masters}
@@ -100,7 +99,7 @@ class StageOwner:
         return self.updates_per_unit and not self.clip
 
     def put_state(self, name: str, state: dict[str, Any]) -> None:
-        """Give the optimizer a saved state of a parameter, perhaps saved by an optimizer of another device or make."""
+        """Give the optimizer a parameter's saved state, perhaps of another optimizer class or device."""
         master, state = self.masters[name], dict(state)
         on_device = any(
             p is master for g in self.optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]
@@ -117,7 +116,7 @@ class StageOwner:
             torch._foreach_copy_([self._published[slot][n] for n in names], [self.masters[n] for n in names])
 
     def publish_all(self) -> None:
-        """Write everything, frozen parameters too, into every copy."""
+        """Write masters and frozen parameters into every published copy."""
         for copy, views in enumerate(self._published):
             self.publish(copy)
             for name, value in self.frozen.items():
@@ -125,7 +124,7 @@ class StageOwner:
 
     # ---- updates --------------------------------------------------------------------------------------------------------
     def record(self, step: int) -> None:
-        """Keep the groups' options for the update of ``step``."""
+        """Record the groups' options for the update of ``step``."""
         self._recorded[step] = [
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in g.items() if k != "params"}
             for g in self.user_optimizer.param_groups  # (schedulers write into a tensor lr)
@@ -133,7 +132,7 @@ class StageOwner:
 
     @torch.no_grad()
     def advance(self, step: int, unit: Hashable, slot: int | None) -> torch.Tensor:
-        """Average, update and publish (if ``slot`` is given) a unit whose sums are finished; squares, as ``average`` has them."""
+        """Average and update a unit, and publish it into copy ``slot`` unless that is None. Returns as ``average``."""
         if self._fused:
             return self._fused.update(unit, self._recorded[step], 1 / self._divisor(step), None, slot)
         squares = self.average(step, unit)
@@ -146,9 +145,9 @@ class StageOwner:
 
         Args:
             tied: more sums of the same parameters, to be added.
-            keep: the memory of the sums is written again before the update, so the gradients need memory of their own.
+            keep: the sums' memory is overwritten before the update, so the gradients need memory of their own.
         Returns:
-            parts of their squared norm (1-D, float32 or float64, on the device); to be read before the unit's next average.
+            parts of their squared norm (1-D, float32 or float64, on the device), valid until the unit's next average.
         """
         views = list(self._sums[unit].values())
         if not views:
@@ -166,7 +165,7 @@ class StageOwner:
                 grad.add_(addend)
         torch._foreach_div_(grads, self._divisor(step))
         self._grads[unit] = grads
-        if self._device.type == "cpu":  # in double precision, as the oracle has it
+        if self._device.type == "cpu":  # in double precision, as in analysis/reference.py
             norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
         else:
             norms = list(torch._foreach_norm(grads))
@@ -174,7 +173,7 @@ class StageOwner:
 
     @torch.no_grad()
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: Hashable = None, slot: int | None = None) -> None:
-        """theta_{step+1} = opt(theta_step, averaged gradients), of one unit or all that are left.
+        """theta_{step+1} = opt(theta_step, averaged gradients), for one unit, or for all units not updated yet.
 
         Args:
             norm2: squared norm to clip by (float64, one element); None not to clip.
@@ -186,7 +185,7 @@ class StageOwner:
             factor = (1.0 / torch.clamp((norm2.sqrt() + EPSILON) / self.clip, min=1.0)).to(torch.float32).squeeze()
         units = [i for i in ([unit] if unit is not None else list(self._grads)) if i in self._grads]
         grads: dict[str, torch.Tensor] = {}
-        common = not units  # a step that is skipped is published all the same
+        common = not units  # a skipped step is published, too
         for i in units:
             averaged = self._grads.pop(i)
             if averaged is None:
@@ -216,7 +215,7 @@ class StageOwner:
         del self._recorded[step]
 
     def sync_optimizer_state(self) -> None:
-        """Bring the optimizer's state up to date for those who look at it."""
+        """Write step counts into the optimizer's state; call it before reading that state."""
         if self._fused:
             self._fused.write_step_counts()
 
