@@ -17,14 +17,14 @@ try:
 except ImportError:  # torch for CPUs comes without it
     triton = None
 
-# Elements that one program updates. Small programs on the whole GPU take least from the passes beside them: on an H200 the update
-# of 1.2 billion parameters costs a step of Llama 1.35B 8.1 ms; 32 programs in a loop 9.7, and 10.3 with masks, which full blocks
-# do not need: they make every access one of four bytes.
+# Elements per program. Many small programs slow the concurrent passes least. Full blocks need no masks, with which every access
+# has four bytes. Update of 1.2 billion parameters beside a step of Llama 1.35B on an H200: 8.1 ms; with 32 programs in a loop
+# 9.7 ms, and with masks 10.3 ms.
 BLOCK = 1024
 
 
 class Hyper(NamedTuple):
-    """What one call needs of a parameter group."""
+    """Hyperparameters of a parameter group."""
 
     lr: float
     beta1: float
@@ -34,7 +34,7 @@ class Hyper(NamedTuple):
     decoupled: bool  # AdamW; else the decay is added to the gradient
 
 
-# Whether compiled kernels take the arguments that @triton.jit functions do: before 3.3 (torch 2.6) not the constants among them.
+# Whether compiled kernels take the constants among the arguments, as @triton.jit functions do: not before 3.3 (torch 2.6).
 TAKES_CONSTANTS = triton is not None and Version(triton.__version__) >= Version("3.3")
 
 if triton is not None:
@@ -56,7 +56,7 @@ if triton is not None:
 
     @triton.jit
     def _chunk(table, chunks, SIZE: tl.constexpr):
-        """This program's tensor, its elements there, and which of them there are."""
+        """This program's tensor, its elements, and a mask of elements inside the tensor."""
         tensor = tl.load(chunks + 2 * tl.program_id(0))
         at = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
         return tensor, at, at < tl.load(table + 6 * tensor + 5)
@@ -151,7 +151,7 @@ class Batch:
         )
         tails = torch.tensor([(i, size // BLOCK) for i, size in enumerate(sizes) if size % BLOCK], dtype=torch.int64).view(-1, 2)
         self._squares = torch.empty(len(full) + len(tails), dtype=torch.float32, device=device)
-        # (tensors and blocks in them, where their squares go, whether some elements of the blocks are none)
+        # chunks (tensor, block), their squared norms, whether the blocks need masks
         self._parts = [
             (chunks.to(device, torch.int32), squares, masked)
             for chunks, squares, masked in ((full, self._squares[: len(full)], False), (tails, self._squares[len(full) :], True))
@@ -160,7 +160,7 @@ class Batch:
         self._compiled: dict[tuple, Any] = {}
 
     def _launch(self, kernel: Any, table: torch.Tensor, arguments: tuple, constants: tuple) -> None:
-        """Triton looks all arguments of a launch over for what to compile; here they are alike each time, so once is enough."""
+        """Launch without Triton's look at all arguments after the first call: arguments of later calls specialize alike."""
         for chunks, squares, masked in self._parts:
             key, grid, given = (kernel.__name__, *constants, masked), (len(squares), 1, 1), (table, chunks, squares, *arguments)
             compiled = self._compiled.get(key)
@@ -187,7 +187,7 @@ class Batch:
             parts of the squared norm of the gradient before clipping, as ``square``.
         """
         self.count += 1
-        keep1, keep2 = hyper.beta1, hyper.beta2  # what the kernel gets as fp32 is worked out in double precision
+        keep1, keep2 = hyper.beta1, hyper.beta2  # the kernel's fp32 scalars are computed in double precision
         correction, root = 1 - keep1**self.count, (1 - keep2**self.count) ** 0.5
         decay = 1 - hyper.lr * hyper.decay if hyper.decoupled else hyper.decay
         self._launch(
@@ -211,10 +211,10 @@ class Batch:
 
 
 class Adam:
-    """Updates an owner's units in the place of its torch.optim.Adam or AdamW or DeepSpeed's FusedAdam, whose state it keeps.
+    """Updates an owner's units for torch.optim.Adam, AdamW or DeepSpeed's FusedAdam, and keeps that optimizer's state.
 
     Args:
-        optimizer: what ``suits`` has said yes to.
+        optimizer: one that ``suits`` accepts.
         masters: by name; fp32. sums: by unit and name; published: by copy and name.
     """
 
@@ -228,14 +228,13 @@ class Adam:
         self.optimizer, self.masters, self._sums, self._published = optimizer, masters, sums, published
         self._batches: dict[
             Hashable, tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]
-        ] = {}  # with the state they are over
+        ] = {}  # by unit: the exp_avg tensors that the batches read, the batches with their names
         device = next(iter(masters.values())).device if masters else None
         self._zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     @staticmethod
     def suits(optimizer: torch.optim.Optimizer, device: torch.device, dtypes: Iterable[torch.dtype] = ()) -> bool:
-        """Whether this optimizer's arithmetic is the one here, on a device that Triton compiles for, for parameters and sums of
-        these dtypes."""
+        """Whether the kernel can replace this optimizer on this device, for parameters and sums of these dtypes."""
         return (
             triton is not None
             and device.type == "cuda"
@@ -258,13 +257,12 @@ class Adam:
         squares = []
         for batch, _ in self._batches_of(unit):
             hyper = _hyper(self.optimizer, options[batch.group])
-            assert hyper is not None, "suits() has looked"
+            assert hyper is not None, "suits() has checked it"
             squares.append(batch.update(hyper, scale, clip, copy))
         return self._concatenated(squares)
 
     def write_step_counts(self) -> None:
-        """Write the numbers of steps into the optimizer's state, where they are not kept up to date while training; the next
-        update reads them there anew, since callers may change them."""
+        """Write the step counts into the optimizer's state. The next update reads them again, since callers may change them."""
         for _, batches in self._batches.values():
             for batch, names in batches:
                 for name in names:
@@ -276,7 +274,7 @@ class Adam:
         return squares[0] if len(squares) == 1 else torch.cat(squares) if squares else self._zero
 
     def _batches_of(self, unit: Hashable) -> list[tuple[Batch, list[str]]]:
-        """The unit's batches, made anew when the optimizer's state is not what they were made for (a checkpoint was loaded)."""
+        """The unit's batches; rebuilt if the optimizer's state tensors have been replaced (a checkpoint was loaded)."""
         state, names = self.optimizer.state, list(self._sums[unit])
         seen = [state[self.masters[n]].get("exp_avg") for n in names]
         known = self._batches.get(unit)
@@ -321,7 +319,7 @@ class Adam:
 
 
 def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper | None:
-    """A group's hyperparameters, or None if this file does not know how to apply them."""
+    """A group's hyperparameters, or None if the kernel cannot apply them."""
     kind, lr = type(optimizer), group["lr"]
     if isinstance(lr, torch.Tensor) and lr.device.type != "cpu":
         return None
@@ -330,7 +328,7 @@ def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper | N
             return None
         decoupled = kind is torch.optim.AdamW or bool(group.get("decoupled_weight_decay"))
     elif f"{kind.__module__}.{kind.__name__}" == "deepspeed.ops.adam.fused_adam.FusedAdam" and group["bias_correction"]:
-        decoupled = getattr(optimizer, "adam_w_mode", None) == 1  # what DeepSpeed makes of "type": "Adam" or "AdamW" on GPUs
+        decoupled = getattr(optimizer, "adam_w_mode", None) == 1  # "type" is "AdamW", or "Adam" with adam_w_mode
     else:
         return None
     beta1, beta2 = map(float, group["betas"])

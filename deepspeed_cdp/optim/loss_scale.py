@@ -1,9 +1,9 @@
-"""Loss scaling for fp16 gradients: which scale a step has, and when its overflow counts.
+"""Loss scaling for fp16 gradients: the scale of each step, and the step at which an overflow takes effect.
 
-DeepSpeed's own scaler holds the numbers (``fp16.loss_scale`` and kin). What is decided here is *when* it hears of a step's
-overflow, so that every rank multiplies a step's losses by the same scale, known before its first backward::
+DeepSpeed's own scaler holds the numbers (``fp16.loss_scale`` and related settings). ``LossScale`` decides *when* the scaler is
+updated with a step's overflow, so that every rank multiplies a step's losses by the same scale, known before its first backward::
 
-    scale of step t = what the scaler has made of the overflows of the steps <= t - delay
+    scale of step t = the scaler's, updated with the overflows of the steps <= t - delay
 
 The delay is 1 under ``dp``, as in ZeRO-3. Under ``cdp-v1`` it is 2: the update of step t, which waits for the step's norm, comes
 on some ranks after the backwards of step t + 1 have begun. A flush ends all steps: the step after it has a delay of 1 under both.
@@ -17,7 +17,7 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler, DynamicLossScal
 
 from deepspeed_cdp.plan.schedule import Schedule
 
-_KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # what a dynamic scaler changes
+_KEPT = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # attributes that change in training
 
 
 def plain(scaler: LossScalerBase) -> dict[str, Any]:
@@ -68,12 +68,12 @@ class LossScale:
         self._delay = (1 if schedule.threshold == 0 else 2) if schedule.exact_norm else None
         self._report_delay = (
             0 if schedule.threshold == 0 and schedule.ranks > 1 else 1
-        )  # steps from a step to the end that knows it
+        )  # steps from a step to the step at whose end its overflow is known
 
     def restart(self, step: int, state: Mapping[str, Any] | None = None) -> None:
         """Go on with ``step``, between steps after a flush; ``state`` is that of ``state_dict``, or None to stay as it is."""
         self._next_scale = self._next_overflow = (
-            step  # the first step without a scale; the first whose overflow the scaler has not heard of
+            step  # first step without a scale; first step whose overflow the scaler has not got
         )
         self._scales: dict[int, float] = {}
         self._overflows: dict[int, bool] = {}  # step -> whether it overflowed, for the scaler
@@ -86,11 +86,11 @@ class LossScale:
 
     def state_dict(self) -> dict[str, Any]:
         """After a flush: plain numbers that ``restart`` takes."""
-        assert not self._overflows, "a flush tells the scaler everything"
+        assert not self._overflows, "a flush updates the scaler with all steps"
         return {"untold": any(self._unreported.values()), **plain(self.scaler)}
 
     def of(self, step: int) -> float:
-        """The scale of a step: asked for from its first backward to its update."""
+        """The scale of a step, from its first backward to its update."""
         while self._next_scale <= step:
             self._update_scaler(self._next_scale)
             assert self._delay is None or self._next_overflow > self._next_scale - self._delay, (
@@ -103,22 +103,22 @@ class LossScale:
         return self._scales[step]
 
     def _update_scaler(self, step: int) -> None:
-        """Tell the scaler what counts for ``step``, as far as it is known."""
+        """Update the scaler with the known overflows that take effect at ``step``."""
         while self._delay is not None and self._next_overflow <= step - self._delay and self._next_overflow in self._overflows:
             self.scaler.update_scale(self._overflows.pop(self._next_overflow))
             self._next_overflow += 1
 
     def end(self, step: int, overflow: bool) -> None:
-        """The step's norm has come in, and with it whether the update is skipped."""
+        """Record whether the step's norm overflowed; then its update is skipped."""
         self._overflows[step] = self._unreported[step] = overflow
 
     def finish(self, step: int) -> None:
         """The step's update is over."""
-        self.of(step)  # (a rank that owns nothing has not asked)
+        self.of(step)  # (a rank without a backward has not asked for it)
         del self._scales[step]
 
     def end_step(self, step: int) -> bool:
-        """At the end of ``step`` on this rank: whether the step that is known by now on every rank was skipped.
+        """End ``step`` on this rank. Returns whether the newest step whose overflow every rank knows was skipped.
 
         That is this step under ``dp`` on several ranks, else the step before.
         """
@@ -128,7 +128,7 @@ class LossScale:
         return any([self._unreported.pop(s) for s in sorted(self._unreported) if s <= step - self._report_delay])
 
     def flush(self) -> None:
-        """All steps have ended: the scaler hears of them at once."""
+        """All steps have ended: update the scaler with all of them."""
         if self._delay is not None:
             self._update_scaler(self._next_scale - 1 + self._delay)
         assert not self._overflows, self._overflows

@@ -1,9 +1,8 @@
-"""Optimizer state in host memory (``offload_optimizer: cpu``): masters, state and update are the CPU's.
+"""Optimizer offloading (``offload_optimizer: cpu``): masters, optimizer state and update on the CPU.
 
 Per trained parameter that the rank owns, the host keeps an fp32 master, the optimizer's state, a buffer for the averaged gradient
-(fp32) and one for the new value (the parameter's dtype). The device keeps the finished sum and the published copies, as
-ever. Ranks
-that compute on CPUs make the same copies between two places of one memory.
+(fp32) and one for the new value (the parameter's dtype). The device keeps the finished sums and the published copies. Ranks that
+compute on CPUs make the same copies within host memory.
 """
 
 from collections.abc import Hashable, Sequence
@@ -18,27 +17,27 @@ PER_UNIT = ("deepspeed.ops.adam.cpu_adam", "deepspeed.ops.adagrad.cpu_adagrad", 
 
 
 class OffloadedOwner(StageOwner):
-    """Masters of one stage in host memory. The device averages and measures, the host steps.
+    """Masters of one stage in host memory. The device averages gradients and computes norms, the host steps the optimizer.
 
-    A unit's averaged gradients are copied on the owner's stream as soon as its sums are finished, and its new parameters once it
-    is stepped; so copies of other units run while the host steps one. The host waits for nothing but copies.
+    The owner's stream copies a unit's averaged gradients to the host as soon as its sums are finished, and its new parameters back
+    after its step. So copies of other units run while the host steps one. The host waits for copies only.
     """
 
     master_device = torch.device("cpu")
-    updates_eagerly = False  # all units' copies are under way before the first one's update waits for its own
+    updates_eagerly = False  # all units' copies start before the first update waits for its copy
 
     def __init__(self, *args: Any, pin: bool = True):
         """As ``StageOwner``.
 
         Args:
-            pin: page-locked buffers for copies, if the parameters are on a GPU: copies are asynchronous then.
+            pin: pinned buffers, if the parameters are on a GPU: copies are asynchronous then.
         """
         self._pin = pin
         self._grad_buffers: dict[Hashable, list[torch.Tensor]] = {}
         self._value_buffers: dict[str, torch.Tensor] = {}
         self._grads_arrived: dict[Hashable, torch.cuda.Event | None] = {}  # by unit: its gradients are in host memory
-        self._value_buffers_read: torch.cuda.Event | None = None  # everything in the value buffers has been read
-        self._norm2: torch.Tensor | None = None  # to clip this step's update by, on the host
+        self._value_buffers_read: torch.cuda.Event | None = None  # the value buffers have been read
+        self._norm2: torch.Tensor | None = None  # squared norm that clips this step's update, on the host
         super().__init__(*args)
         self.updates_per_unit = self.updates_per_unit or type(self.optimizer).__module__ in PER_UNIT
 
@@ -48,7 +47,7 @@ class OffloadedOwner(StageOwner):
     def _record(self) -> torch.cuda.Event | None:
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event(blocking=True)  # the host sleeps: the CPU is what other ranks' updates need
+        event = torch.cuda.Event(blocking=True)  # the host sleeps, so that other ranks' updates have the CPU
         event.record()
         return event
 
@@ -58,7 +57,7 @@ class OffloadedOwner(StageOwner):
 
         The rule that excludes deadlocks (docs/algorithm.md#why-it-cannot-deadlock) allows it: the owner's stream waits before the
         event for finished sums, norms and readers of the old copy, all of earlier logical time than this update. If a peer is
-        gone, the transport's watch unblocks the device after its timeout, and the next hand-off raises.
+        gone, the transport's watchdog unblocks the device after its timeout, and the next message raises.
         """
         if event is not None:
             event.synchronize()
@@ -82,7 +81,7 @@ class OffloadedOwner(StageOwner):
 
     @torch.no_grad()
     def average(self, step: int, unit: Hashable, tied: Sequence[Sequence[torch.Tensor]] = (), keep: bool = False) -> torch.Tensor:
-        """As ``StageOwner``'s, on the device; the averaged gradients begin their way to the host, so nothing need be kept."""
+        """As ``StageOwner``'s, on the device; starts the copy of the averaged gradients to the host. ``keep`` has no effect."""
         squares = super().average(step, unit, tied)
         grads = self._grads.get(unit)
         if grads:
@@ -96,7 +95,7 @@ class OffloadedOwner(StageOwner):
 
     @torch.no_grad()
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: Hashable = None, slot: int | None = None) -> None:
-        """As ``StageOwner``'s, on the host, once the gradients are there."""
+        """As ``StageOwner``'s, on the host, after the gradients have arrived there."""
         if norm2 is not None and self.clip > 0:
             if self._norm2 is None:
                 self._norm2 = norm2.to(self.master_device)

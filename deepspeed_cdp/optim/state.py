@@ -1,4 +1,4 @@
-"""An optimizer's groups and state over masters, and as another make of optimizer, or another device, takes them."""
+"""An optimizer's groups and state: moved to masters, and converted for another optimizer class or device."""
 
 import copy
 from collections import defaultdict
@@ -10,10 +10,10 @@ Names = dict[torch.nn.Parameter, str]
 
 
 def take_over(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Parameter], names: Names) -> torch.optim.Optimizer:
-    """Let the optimizer itself step these masters; all else that it knew is forgotten.
+    """Make the optimizer step these masters instead of the parameters of its groups.
 
     Args:
-        names: of the parameters that its groups hold now.
+        names: of the parameters in its groups.
     """
     state = {names[p]: s for p, s in optimizer.state.items() if isinstance(p, torch.nn.Parameter) and p in names}
     optimizer.state.clear()
@@ -27,7 +27,7 @@ def take_over(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Para
 
 
 def part_of(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Parameter], names: Names) -> torch.optim.Optimizer:
-    """A copy of the optimizer that steps these masters only; all its groups are there, some perhaps empty."""
+    """A copy of the optimizer that steps these masters only. It has all groups; some may be empty."""
     part = object.__new__(type(optimizer))
     part.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # (schedulers wrap an instance's step)
     part.state = defaultdict(dict)
@@ -42,7 +42,7 @@ def part_of(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Parame
 
 
 def _state_of(master: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state, as its master has it: tensors of its shape are in its dtype, on its device."""
+    """A parameter's state for its master: tensors of the parameter's shape get the master's dtype and device."""
     return {
         k: v.to(master, copy=True).contiguous()
         if isinstance(v, torch.Tensor) and v.is_floating_point() and v.shape == master.shape
@@ -52,7 +52,10 @@ def _state_of(master: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, An
 
 
 def spread_counts(optimizer: torch.optim.Optimizer) -> None:
-    """DeepSpeed's FusedAdam counts steps in the state of a group's last parameter only; on another ring another one is last."""
+    """Give all parameters the step count that DeepSpeed's FusedAdam keeps in the state of each group's last parameter only.
+
+    In a ring of another size another parameter is the last.
+    """
     for group in optimizer.param_groups if type(optimizer).__name__ == "FusedAdam" else ():
         states = [optimizer.state[p] for p in group["params"] if "step" in optimizer.state.get(p, ())]
         for state in states:
@@ -60,7 +63,7 @@ def spread_counts(optimizer: torch.optim.Optimizer) -> None:
 
 
 def fit_counts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """torch's optimizers count in a tensor, in place, DeepSpeed's in an int: the state of one is taken by the other."""
+    """Convert the step count for this optimizer: torch's optimizers have a tensor, DeepSpeed's an int."""
     make, step = type(optimizer).__module__, state.get("step")
     if make.startswith("torch.optim") and isinstance(step, int):
         state["step"] = torch.tensor(float(step), dtype=torch.float32, device="cpu")
@@ -69,7 +72,7 @@ def fit_counts(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
 
 
 def moved(value: Any, device: torch.device, scalars_too: bool) -> Any:
-    """Tensors on the device; those of one number stay on the CPU, as torch's optimizers keep their counts."""
+    """Move tensors to the device. Scalars stay on the CPU, as step counts of torch's optimizers do, unless ``scalars_too``."""
     if isinstance(value, torch.Tensor):
         return value.to(device).contiguous() if value.dim() or scalars_too else value
     if isinstance(value, dict):
