@@ -19,8 +19,8 @@ PER_UNIT = ("deepspeed.ops.adam.cpu_adam", "deepspeed.ops.adagrad.cpu_adagrad", 
 class OffloadedOwner(StageOwner):
     """Masters of one stage in host memory. The device averages gradients and computes norms, the host steps the optimizer.
 
-    The owner's stream copies a unit's averaged gradients to the host as soon as its sums are finished, and its new parameters back
-    after its step. So copies of other units run while the host steps one. The host waits for copies only.
+    The owner's stream copies a unit's averaged gradients to the host as soon as its sums are finished, and its new parameters
+    back after its step. So copies of other units run while the host steps one. The host waits for copies only.
     """
 
     master_device = torch.device("cpu")
