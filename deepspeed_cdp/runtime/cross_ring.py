@@ -19,9 +19,8 @@ SumViews = Callable[[int], tuple[list[torch.Tensor], list[torch.Tensor]]]
 class CrossRing:
     """Adds a stage's finished sums of all rings, ring by ring, and brings the total back.
 
-    Messages of other rings land in region ``X``, which at last holds the total that the owner averages and updates with. The
-    place
-    of the own ring's finished sums holds the sum of this ring and all rings before it.
+    Messages of other rings land in region ``X``. It ends with the total, which the owner averages. The place of the own ring's
+    finished sums ends with the sum of this ring and all rings before it.
 
     Attributes:
         total: float64, [2]: loss sum and count over all rings, after ``exchange``.
@@ -35,7 +34,10 @@ class CrossRing:
         """
         self._views = views
         self.transport, ring = transport.inner, transport.ring
-        self._peer = {"X": transport.inner.rank + transport.size, "Y": transport.inner.rank - transport.size}  # to whom
+        self._peer = {
+            "X": transport.inner.rank + transport.size,
+            "Y": transport.inner.rank - transport.size,
+        }  # receiver's world rank, by stream
         self._last, self._posts = ring == plan.rings - 1, first_posts(ring, order)
         self._links = chain(ring, plan.rings, order)
         stage = plan.schedule.owned(transport.rank)
@@ -52,7 +54,7 @@ class CrossRing:
         self._posted: dict[tuple[str, int], Ticket] = {}
 
     def begin(self) -> None:
-        """Region X is free: let the next step's messages in."""
+        """Region X is free: post receives for the next step."""
         for stream, i in self._posts:
             self._post(stream, i)
 
@@ -65,7 +67,7 @@ class CrossRing:
     def exchange(
         self, ready: Callable[[int], Any], losses: Callable[[], tuple[torch.Tensor, int]], where: Where
     ) -> Iterator[int]:
-        """Average one step's finished sums; gives each unit when its total is in region X, and nobody else reads it.
+        """Sum one step's finished sums over all rings; yield each unit when its total is in region X and all sends from there are done.
 
         Args:
             ready: waits for a unit's sum of the own ring.

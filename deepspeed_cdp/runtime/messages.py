@@ -1,4 +1,4 @@
-"""A rank's messages as its program names them: where they lie, which are under way, and which still read from a buffer."""
+"""A rank's messages, addressed as in its program: their places, pending receives, and pending reads of buffers."""
 
 from contextlib import suppress
 from typing import Any
@@ -13,7 +13,7 @@ from deepspeed_cdp.transport.base import Ticket, Where
 
 
 class PendingReads:
-    """Transfers and copies that still read from this rank's buffers: whoever writes there must wait for them first."""
+    """Transfers and copies that still read from this rank's buffers. A write to the same bytes must wait for them."""
 
     def __init__(self, by_offset: frozenset[str]):
         """
@@ -38,7 +38,7 @@ class PendingReads:
         self._reading.setdefault(self._key(region, offset), []).append((offset, nbytes, ticket))
 
     def take(self, region: str, offset: int, nbytes: int) -> list[Any]:
-        """Tickets of what may still read from these bytes. They are forgotten here; the caller waits for them."""
+        """Remove and return the tickets of pending reads of these bytes. The caller waits for them."""
         key = self._key(region, offset)
         reading = self._reading.get(key)
         if not reading:
@@ -63,7 +63,7 @@ class Messages:
     """Posts, pushes and waits of one rank, addressed by the plan's regions.
 
     Attributes:
-        reads: what still reads from the buffers.
+        reads: pending reads of the buffers.
     """
 
     def __init__(self, state: RankState, by_offset: frozenset[str] = frozenset()):
@@ -81,7 +81,7 @@ class Messages:
         self.reads.clear()
 
     def drain(self) -> None:
-        """Before the end, without a flush: let the last step's finished sums in, for rank N-1 may wait until they are taken."""
+        """Before closing without a flush: receive the last step's finished sums, since rank N-1 may wait until they are received."""
         if self.transport.host_waits:  # elsewhere closing waits for all steps of all ranks
             with suppress(HandoffError):  # the peer has failed, and says so itself
                 for key in [k for k in self._arrivals if k[0] == "O" and k[1] < self.state.step]:
@@ -100,7 +100,7 @@ class Messages:
 
     # ---- messages -------------------------------------------------------------------------------------------------------
     def post(self, post: Post, where: Where) -> None:
-        """Grant the credit for one message: it may land as soon as nothing reads from its place any more."""
+        """Grant the credit for one message, which lands after all pending reads of its place."""
         step = self.state.step + post.ahead
         region = self._region(post.region, step, post.round, 0)
         readers = self.reads.take(region, post.offset, post.nbytes)
@@ -119,7 +119,11 @@ class Messages:
                 self.post(post, where)
 
     def push(self, a: Action, after: Ticket | None = None) -> None:
-        """Send the action's bytes; ``after``: the message that brought them, if they are forwarded as they came."""
+        """Send the action's bytes.
+
+        Args:
+            after: the received message, if its bytes are forwarded unchanged.
+        """
         region, view = self.place(a)
         assert a.peer is not None
         into = -1
@@ -129,7 +133,7 @@ class Messages:
         self.reads.add(region, a.offset, a.nbytes, ticket)
 
     def start_peer(self, a: Action) -> None:
-        """Begin this rank's side of a message that the peer initiates."""
+        """Start this rank's side of a message that the peer initiates."""
         assert a.peer is not None
         self.transport.start_peer(a.stream, a.peer, a.kind == Kind.START_RECV)
 
@@ -148,6 +152,6 @@ class Messages:
         ticket.wait(ActionLocation(state, a))
 
     def wait_readers(self, a: Action, region: str, offset: int, nbytes: int) -> None:
-        """Wait until nothing reads from these bytes any more."""
+        """Wait for the pending reads of these bytes."""
         for ticket in self.reads.take(region, offset, nbytes):
             ticket.wait(ActionLocation(self.state, a))

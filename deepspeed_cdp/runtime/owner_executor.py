@@ -1,8 +1,8 @@
 """The owner's actions of a rank's program: REDUCE_GRAD, GRAD_NORM, SEND_NORM, OPTIMIZER_STEP, PUBLISH_PARAM.
 
-All of them run on the owner's stream, beside the passes. A stream gets work only when the host's executor reaches it, and
-the host
-is often not ahead of the passes. So a unit's sum is reduced where it is finished in logical time, not when its whole stage is.
+All of them run on the owner's stream, beside the passes. The owner's stream gets an action only when the executor on the host
+reaches it, and the host is often not ahead of the passes. So each unit's sum has its own REDUCE_GRAD, at the logical time at which
+that sum is finished, instead of one for the stage.
 """
 
 from collections import deque
@@ -80,7 +80,7 @@ class OwnerExecutor:
             self._cross_ring.begin()
 
     def flush(self, actions: tuple[Action, ...]) -> None:
-        """Apply the last step's update without publishing it, for nobody reads it.
+        """Apply the last step's update without publishing it, since ``Runtime.restart`` publishes the masters next.
 
         Args:
             actions: of the steady program.
@@ -100,9 +100,13 @@ class OwnerExecutor:
                         self.transport.start_peer("S", a.peer, True)  # the last owner's, who ends the flush with it
         self._flushing = False
 
-    # ---- told by the passes ---------------------------------------------------------------------------------------------
+    # ---- calls of the passes --------------------------------------------------------------------------------------------
     def end_step(self, losses: torch.Tensor, count: int) -> None:
-        """The passes of the step are over. Their losses: float64 scalar, summed over ``count`` micro-batches."""
+        """The passes of the step are over.
+
+        Args:
+            losses: float64 scalar, the sum over ``count`` micro-batches.
+        """
         self._losses[self.state.global_step] = losses.clone(), count
         self._step_end = self.transport.record_event()
         if self.state.schedule.ranks == 1:  # sums are finished in place
@@ -113,12 +117,12 @@ class OwnerExecutor:
         self._own_read_end = self.transport.record_event()
 
     def wait_published(self, unit: int, version: int) -> None:
-        """The current stream waits until this version (relative to the step) of an owned unit is in its published copy."""
+        """Make the current stream wait until the published copy has this version (relative to the step) of an owned unit."""
         state = self.state
         self.transport.wait_event(self._published_at.get((unit, (state.step + version) % state.plan.copies)))
 
     def copy_own_sum(self, a: Action, view: torch.Tensor) -> None:
-        """Rank N-1 copies a sum that it has finished to where it reads it as the owner, beside the passes."""
+        """Rank N-1, which finishes the sums of its own stage: copy one to the place of finished sums, on the owner's stream."""
         region, offset, _ = a.into
         summed = self.transport.record_event()
         with self.transport.owner_stream():
@@ -137,14 +141,14 @@ class OwnerExecutor:
         return self.owner.updates_eagerly and not self.state.schedule.exact_norm
 
     def reduce(self, a: Action) -> None:
-        """REDUCE_GRAD: one unit's sum, as soon as it is finished."""
+        """REDUCE_GRAD: average one unit's finished sum."""
         self._wait_sum(a, a.unit)
         if self._eager:
             self._wait_copy(a, [a.unit])
         self._reduce_unit(a, a.unit)
 
     def _wait_sum(self, a: Action, unit: int) -> int:
-        """The ring's sum of the unit is complete."""
+        """Wait until the ring's sum of the unit is complete. Returns the unit."""
         if self.state.rank == self.state.schedule.ranks - 1:
             self.transport.wait_event(self._sum_ends.pop(unit, None))
         else:
@@ -152,7 +156,7 @@ class OwnerExecutor:
         return unit
 
     def norm(self, a: Action) -> None:
-        """GRAD_NORM: reduce the units that are left, and enter the stage's squared norm in the vector that goes round."""
+        """GRAD_NORM: reduce the remaining units, and send the metrics vector on with the stage's squared norm."""
         where, state = ActionLocation(self.state, a), self.state
         step = state.global_step + a.version
         if self._eager and self._reduced_late:
@@ -180,9 +184,9 @@ class OwnerExecutor:
         self._keep_alive(self._losses.pop(step)[0])
 
     def _keep_alive(self, tensor: torch.Tensor) -> None:
-        """Hold a tensor of the passes' stream until the owner's stream, which reads it, has come this far.
+        """Hold a reference to a tensor of the passes' stream until the owner's stream has read it.
 
-        torch's ``record_stream`` would do, but it makes every later allocation ask the device, some microseconds each.
+        ``Tensor.record_stream`` would do, but every later allocation would query the device, which takes microseconds.
         """
         while self._kept_alive and self._kept_alive[0][1].done():
             self._kept_alive.popleft()
@@ -191,7 +195,7 @@ class OwnerExecutor:
             self._kept_alive.append((tensor, event))
 
     def _reduce_unit(self, a: Action, unit: int) -> None:
-        """Average the unit's finished sum; update and publish it too where nothing else is waited for."""
+        """Average the unit's finished sum; in the eager case also update and publish the unit."""
         step = self.state.global_step + a.version
         if self._eager:
             copy = self._copy(a)
@@ -205,7 +209,7 @@ class OwnerExecutor:
         return (self.state.step + a.version + 1) % self.state.plan.copies
 
     def _wait_copy(self, a: Action, units: list[int]) -> None:
-        """Wait until nobody reads these units' published copies that are written next (a flush writes none)."""
+        """Wait for the readers of the published copies that these units' update overwrites. A flush overwrites none."""
         if self._flushing:
             return
         for ticket in self._copy_readers(a, units):
@@ -220,11 +224,11 @@ class OwnerExecutor:
         return [t for i in units for t in self.messages.reads.take(region, offsets[i], plan.unit(i).p_bytes)]
 
     def send_norm(self, a: Action) -> None:
-        """SEND_NORM: the last owner tells everyone the finished norm."""
+        """SEND_NORM: the last owner sends the finished norm to all others."""
         self.metrics.send_total()
 
     def step(self, a: Action) -> None:
-        """OPTIMIZER_STEP: do what is left of the step's update, and grant the credits that it frees."""
+        """OPTIMIZER_STEP: do the rest of the step's update, and grant the credits that it frees."""
         self._update(a)
         self.messages.post_all(a)
 
@@ -232,7 +236,7 @@ class OwnerExecutor:
         if a.peer is not None:
             self.metrics.receive_total(ActionLocation(self.state, a))
         step = self.state.global_step + a.version
-        if self.state.schedule.exact_norm:  # without the whole step's norm an owner cannot know (cdp-v2)
+        if self.state.schedule.exact_norm:  # under cdp-v2 an owner does not know the whole step's norm
             overflow = not bool(torch.isfinite(self.metrics.total))
             self.events.norm_known(step, overflow)
             if overflow:
@@ -248,7 +252,7 @@ class OwnerExecutor:
                 if self.owner.updates_per_unit:
                     self.owner.update(step, self.metrics.total, i, slot)
                 self._published_at[i, copy] = self.transport.record_event()
-        elif not self._reduced_late:  # each unit's copy has been waited for; frozen ones are never written, so nobody need wait
+        elif not self._reduced_late:  # REDUCE_GRAD has waited for the units' copies; frozen units are never written
             self._copy_readers(a, self.frozen)
         self.owner.finish(step)
         self.events.step_updated(step)
@@ -257,7 +261,7 @@ class OwnerExecutor:
         self._sums_used()
 
     def _sums_used(self) -> None:
-        """The next message that lands in the place of the finished sums must wait for this stream's reads of them."""
+        """Remember this stream's reads of the finished sums, for messages that land in their place."""
         event = self.transport.record_event()
         if event is not None:
             for offset, nbytes in self._sum_places:

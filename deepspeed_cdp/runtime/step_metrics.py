@@ -1,10 +1,9 @@
 """The vector that goes round the ring once a step: norms by stage, losses, busy times. One small message per rank and step.
 
-Each owner passes the vector on when its stage's sums are finished: the owner of stage N-1 (rank 0) first, the owner of stage 0
-last. The last one sends it to rank 0 for the next step. So an owner sees this step's norms of the stages after its own, and
-the last
-step's norms of the stages before it: together they are the norm that clips under ``cdp-v2``. Under ``dp`` and ``cdp-v1`` the last
-owner also sends the finished total to all others, and every update waits for it.
+Each owner sends the vector on when its stage's sums are finished: the owner of stage N-1 (rank 0) first, the owner of stage 0
+last. The last one sends it to rank 0 for the next step. So an owner sees this step's norms of the stages after its own, and the
+last step's norms of the stages before it. Under ``cdp-v2`` the norm of both clips. Under ``dp`` and ``cdp-v1`` the last owner also
+sends the finished total to all others, and every update waits for it.
 """
 
 import math
@@ -26,7 +25,7 @@ class StepMetrics:
         kept: the part of it that a checkpoint holds, all but the last N.
         busy: seconds that this rank was busy in its latest step, without waiting for others; 0 before it is known.
         total: float64, [1]: the squared norm that this rank's next update clips with.
-        step: number of the last finished step that the vector tells of; None before one is. Counted on the host.
+        step: the last finished step in the vector; None before the first. Counted on the host.
     """
 
     def __init__(self, transport: Transport, buffers: Buffers):
@@ -51,7 +50,7 @@ class StepMetrics:
         self._copies_made, self._entered_busy = 0, 0.0
 
     def begin(self) -> None:
-        """After a reset of the transport: let the first messages in; the last owner sends rank 0 what it knows."""
+        """After a reset of the transport: post the first receives; the last owner sends its vector to rank 0."""
         self._posted, self._sent = {}, []
         if self.size > 1:
             self._post("S", (self.rank - 1) % self.size, self._incoming)
@@ -69,7 +68,7 @@ class StepMetrics:
         self._sent.append(self.transport.push(stream, dst, source.view(torch.uint8), None, self._lands[stream]))
 
     def receive(self, src: int, where: Where) -> None:
-        """Take the vector from the owner before."""
+        """Receive the vector from the previous owner."""
         self._wait_sent(where)
         self._posted["S"].wait(where)
         self.vector.copy_(self._incoming)
@@ -88,7 +87,7 @@ class StepMetrics:
                 step: the step's.
         """
         n, v = self.size, self.vector
-        finished = step if self.rank == n - 1 else step - 1  # the last owner closes a step, the others hear of it with the next
+        finished = step if self.rank == n - 1 else step - 1  # the last owner finishes a step; the others receive it with the next
         self.step = finished if finished >= self._first_step else None
         if self.rank == 0:
             v[n : n + 2].zero_()
@@ -108,12 +107,12 @@ class StepMetrics:
             self._push("S", (self.rank + 1) % n, v)
 
     def send_total(self) -> None:
-        """The last owner tells everyone the step's exact squared norm."""
+        """The last owner sends the step's exact squared norm to all others."""
         for peer in range(self.size - 1):
             self._push("T", peer, self.total)
 
     def receive_total(self, where: Where) -> None:
-        """Take it (every owner but the last)."""
+        """Receive it (every owner but the last)."""
         self._posted["T"].wait(where)
         self.total.copy_(self._incoming_total)
         self._post("T", self.size - 1, self._incoming_total)
@@ -141,7 +140,7 @@ class StepMetrics:
         return step, loss / count if count else None, math.sqrt(norm2)
 
     def busy_ranks(self) -> list[float] | None:
-        """Seconds by rank, each of the latest step whose number has come here; None before all are known."""
+        """Busy seconds by rank, each of the latest step that this rank knows; None before all are known."""
         numbers = self._newest()[1] if self._slots else self.vector[self.size + 2 :]
         seconds = [] if numbers is None else numbers[3:].tolist()
         return seconds if seconds and min(seconds) > 0 else None
@@ -151,7 +150,7 @@ class StepMetrics:
         return next(((s, slot) for s, slot, event in reversed(self._host_copies) if event.done()), (None, None))
 
     def _copy_to_host(self) -> None:
-        """Send the numbers to the host, behind the owner's work."""
+        """Enqueue a copy of the vector's finished part to the host, on the owner's stream."""
         slot = self._slots[self._copies_made % len(self._slots)]
         if len(self._host_copies) == len(self._slots):
             self._host_copies.popleft()  # it is this slot's
