@@ -34,10 +34,8 @@ class CrossRing:
         """
         self._views = views
         self.transport, ring = transport.inner, transport.ring
-        self._peer = {
-            "X": transport.inner.rank + transport.size,
-            "Y": transport.inner.rank - transport.size,
-        }  # receiver's world rank, by stream
+        # by stream: world rank of the receiver
+        self._peer = {"X": transport.inner.rank + transport.size, "Y": transport.inner.rank - transport.size}
         self._last, self._posts = ring == plan.rings - 1, first_posts(ring, order)
         self._links = chain(ring, plan.rings, order)
         stage = plan.schedule.owned(transport.rank)
@@ -67,7 +65,7 @@ class CrossRing:
     def exchange(
         self, ready: Callable[[int], Any], losses: Callable[[], tuple[torch.Tensor, int]], where: Where
     ) -> Iterator[int]:
-        """Sum one step's finished sums over all rings; yield each unit when its total is in region X and all sends from there are done.
+        """Add one step's finished sums over all rings; yield each unit when its total in region X may be overwritten.
 
         Args:
             ready: waits for a unit's sum of the own ring.

@@ -81,7 +81,7 @@ class Messages:
         self.reads.clear()
 
     def drain(self) -> None:
-        """Before closing without a flush: receive the last step's finished sums, since rank N-1 may wait until they are received."""
+        """Before closing without a flush: receive the last step's finished sums, for which rank N-1 may wait."""
         if self.transport.host_waits:  # elsewhere closing waits for all steps of all ranks
             with suppress(HandoffError):  # the peer has failed, and says so itself
                 for key in [k for k in self._arrivals if k[0] == "O" and k[1] < self.state.step]:

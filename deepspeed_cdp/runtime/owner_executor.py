@@ -1,8 +1,8 @@
 """The owner's actions of a rank's program: REDUCE_GRAD, GRAD_NORM, SEND_NORM, OPTIMIZER_STEP, PUBLISH_PARAM.
 
 All of them run on the owner's stream, beside the passes. The owner's stream gets an action only when the executor on the host
-reaches it, and the host is often not ahead of the passes. So each unit's sum has its own REDUCE_GRAD, at the logical time at which
-that sum is finished, instead of one for the stage.
+reaches it, and the host is often not ahead of the passes. So each unit has its own REDUCE_GRAD, at the logical time at which its
+sum is finished, instead of one for the stage.
 """
 
 from collections import deque

@@ -2,8 +2,8 @@
 
 Each owner sends the vector on when its stage's sums are finished: the owner of stage N-1 (rank 0) first, the owner of stage 0
 last. The last one sends it to rank 0 for the next step. So an owner sees this step's norms of the stages after its own, and the
-last step's norms of the stages before it. Under ``cdp-v2`` the norm of both clips. Under ``dp`` and ``cdp-v1`` the last owner also
-sends the finished total to all others, and every update waits for it.
+last step's norms of the stages before it. Under ``cdp-v2`` the norm of both clips. Under ``dp`` and ``cdp-v1`` the last owner
+also sends the finished total to all others, and every update waits for it.
 """
 
 import math
