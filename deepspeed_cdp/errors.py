@@ -11,5 +11,12 @@ class HandoffError(RuntimeError):
     """
 
 
+class DivergenceError(RuntimeError):
+    """Ranks that must be equal are not: optimizer options of ranks, or masters of rings. All ranks raise it.
+
+    The message names two ranks, the step, and both values. The engine cannot go on: restart from a checkpoint before that step.
+    """
+
+
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read. The message names the file; nothing was changed, and training may go on."""

@@ -16,6 +16,7 @@ PAGE = ROOT / "docs" / "errors.md"
 CLASSES = {  # error class -> when it is raised
     "ValueError": "A setting, an argument or a call is wrong. The message names it and says how to fix it.",
     "HandoffError": "A message did not arrive: a peer failed, is late or is out of step. Restart from the last checkpoint.",
+    "DivergenceError": "Ranks that must be equal differ. Restart from a checkpoint before the step that it names.",
     "CheckpointError": "A checkpoint cannot be written or read. Nothing was changed.",
     "RuntimeError": "The machine lacks something, or the engine cannot continue.",
     "OutOfOrder": "The model uses its units in another order than the plan.",

@@ -138,6 +138,14 @@ class CyclicConfig(DeepSpeedConfigModel):
         description="Linear layers accumulate weight gradients into the running sum inside the GEMM, as Megatron-LM's option of "
         "this name does. Sums are rounded once instead of twice. `auto`: true on GPUs, false on CPUs.",
     )
+    check_divergence: Annotated[
+        StrictInt, Words("an integer of at least 0", "use 1 to compare ranks in every step, or 0 not to compare them")
+    ] = Field(
+        1,
+        ge=0,
+        description="Steps between comparisons of the ranks' optimizer options, and with several rings of their fp32 masters. "
+        "All ranks raise an error within two steps of a difference. 0: never.",
+    )
 
     def __init__(self, strict: bool = True, **data: Any) -> None:
         # strict=True always: otherwise the base class drops every value "auto".

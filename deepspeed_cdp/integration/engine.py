@@ -91,6 +91,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             **self._offloading(),
             replicated=self.zero_optimization_stage() < 3,
             gradient_accumulation_fusion=config.gradient_accumulation_fusion,
+            check_divergence=config.check_divergence,
         )
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]

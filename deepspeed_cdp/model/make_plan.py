@@ -30,6 +30,7 @@ class Settings:
         loss_scale: for fp16, the fixed scale or DeepSpeed's ``dynamic_loss_args``; None: no scaling.
         offload: masters and optimizer state are in host memory.
         pin: that memory is page-locked, for asynchronous copies.
+        check_divergence: of the ``cyclic`` block: steps from one comparison of ranks to the next; 0: none.
         replicated: every rank keeps all parameters, under ZeRO stages 0, 1 and 2 (plan/replicated.py).
     """
 
@@ -47,6 +48,7 @@ class Settings:
     pin: bool = True
     replicated: bool = False
     gradient_accumulation_fusion: bool | str = "auto"
+    check_divergence: int = 1
 
 
 def make_plan(

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_cdp.optim import fused_adam
+from deepspeed_cdp.optim.options import numbers
 from deepspeed_cdp.optim.state import fit_counts, moved
 
 EPSILON = 1e-6  # added to the norm when clipping, as in DeepSpeed's ZeRO-3
@@ -129,6 +130,21 @@ class StageOwner:
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in g.items() if k != "params"}
             for g in self.user_optimizer.param_groups  # (schedulers write into a tensor lr)
         ]
+
+    def numbers(self, step: int) -> list[float]:
+        """The options recorded for ``step``, as ranks compare them."""
+        return numbers(self._recorded[step], self._kept_by_optimizer)
+
+    @torch.no_grad()
+    def checksum(self) -> torch.Tensor:
+        """The halves of the masters' sum as 64-bit words, modulo 2**64: it changes with any one bit (float64, [2])."""
+        sums = []
+        for master in self.masters.values():
+            words, even = master.view(-1), master.numel() // 2 * 2
+            sums += [words[:even].view(torch.int64).sum()] if even else []
+            sums += [words[even:].view(torch.int32).sum()] if even < len(words) else []
+        total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=self.master_device)
+        return torch.stack([total & 0xFFFFFFFF, total >> 32]).double()
 
     @torch.no_grad()
     def advance(self, step: int, unit: Hashable, slot: int | None) -> torch.Tensor:

@@ -3,4 +3,6 @@
 PERSISTENT = -1  # the index of the unit of persistent parameters
 END, START = 0, 1  # phases: at equal logical time, the end of a pass comes before the start of the next
 RELEASES = 3  # per visit; StreamLayout.credits numbers them
-ACROSS_BYTES = 16  # loss sum and count: the owners of several rings add them up with the gradient sums
+OPTIONS = 8  # of a rank's optimizer, compared each step: its first numbers and a digest of all (optim/options.py)
+DIFFERENCE = 7  # of two ranks, told to all: pass, step, both ranks, which number, both values (runtime/divergence.py)
+CHECKSUM = 2  # of an owner's masters: the halves of a sum in 64 bits

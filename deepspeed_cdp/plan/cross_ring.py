@@ -1,7 +1,8 @@
 """Several rings: how the owners of a stage, one per ring, add up its gradient sums, as data.
 
 The owners of a stage in C rings form a chain. All have the same items in the same order: the units of the stage that have a
-gradient sum, and ``PAIR``, a rank's loss sum and count. Ring c runs these links inside its GRAD_NORM::
+gradient sum, and ``PAIR``, a rank's loss sum and count with numbers that rings compare (``Plan.across_nbytes``). Ring c runs
+these links inside its GRAD_NORM::
 
     for each item:  wait for the own ring's sum; if c > 0, receive X from ring c-1 and add it
                     send X to ring c+1; the last ring has the total and sends it as Y to ring c-1
@@ -17,7 +18,6 @@ from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from deepspeed_cdp.plan.constants import ACROSS_BYTES
 from deepspeed_cdp.plan.plan import Plan
 
 PAIR = -2  # the item after the units
@@ -86,5 +86,5 @@ def first_posts(ring: int, units: Sequence[int]) -> tuple[tuple[str, int], ...]:
 def across_bytes(plan: Plan, rank: int, ring: int) -> int:
     """Bytes that this rank of ``ring`` receives from other rings in a step: X except in ring 0, Y except in the last ring."""
     stage = plan.schedule.owned(rank)
-    item = sum(plan.unit(i).g_bytes for i in plan.members(stage)) + ACROSS_BYTES
+    item = sum(plan.unit(i).g_bytes for i in plan.members(stage)) + plan.across_nbytes
     return ((ring > 0) + (ring < plan.rings - 1)) * item

@@ -22,7 +22,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from deepspeed_cdp.plan.buffer_layout import BufferLayout, layouts
-from deepspeed_cdp.plan.constants import ACROSS_BYTES, END, PERSISTENT, START
+from deepspeed_cdp.plan.constants import CHECKSUM, DIFFERENCE, END, OPTIONS, PERSISTENT, START
 from deepspeed_cdp.plan.interval_alloc import StreamLayout, aligned
 from deepspeed_cdp.plan.unit_schedule import UnitSchedule
 
@@ -115,7 +115,7 @@ class Plan(UnitSchedule):
             for v, m, r in s.first_readers(step, stage):
                 if v == version:
                     uses.append(((s.start(step, m, r) - 2) * self.scale + last, START))  # two positions ahead of the pass
-            for m in range(s.rounds):
+            for m in {0, s.rounds - 1}:  # the last use is in one of these
                 r = s.owner(stage)
                 if s.version(step, m, r, stage) == version and s.source(step, m, r, stage) is None:
                     end = 2 * s.ranks * self.scale if unit == PERSISTENT else self.spans[unit, True][1]
@@ -136,7 +136,8 @@ class Plan(UnitSchedule):
         s, total = self.schedule, {"F": 0, "B": 0, "G": 0, "O": 0}
         for i in self.every_unit:
             unit = self.unit(i)
-            remote = sum(s.source(1, m, rank, unit.stage) is not None for m in range(s.rounds))
+            first, second, later = (s.source(1, m, rank, unit.stage) is not None for m in range(3))  # all later ones alike
+            remote = sum((first, second)[: s.rounds]) + later * max(s.rounds - 2, 0)
             total["F"] += remote * unit.p_bytes
             total["B"] += 0 if i == PERSISTENT or self.kept(i) else remote * unit.p_bytes
             if s.ranks > 1:
@@ -171,13 +172,18 @@ class Plan(UnitSchedule):
     def _with_common_regions(self, sizes: dict[str, int]) -> dict[str, int]:
         """Add the regions of every type of plan: ``X``, and ``S`` with room for a vector of scalars and for the global norm."""
         if self.rings > 1:
-            sizes["X"] = max(self.x_layout(s)[1] for s in range(self.schedule.ranks)) + aligned(ACROSS_BYTES)
+            sizes["X"] = max(self.x_layout(s)[1] for s in range(self.schedule.ranks)) + aligned(self.across_nbytes)
         return sizes | {"S": 2 * aligned(8 * self.scalars)}
 
     @property
     def scalars(self) -> int:
         """Length of the vector that travels round the ring once a step (runtime/step_metrics.py)."""
-        return 2 * self.schedule.ranks + 5
+        return 2 * self.schedule.ranks + 5 + DIFFERENCE + OPTIONS
+
+    @property
+    def across_nbytes(self) -> int:
+        """Bytes that the owners of several rings add up once a step: loss sum and count; by ring, a checksum and options."""
+        return 8 * (2 + self.rings * (CHECKSUM + OPTIONS))
 
     def memory(self) -> dict[str, int]:
         """Bytes that the runtime allocates on each rank, by use; masters and optimizer state come on top.

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from deepspeed_cdp.plan.constants import ACROSS_BYTES
 from deepspeed_cdp.plan.cross_ring import PAIR, LinkKind, chain, first_posts
 from deepspeed_cdp.plan.interval_alloc import aligned
 from deepspeed_cdp.plan.plan import Plan
@@ -23,7 +22,7 @@ class CrossRing:
     finished sums ends with the sum of this ring and all rings before it.
 
     Attributes:
-        total: float64, [2]: loss sum and count over all rings, after ``exchange``.
+        total: float64: after ``exchange``, loss sum and count over all rings; and ``rows``, by ring, of numbers to compare.
     """
 
     def __init__(self, plan: Plan, transport: RingView, buffers: Buffers, order: Sequence[int], views: SumViews):
@@ -40,14 +39,16 @@ class CrossRing:
         self._links = chain(ring, plan.rings, order)
         stage = plan.schedule.owned(transport.rank)
         offsets, own = plan.x_layout(stage)[0], plan.o_layout(stage)
-        end = plan.regions["X"] - aligned(ACROSS_BYTES)
+        end = plan.regions["X"] - aligned(plan.across_nbytes)
         self._x, self._o, self._at = {}, {}, {}
-        for i, offset, nbytes in [*((i, offsets[i], plan.unit(i).g_bytes) for i in order), (PAIR, end, ACROSS_BYTES)]:
+        for i, offset, nbytes in [*((i, offsets[i], plan.unit(i).g_bytes) for i in order), (PAIR, end, plan.across_nbytes)]:
             self._x[i], self._at[i] = buffers.view("X", offset, nbytes), buffers.address("X", offset)
             if i != PAIR:
                 self._o[i] = buffers.view(plan.o_region, own[i], nbytes)
         self.total = self._x[PAIR].view(torch.float64)
-        self._own = torch.zeros_like(self.total)  # this rank's loss sum and count
+        self.rows = self.total[2:].view(plan.rings, -1)
+        self._own = torch.zeros_like(self.total)  # this rank's loss sum and count, and its row
+        self._row = self._own[2:].view(plan.rings, -1)[ring]
         self._o[PAIR] = self._own.view(torch.uint8)
         self._posted: dict[tuple[str, int], Ticket] = {}
 
@@ -63,20 +64,27 @@ class CrossRing:
         return self._peer["Y" if stream == "X" else "X"]
 
     def exchange(
-        self, ready: Callable[[int], Any], losses: Callable[[], tuple[torch.Tensor, int]], where: Where
+        self,
+        ready: Callable[[int], Any],
+        losses: Callable[[], tuple[torch.Tensor, int]],
+        where: Where,
+        write_row: Callable[[torch.Tensor], None],
     ) -> Iterator[int]:
         """Add one step's finished sums over all rings; yield each unit when its total in region X may be overwritten.
 
         Args:
             ready: waits for a unit's sum of the own ring.
             losses: this rank's loss sum and count of the step.
+            write_row: writes this ring's numbers to compare into a row of zeros.
         Raises:
             HandoffError: an owner in another ring is gone or late.
         """
         transport, sent = self.transport, {}
         for _, kind, i, stream in self._links:
             if kind == LinkKind.WAIT_OWN and i == PAIR:
+                self._own.zero_()
                 self._own[0], self._own[1] = losses()
+                write_row(self._row)
             elif kind == LinkKind.WAIT_OWN:
                 ready(i)
             elif kind == LinkKind.START_RECV:

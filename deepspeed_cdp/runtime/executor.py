@@ -15,6 +15,7 @@ from deepspeed_cdp.plan.program import Program, edges, few_rounds, initial_posts
 from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.warmup import Phases
 from deepspeed_cdp.runtime.cross_ring import SumViews
+from deepspeed_cdp.runtime.divergence import Divergence
 from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.messages import Messages
 from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
@@ -46,6 +47,7 @@ class Executor:
         events: Events,
         device: torch.device,
         warmup_steps: int = 0,
+        divergence: Divergence | None = None,
     ):
         """
         Args:
@@ -53,11 +55,13 @@ class Executor:
             owner: keeps the masters of ``state.owned_stage``.
             sum_views: of an owned unit, its sums over all rings and of the own ring (``CrossRing``).
             device: where losses are summed.
+            divergence: compares ranks.
         """
         plan, transport = state.plan, state.transport
         self.state, self.transport, self.events = state, transport, events
         self.phases = Phases(plan, warmup_steps)
         self.metrics = StepMetrics(transport, state.buffers)
+        self.metrics.divergence = divergence
         transport.prepare(sorted({edge for p in self.phases.plans for edge in edges(p)}), deferred=True)
         self.messages = Messages(state, residency.by_offset)
         self.owner_executor = OwnerExecutor(state, self.messages, owner, sum_views, self.metrics, events)
@@ -114,6 +118,12 @@ class Executor:
     @property
     def between_steps(self) -> bool:
         return self._cursor == 0 and self.state.round == 0
+
+    def round_of(self, a: Action) -> int:
+        """The round that the action under way belongs to."""
+        if a.kind == Kind.REDUCE_GRAD:
+            return self.schedule.rounds - 1
+        return a.round if a.kind.of_owner else a.round + self._program.actions.skipped_at(self._cursor)
 
     @property
     def progress(self) -> tuple[int, ...]:

@@ -166,20 +166,24 @@ class OwnerExecutor:
             self.transport.wait_event(self._step_end)
             return self._losses[step]
 
+        def write_row(row: torch.Tensor) -> None:
+            if self.metrics.divergence:
+                self.metrics.divergence.write_row(row, step)
+
         ring = self._cross_ring
         finished = (
             (self._wait_sum(a, i) for i in self._reduced_late)
             if ring is None
-            else ring.exchange(lambda i: self._wait_sum(a, i), losses, where)
+            else ring.exchange(lambda i: self._wait_sum(a, i), losses, where, write_row)
         )
         for unit in finished:
             self._reduce_unit(a, unit)
         if a.peer is not None:
             self.metrics.receive(a.peer, where)
-        loss, count = losses() if ring is None else ring.total
+        loss, count = losses() if ring is None else ring.total[:2]
         norms = [self._norms[i] for i in reversed(self.trained) if i in self._norms]
         norm2 = torch.cat(norms).sum(dtype=torch.float64) if norms else torch.zeros_like(loss)
-        self.metrics.add(state.owned_stage, norm2, loss, count, step)
+        self.metrics.add(state.owned_stage, norm2, loss, count, step, None if ring is None else ring.rows)
         self._norms = {}
         self._keep_alive(self._losses.pop(step)[0])
 

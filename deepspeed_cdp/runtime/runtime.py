@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from deepspeed_cdp.errors import DivergenceError
 from deepspeed_cdp.model.make_plan import Settings, make_plan
 from deepspeed_cdp.model.materialize import Initial
 from deepspeed_cdp.optim.loss_scale import LossScale
@@ -17,6 +18,7 @@ from deepspeed_cdp.optim.stage_owner import StageOwner
 from deepspeed_cdp.optim.state import take_over
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
+from deepspeed_cdp.runtime.divergence import Divergence
 from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.owned_stage import OwnedStage
 from deepspeed_cdp.runtime.param_hooks import BACKWARD, IDLE, ParamHooks
@@ -93,7 +95,11 @@ class Runtime:
                 state.buffers.arena.device,
             )
             self.owner = OffloadedOwner(*given, pin=settings.pin) if settings.offload else StageOwner(*given)
-        self.executor = Executor(state, residency.params, self.owner, stage.cross_ring_views, self, device, settings.warmup_steps)
+        compares = settings.check_divergence and transport.size * transport.rings > 1
+        self.divergence = Divergence(state, self.owner, settings.check_divergence) if compares else None
+        self.executor = Executor(
+            state, residency.params, self.owner, stage.cross_ring_views, self, device, settings.warmup_steps, self.divergence
+        )
         self.counters = StepCounters(state, self.executor.metrics)
         self.param_hooks = residency.hooks(module, self.executor, layouts, self, self.borrowed)
         self.fused = self.param_hooks.accumulation.fuse(module, settings.gradient_accumulation_fusion, device)
@@ -148,6 +154,7 @@ class Runtime:
 
         Raises:
             ValueError: a forward still waits for its backward.
+            DivergenceError: ranks that must be equal are not; on all ranks, at the end of the same step.
         """
         self.check_step()
         if self._whole is not None:  # (no micro-batch since) they are out of date now
@@ -157,8 +164,16 @@ class Runtime:
         self.executor.end_step()
         self.overflow = self.scale.end_step(step)  # of this step under dp, of the one before under cdp-v1
         self.counters.end_step(step)
+        self.check_divergence()
         if self.executor.phases.end_with(step):
             self.flush()
+
+    def check_divergence(self) -> None:
+        """Raises DivergenceError if all ranks know by now that some differ, once neighbours have this step's last messages."""
+        self.executor.metrics.compare()
+        if self.divergence and (problem := self.divergence.problem()):
+            self.close(True)
+            raise DivergenceError(f"rank {self.transport.world_rank}, step {self.executor.global_step - 1}: {problem}")
 
     def check_step(self) -> None:
         """Raises ValueError if a forward still waits for its backward."""

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from deepspeed_cdp.plan.constants import DIFFERENCE, OPTIONS
+from deepspeed_cdp.runtime.divergence import ROW, Divergence
 from deepspeed_cdp.transport.base import Ticket, Transport, Where
 from deepspeed_cdp.transport.buffers import Buffers
 
@@ -20,20 +22,25 @@ class StepMetrics:
     """One rank's end of the vector.
 
     Attributes:
-        vector: float64, [2N + 5]: squared norms of the averaged gradients by stage; loss sum and count, growing; the same of the
-            last finished step; squared norm of the last finished step; seconds that each rank was busy in its latest step.
-        kept: the part of it that a checkpoint holds, all but the last N.
+        vector: float64: squared norms of the averaged gradients by stage; loss sum and count, growing; the same of the last
+            finished step; squared norm of the last finished step; seconds that each rank was busy in its latest step; numbers
+            that ranks compare (runtime/divergence.py).
+        kept: the part of it that a checkpoint holds, the first N + 5.
+        divergence: compares ranks; None if nothing is compared.
         busy: seconds that this rank was busy in its latest step, without waiting for others; 0 before it is known.
         total: float64, [1]: the squared norm that this rank's next update clips with.
         step: the last finished step in the vector; None before the first. Counted on the host.
     """
 
+    divergence: Divergence | None = None
+
     def __init__(self, transport: Transport, buffers: Buffers):
         self.transport, self.size, self.rank = transport, transport.size, transport.rank
         room = buffers.regions["S"].numel() // 2
-        assert 8 * (2 * self.size + 5) <= room, "the vector would reach into the total"
+        length = 2 * self.size + 5 + DIFFERENCE + OPTIONS
+        assert 8 * length <= room, "the vector would reach into the total"
         self._incoming, self._incoming_total = (
-            buffers.view("S", at, 8 * n).view(torch.float64) for at, n in ((0, 2 * self.size + 5), (room, 1))
+            buffers.view("S", at, 8 * n).view(torch.float64) for at, n in ((0, length), (room, 1))
         )
         self._lands = {"S": buffers.address("S", 0), "T": buffers.address("S", room)}
         self.vector, self.total = torch.zeros_like(self._incoming), torch.zeros_like(self._incoming_total)
@@ -43,10 +50,10 @@ class StepMetrics:
         self.step: int | None = None
         self._first_step = 0
         cuda = self.vector.device.type == "cuda"
-        self._slots = [
-            torch.zeros(3 + self.size, dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4 if cuda else 0)
-        ]
+        numbers = length - self.size - 2 + (transport.rings * ROW if transport.rings > 1 else 0)
+        self._slots = [torch.zeros(numbers, dtype=torch.float64, device="cpu", pin_memory=True) for _ in range(4 if cuda else 0)]
         self._host_copies: deque[tuple[int | None, torch.Tensor, Any]] = deque()  # step, slot, when it is filled
+        self._uncompared: deque[tuple[int, torch.Tensor, Any]] = deque()  # pass, slot, when it is filled
         self._copies_made, self._entered_busy = 0, 0.0
 
     def begin(self) -> None:
@@ -79,12 +86,15 @@ class StepMetrics:
             ticket.wait(where)
         self._sent.clear()
 
-    def add(self, stage: int, norm2: torch.Tensor, loss: torch.Tensor, count: int, step: int) -> None:
+    def add(
+        self, stage: int, norm2: torch.Tensor, loss: torch.Tensor, count: int, step: int, rows: torch.Tensor | None = None
+    ) -> None:
         """Enter this owner's squared norm and this rank's losses of the step, and pass the vector on.
 
         Args:
             norm2: float64 scalar; loss: float64 scalar, the sum over this rank's micro-batches; count: their number;
                 step: the step's.
+            rows: with several rings, what their owners compare (``Divergence.write_row``).
         """
         n, v = self.size, self.vector
         finished = step if self.rank == n - 1 else step - 1  # the last owner finishes a step; the others receive it with the next
@@ -101,8 +111,13 @@ class StepMetrics:
         if self.busy != self._entered_busy:
             v[n + 5 + self.rank].fill_(self.busy)
             self._entered_busy = self.busy
+        if self.divergence:
+            part = v[2 * n + 5 :]
+            if not self._slots:
+                self.divergence.read(step, part.tolist(), [] if rows is None else rows.tolist())
+            self.divergence.write(part, step)
         if self._slots:
-            self._copy_to_host()
+            self._copy_to_host(step, rows)
         if n > 1:
             self._push("S", (self.rank + 1) % n, v)
 
@@ -142,18 +157,32 @@ class StepMetrics:
     def busy_ranks(self) -> list[float] | None:
         """Busy seconds by rank, each of the latest step that this rank knows; None before all are known."""
         numbers = self._newest()[1] if self._slots else self.vector[self.size + 2 :]
-        seconds = [] if numbers is None else numbers[3:].tolist()
+        seconds = [] if numbers is None else numbers[3 : 3 + self.size].tolist()
         return seconds if seconds and min(seconds) > 0 else None
 
     def _newest(self) -> tuple[int | None, torch.Tensor | None]:
         """The latest step, and its numbers, that have reached the host."""
         return next(((s, slot) for s, slot, event in reversed(self._host_copies) if event.done()), (None, None))
 
-    def _copy_to_host(self) -> None:
+    def compare(self) -> None:
+        """Compare the numbers of ranks that have reached the host since the last call; without a device ``add`` has done it."""
+        while self.divergence and self._uncompared and self._uncompared[0][2].done():
+            step, slot, _ = self._uncompared.popleft()
+            self.divergence.read(step, *self.divergence.parts_of(slot[3 + self.size :].tolist()))
+
+    def _copy_to_host(self, step: int, rows: torch.Tensor | None) -> None:
         """Enqueue a copy of the vector's finished part to the host, on the owner's stream."""
         slot = self._slots[self._copies_made % len(self._slots)]
         if len(self._host_copies) == len(self._slots):
             self._host_copies.popleft()  # it is this slot's
         self._copies_made += 1
-        slot.copy_(self.vector[self.size + 2 :], non_blocking=True)
-        self._host_copies.append((self.step, slot, self.transport.record_event()))
+        numbers = self.vector[self.size + 2 :]
+        slot[: len(numbers)].copy_(numbers, non_blocking=True)
+        if rows is not None:
+            slot[len(numbers) :].copy_(rows.flatten(), non_blocking=True)
+        event = self.transport.record_event()
+        self._host_copies.append((self.step, slot, event))
+        if self.divergence:
+            if len(self._uncompared) == len(self._slots):
+                self._uncompared.popleft()  # the device is so many steps behind
+            self._uncompared.append((step, slot, event))

@@ -24,6 +24,7 @@ DEFAULTS = {
     "timeout_seconds": 600,
     "weights": None,
     "gradient_accumulation_fusion": "auto",
+    "check_divergence": 1,
 }
 
 
@@ -88,6 +89,8 @@ def test_auto_is_kept_not_dropped():
         {"timeout_seconds": 30},
         {"warmup_steps": 0},
         {"warmup_steps": 100},
+        {"check_divergence": 0},
+        {"check_divergence": 50},
         {"weights": "a/folder"},
     ],
 )
@@ -136,6 +139,9 @@ def test_allowed_values_come_through_unchanged(block):
         ("weights", ""),
         ("weights", 3),
         ("enabled", "auto"),
+        ("check_divergence", -1),
+        ("check_divergence", True),
+        ("check_divergence", 1.5),
         ("warmup_steps", -1),
         ("warmup_steps", True),
         ("warmup_steps", 2.0),
