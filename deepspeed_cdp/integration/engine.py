@@ -45,7 +45,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     # ---- setting up -----------------------------------------------------------------------------------------------------
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         config = self._config.cyclic_config
-        self._config.timers_config.synchronized = False  # no device synchronize per step: it holds up hand-offs
+        self._config.timers_config.synchronized = False  # no device synchronize per step: it delays messages
         if any(isinstance(getattr(p, "_z3_optimizer", None), Access) for p in model.parameters()):
             raise ValueError("model belongs to another cyclic engine; call that engine's destroy() first, or build another model")
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
@@ -61,7 +61,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         self._initial.make_placeholders()
 
     def _agree(self, model: torch.nn.Module) -> None:
-        """Collective: all ranks have the same settings and the same model, or all end with a sentence about what differs."""
+        """Collective: compare settings and model between the ranks, as ``_compare``."""
         shapes = [(n, str(p.dtype), *getattr(p, "ds_shape", p.shape)) for n, p in model.named_parameters()]
         self._compare(
             {
@@ -110,7 +110,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             self._dry_run(sum(map(estimated_actions, plans)), lambda: check_rings(plans))
         except BaseException:
             self._failed = True
-            self._transport.close(False)  # else what it has posted is freed while the interpreter ends, and torch aborts
+            self._transport.close(False)  # else torch aborts when the interpreter frees posted memory
             raise
         self._access = Access(self._runtime, dist.group.WORLD)
         self._access.attach()
@@ -144,7 +144,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         return True
 
     def zero_optimization_partition_weights(self) -> bool:
-        """False: parameters are handed off whole, ZeRO-3's hooks, gathers and shard files do not apply."""
+        """False: parameters are sent whole, so ZeRO-3's hooks, gathers and shard files do not apply."""
         return False
 
     @property
@@ -158,7 +158,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
 
     @property
     def cyclic_plan(self) -> Plan:
-        """Units, stages, owners, buffer offsets: what all ranks do."""
+        """Units, stages, owners and buffer offsets, equal on all ranks."""
         return self._runtime.plan
 
     # ---- training -------------------------------------------------------------------------------------------------------
@@ -193,7 +193,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             super().step(lr_kwargs)
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: sums travel with the backward."""
+        """Nothing: the backward sends the sums."""
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -210,7 +210,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         return super().eval()
 
     def train(self, mode: bool = True) -> Any:
-        """As DeepSpeed's; a rank that ran nothing since ``eval()`` takes part here in what the others' first forward did."""
+        """As DeepSpeed's; a rank that ran no forward since ``eval()`` takes part here in the others' gathering of parameters."""
         if mode and self._evaluating and self._runtime is not None and self._runtime.between_steps and not self._failed:
             with self._noting_failure():
                 self._runtime.gather()
@@ -228,7 +228,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         super().set_train_batch_size(train_batch_size)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: gradients travel on, none stays."""
+        """Nothing: gradients do not stay on a rank."""
 
     def get_global_grad_norm(self) -> float | None:
         """Gradient norm, before clipping, of the last step that this rank knows to be finished everywhere.
@@ -272,7 +272,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
 
     @contextmanager
     def cyclic_trace(self, path: str) -> Iterator[None]:
-        """Record passes, waits, hand-offs and updates of the steps inside, and write them to ``path`` (trace.json:
+        """Record passes, waits, messages and updates of the steps inside, and write them to ``path`` (trace.json:
         trace.rank0.json).
 
         Between steps only; not collective, but ``deepspeed-cdp timeline --from`` wants every rank's file. See runtime/trace.py.
@@ -370,7 +370,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
 
     # ---- the end --------------------------------------------------------------------------------------------------------
     def report(self) -> str:
-        """Collective: what the run looked like, for people."""
+        """Collective: a short text report of the run."""
         from deepspeed_cdp.runtime.report import report
 
         with self._noting_failure():

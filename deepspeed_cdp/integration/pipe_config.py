@@ -1,4 +1,4 @@
-"""A DeepSpeedConfig of a cyclic pipeline: what differs from the ring in what is supported."""
+"""A DeepSpeedConfig of a cyclic pipeline: settings that a ring supports and a pipeline does not, and the reverse."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from deepspeed_cdp.integration.config import CyclicConfig
 
 _RING_ONLY = {
     "partition_method": "give partition_method to PipelineModule instead",
-    "units": "a stage is handed on as a whole; remove it",
+    "units": "a stage is sent as a whole; remove it",
     "ring_size": "the stages of the PipelineModule are the ring; remove it",
     "keep_after_forward": "weights stay where they are; remove it",
-    "min_unit_mb": "a stage is handed on as a whole; remove it",
+    "min_unit_mb": "a stage is sent as a whole; remove it",
     "gradient_accumulation_fusion": "gradients are added on the rank that has the stage; remove it",
     "weights": "load weights in the layers of the PipelineModule; remove it",
 }
@@ -27,7 +27,7 @@ class PipelineConfig(deepspeed.DeepSpeedConfig):
 
 
 def refuse(config: Any) -> None:
-    """Raises ValueError, "key is value: reason; fix.", for what the ring supports and the pipeline does not."""
+    """Raises ValueError, "key is value: reason; fix.", for settings that a ring supports and a pipeline does not."""
     stage = int(config.zero_optimization_stage)
     if stage > 1:
         raise ValueError(

@@ -1,6 +1,7 @@
-"""Which DeepSpeed settings the cyclic engine supports, ignores and refuses: one table.
+"""DeepSpeed settings that the cyclic engine supports, ignores and refuses: one table.
 
-`check_supported` applies it to a parsed DeepSpeedConfig, `python -m deepspeed_cdp.integration.support` prints it for docs/settings.md.
+`check_supported` applies it to a parsed DeepSpeedConfig. `python -m deepspeed_cdp.integration.support` prints it for
+docs/settings.md.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -51,7 +52,7 @@ def _below_1(value: Any, config: Any) -> bool:
     return value is not None and value < 1
 
 
-def _removed_in_mics(value: Any, config: Any) -> bool:
+def _above_0(value: Any, config: Any) -> bool:
     return value is not None and value > 0
 
 
@@ -88,9 +89,9 @@ class Row:
 
     Attributes:
         settings: paths as in ds_config.json, dots between sections; a path that starts with "model:" is about the model.
-        verdict: what happens to the setting.
+        verdict: the engine refuses, ignores or supports the setting.
         reason: why, as the end of a sentence.
-        fix: what to do instead; only refused rows have one.
+        fix: the instruction to the user; only refused rows have one.
         refuses: (value, DeepSpeedConfig) -> whether this value is the refused one; only refused rows have one.
         when: which values are refused, for the printed table.
     """
@@ -117,7 +118,7 @@ NO_COLLECTIVE = "there is no collective to tune: parameters and gradient sums tr
 TABLE: tuple[Row, ...] = (
     _refused(ZERO + "zero_quantized_weights", "true", _on, "it quantizes all-gathers and there are none", "remove it"),
     _refused(ZERO + "zero_quantized_gradients", "true", _on, "it quantizes reductions and there are none", "remove it"),
-    _refused(ZERO + "zero_quantized_nontrainable_weights", "true", _on, "hand-offs carry whole units in one dtype", "remove it"),
+    _refused(ZERO + "zero_quantized_nontrainable_weights", "true", _on, "messages carry whole units in one dtype", "remove it"),
     _refused(
         ZERO + "zero_hpz_partition_size",
         "above 1",
@@ -127,11 +128,7 @@ TABLE: tuple[Row, ...] = (
     ),
     _refused(ZERO + "zeropp_loco_param", "set", _given, "it corrects quantized reductions and there are none", "remove it"),
     _refused(
-        ZERO + "mics_shard_size",
-        "above 0",
-        _removed_in_mics,
-        "parameters are kept by stage, not sharded over a group",
-        "remove it",
+        ZERO + "mics_shard_size", "above 0", _above_0, "parameters are kept by stage, not sharded over a group", "remove it"
     ),
     _refused(ZERO + "cpu_offload_param", "true", _on, ON_DEVICE, "remove it"),
     _refused(ZERO + "offload_param", "cpu, nvme", _offloads, ON_DEVICE, "remove it"),
@@ -375,7 +372,7 @@ def _show(value: Any) -> str:
 
 
 def refusal(setting: str, value: str) -> ValueError:
-    """The error of the row of `setting`, for what only the caller can see (rows about the model)."""
+    """The error of the row of `setting`, for rows about the model, which the config does not show."""
     row = next(row for row in TABLE if row.verdict == "refused" and setting in row.settings)
     return ValueError(f"{setting} is {value}: {row.reason}; {row.fix}.")
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's ThroughputTimer on a GPU, without its device synchronize, which would hold up hand-offs at every step."""
+"""DeepSpeed's ThroughputTimer on a GPU, without its device synchronize, which would delay messages at every step."""
 
 from collections import deque
 from collections.abc import Callable
