@@ -129,7 +129,7 @@ class Builder:
     def _pulls(self, step: int) -> Iterator[Action]:
         """As a first reader, pull from the owner: two positions before the pass, but not before the version is published."""
         s, plan = self.schedule, self.plan
-        for m in range(s.rounds):
+        for m in range(min(s.rounds, 2)):  # later rounds have no first reader
             for i, backward in ([(PERSISTENT, False)] if plan.persistent else []) + list(plan.messages):
                 stage = plan.unit(i).stage
                 src, first = self._source(step - self.step, m, stage)

@@ -1,7 +1,15 @@
-"""Each rank's program: the ordered actions of one step, built from the plan."""
+"""Each rank's program: the ordered actions of one step, built from the plan.
+
+Rounds of gradient accumulation repeat. In rounds 0 and 1 versions change. The last two rounds grant credits for the next step.
+Any two rounds in between differ only in their numbers and logical times. So the executor runs a ``Program``, which holds 6 or 7
+rounds and repeats rounds 2 and 3: two, since the slots of region H alternate.
+"""
+
+from dataclasses import replace
 
 from deepspeed_cdp.plan.actions import Action, Kind, Post
 from deepspeed_cdp.plan.builder import Builder
+from deepspeed_cdp.plan.constants import START
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.replicated import ReplicaBuilder, ReplicatedPlan
 
@@ -14,6 +22,60 @@ def build(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
     A program ends where the rank's next step begins. So it includes all actions between two steps (the stall under ``dp``).
     """
     return builder(plan, rank, 0 if first else 1).build()
+
+
+FEW = 6  # rounds of a program that repeats some; 7 if the step's number of rounds is odd
+REPEATED = 2  # rounds 2 and 3
+
+
+def few_rounds(plan: Plan) -> Plan:
+    """The plan itself, or if it has many rounds, an equal one with 6 or 7 rounds, which has the same kinds of rounds."""
+    rounds = plan.schedule.rounds
+    if rounds <= FEW + 1:
+        return plan
+    few = replace(plan, schedule=replace(plan.schedule, rounds=FEW + rounds % REPEATED))
+    few.__dict__["layouts"] = plan.layouts  # independent of the number of rounds
+    return few
+
+
+class Program:
+    """A rank's actions for one step, in order.
+
+    Rounds and logical times of the actions are those of ``few_rounds(plan)``.
+
+    Attributes:
+        held: the actions of the program with few rounds.
+        repeats: how often rounds 2 and 3 come again.
+        per_round: actions of each of them.
+    """
+
+    def __init__(self, plan: Plan, rank: int, first: bool, rendezvous: bool = False):
+        few = few_rounds(plan)
+        self.held = (with_rendezvous if rendezvous else build)(few, rank, first)
+        self.repeats = (plan.schedule.rounds - few.schedule.rounds) // REPEATED
+        self._begin = self._end = len(self.held)
+        if self.repeats:
+            begins = [(few.schedule.start(0 if first else 1, m, rank) * few.scale, START) for m in (2, 2 + REPEATED)]
+            self._begin, self._end = (next(x for x, a in enumerate(self.held) if a.key >= begin) for begin in begins)
+        self.per_round = (self._end - self._begin) // REPEATED
+
+    def __len__(self) -> int:
+        return len(self.held) + self.repeats * (self._end - self._begin)
+
+    def __getitem__(self, index: int) -> Action:
+        if index < self._end:
+            return self.held[index]
+        return self.held[index - self.skipped_at(index) * self.per_round]
+
+    def skipped_at(self, index: int) -> int:
+        """How many rounds come between this action of the step and the equal one of ``held``."""
+        if not self.repeats or index < self._end:
+            return 0
+        return min((index - self._begin) // (self._end - self._begin), self.repeats) * REPEATED
+
+    def skipped(self, round: int) -> int:
+        """How many rounds come between this round of the step and the equal round of ``held``."""
+        return min(max(round // REPEATED - 1, 0), self.repeats) * REPEATED
 
 
 def builder(plan: Plan, rank: int, step: int) -> Builder:
@@ -54,10 +116,11 @@ def with_rendezvous(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
 
 def edges(plan: Plan) -> list[tuple[str, int, int]]:
     """All (stream, source, destination) on which messages travel; the same list in the same order on every rank."""
+    few = few_rounds(plan)
     found = {("S", r, (r + 1) % plan.schedule.ranks) for r in range(plan.schedule.ranks) if plan.schedule.ranks > 1}
     for rank in range(plan.schedule.ranks):
         for first in (True, False):
-            for a in build(plan, rank, first):
+            for a in build(few, rank, first):
                 found |= {
                     (stream, peer, rank) if a.kind == Kind.PULL_PARAM else (stream, rank, peer)
                     for stream, peer in _initiated(plan, rank, a)

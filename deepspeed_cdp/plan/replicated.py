@@ -71,7 +71,9 @@ class ReplicatedPlan(Plan):
         """(rank, stage) -> (ahead, m): the rank first reads version v in round m of step v + ahead."""
         s = self.schedule
         return {
-            (r, stage): next((step - 2, m) for step in (2, 3) for m in range(s.rounds) if s.version(step, m, r, stage) == 2)
+            (r, stage): next(
+                (step - 2, m) for step in (2, 3) for m in range(min(s.rounds, 2)) if s.version(step, m, r, stage) == 2
+            )
             for r in range(s.ranks)
             for stage in range(s.ranks)
         }
@@ -130,7 +132,7 @@ class ReplicatedPlan(Plan):
             ends = [
                 (s.start(step, m, rank) + passes, END)
                 for step in (2, 3)
-                for m in range(s.rounds)
+                for m in {0, s.rounds - 1}  # the last pass is in one of these
                 if s.version(step, m, rank, stage) == 2
             ]
             if max(ends) > (s.update_time(2, stage), START):

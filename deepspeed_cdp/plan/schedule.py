@@ -147,10 +147,10 @@ class Schedule:
         return after[0] < self.rounds and not self.is_first(step, *after, stage) and self.source(step, *after, stage) is not None
 
     def first_readers(self, step: int, stage: int) -> list[tuple[int, int, int]]:
-        """(version, round, rank) of each first reader in this step, without the owner itself."""
+        """(version, round, rank) of each first reader in this step, without the owner itself; after round 1 there is none."""
         return [
             (self.version(step, m, r, stage), m, r)
-            for m in range(self.rounds)
+            for m in range(min(self.rounds, 2))
             for r in range(self.ranks)
             if self.is_first(step, m, r, stage) and r != self.owner(stage)
         ]

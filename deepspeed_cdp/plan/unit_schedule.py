@@ -152,7 +152,7 @@ class UnitSchedule:
             stage
             for stage in range(s.ranks)
             for step in (0, 1)
-            for m in range(s.rounds)
+            for m in range(min(s.rounds, 3))  # later rounds are as round 2
             if s.source(step, m, rank, stage) is not None
         }
         return tuple(v for v in self.messages if self.units[v[0]].stage in stages)

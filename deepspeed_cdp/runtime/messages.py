@@ -73,7 +73,8 @@ class Messages:
         """
         self.state, self.transport, self.buffers = state, state.transport, state.buffers
         self.reads = PendingReads(by_offset)
-        self._arrivals: dict[tuple[str, int, int, int, bool], Ticket] = {}  # stream, step, round, unit, backward
+        # by stream, step, whether the round is odd (rounds of a program repeat, plan/program.py), unit, backward
+        self._arrivals: dict[tuple[str, int, int, int, bool], Ticket] = {}
 
     def clear(self) -> None:
         """After a reset of the transport: nothing is under way."""
@@ -109,7 +110,9 @@ class Messages:
             origin = self.buffers.address(self.state.plan.copy_region(step + post.version), post.origin)
         view = self.buffers.view(region, post.offset, post.nbytes)
         ticket = self.transport.post(post.stream, post.src, view, readers, where, origin)
-        self._arrivals[post.stream, step, post.round, post.unit, post.backward] = ticket
+        message = (post.stream, step, post.round % 2, post.unit, post.backward)
+        assert message not in self._arrivals, (message, "two messages for one pass")
+        self._arrivals[message] = ticket
 
     def post_all(self, a: Action) -> None:
         """Grant the credits that the action carries."""
@@ -141,14 +144,14 @@ class Messages:
         """Wait for the action's message; None if it has none."""
         if a.peer is None:
             return None
-        ticket = self._arrivals.pop((a.stream, self.state.step, a.round, a.unit, a.backward))
+        ticket = self._arrivals.pop((a.stream, self.state.step, a.round % 2, a.unit, a.backward))
         ticket.wait(ActionLocation(self.state, a))
         return ticket
 
     def wait_finished(self, a: Action, unit: int) -> None:
         """Wait for the unit's finished sum (stream ``O``) of the step that ``a`` is about."""
         state = self.state
-        ticket = self._arrivals.pop(("O", state.step + a.version, state.schedule.rounds - 1, unit, True))
+        ticket = self._arrivals.pop(("O", state.step + a.version, (state.schedule.rounds - 1) % 2, unit, True))
         ticket.wait(ActionLocation(state, a))
 
     def wait_readers(self, a: Action, region: str, offset: int, nbytes: int) -> None:

@@ -76,7 +76,7 @@ class Recorder:
         unit = None if own else executor.plan.unit(a.unit)
         return {
             "step": executor.global_step,
-            "round": a.round,
+            "round": executor.round_of(a),
             "unit": None if own else a.unit,
             "stage": executor.schedule.owned(executor.rank) if unit is None else unit.stage,
             "backward": a.backward,
@@ -92,7 +92,7 @@ class Recorder:
             if self.executor.global_step >= self._until:
                 self._end_recording()
                 return do(a)
-            visit = (a.round, a.unit, a.backward)
+            visit = (self.executor.round_of(a), a.unit, a.backward)
             if kind in (Kind.RELEASE_PARAM, Kind.SEND_GRAD) and a.backward:
                 self._end(visit)
             if kind in OWNER:

@@ -62,6 +62,7 @@ def record(
         ("mlp", Settings(rule="cdp-v1", rounds=2)),
         ("rooted", Settings(rule="dp")),
         ("mlp", Settings(keep_after_forward=True)),
+        ("rooted", Settings(rounds=9)),
     ],
 )
 def test_every_pass_and_message_once_and_training_is_the_same(kind, settings):

@@ -1,0 +1,175 @@
+"""Programs that hold few rounds and repeat two of them: action for action those that ``build`` makes of all rounds."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+
+from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan import program as program_module
+from deepspeed_cdp.plan.actions import Action, Kind
+from deepspeed_cdp.plan.constants import START
+from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import Program, build, edges, few_rounds, initial_posts, with_rendezvous
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
+from deepspeed_cdp.plan.schedule import Schedule
+from deepspeed_cdp.plan.warmup import Phases
+from deepspeed_cdp.runtime.program import IndexedProgram
+from deepspeed_cdp.verify.summary import check_rings, estimated_actions
+from support import plans
+from support.local_ring import train
+from support.optimizers import sgd
+
+
+def nameless(actions: Iterable[Action]) -> tuple[Action, ...]:
+    """Without the rounds of the other side's messages: of START_RECV and START_SEND only kind, stream and peer are used."""
+    return tuple(a._replace(round=0) if a.kind in (Kind.START_RECV, Kind.START_SEND) else a for a in actions)
+
+
+def expanded(plan: Plan, rank: int, first: bool, rendezvous: bool = False) -> tuple[Action, ...]:
+    """The program with every round written out: numbers and times as in the whole step."""
+    program, few = Program(plan, rank, first, rendezvous), few_rounds(plan)
+    more, actions = plan.schedule.rounds - few.schedule.rounds, []
+    begin, end = program._begin, program._end
+
+    def moved(a: Action, rounds: int) -> Action:
+        """The action, ``rounds`` rounds later. Some of its numbers are those of the step's last round, or of the next step."""
+        posts = tuple(p._replace(round=p.round + (more if p.stream == "O" else 0 if p.ahead else rounds)) for p in a.posts)
+        into = (*a.into[:2], a.into[2] + rounds) if a.into[0] else a.into
+        if a.kind == Kind.REDUCE_GRAD:
+            round = a.round + more
+        elif a.kind == Kind.PULL_PARAM:
+            round = posts[0].round
+        else:
+            round = a.round if a.kind.of_owner else a.round + rounds
+        time = a.time + (rounds if first else rounds + more) * plan.round_ticks if a.time >= 0 else a.time
+        return a._replace(time=time, round=round, into=into, posts=posts)
+
+    for index, a in enumerate(program.held):
+        if index == end:
+            for again in range(1, program.repeats + 1):
+                actions += [moved(x, 2 * again) for x in program.held[begin:end]]
+        actions.append(moved(a, more if index >= end else 0))
+    return tuple(actions)
+
+
+@pytest.mark.parametrize("kind", [Plan, ReplicatedPlan])
+@pytest.mark.parametrize("persistent", [None, plans.PERSISTENT_UNIT])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_repeated_rounds_are_the_built_ones(ranks, persistent, kind):
+    """Every rule, with units that stay and without, up to rounds that repeat thrice; also with the other side's messages."""
+    for k in range(2 * ranks):
+        for keep in (False, True)[: 1 + (kind is Plan)]:
+            for rounds in (1, 2, 5, 6, 7, 8, 9, 13) if keep else (8, 9, 12):
+                plan = plans.make(ranks, k, rounds, 2, persistent=persistent, keep=keep, kind=kind)
+                assert initial_posts(few_rounds(plan), 0) == tuple(
+                    p._replace(round=p.round - rounds + few_rounds(plan).schedule.rounds) if p.stream == "O" else p
+                    for p in initial_posts(plan, 0)
+                )
+                for rank in range(ranks):
+                    for first in (True, False):
+                        program = Program(plan, rank, first)
+                        whole = build(plan, rank, first)
+                        assert expanded(plan, rank, first) == whole and len(program) == len(whole)
+                        for a, b in zip(program, whole):
+                            assert a._replace(time=0, round=0, into=(), posts=()) == b._replace(
+                                time=0, round=0, into=(), posts=()
+                            )
+                    assert nameless(expanded(plan, rank, False, True)) == nameless(with_rendezvous(plan, rank, False))
+
+
+@pytest.mark.parametrize("threshold", [0, 2, 5])
+def test_both_plans_of_a_warm_up_repeat_rounds(threshold):
+    for kind in (Plan, ReplicatedPlan):
+        extra = {"separate_sums": True} if kind is Plan else {}
+        units = plans.make(3, threshold, kind=kind, per_stage=2).units
+        plan = kind(Schedule(3, threshold, 11), units, plans.PERSISTENT_UNIT, **extra)
+        for phase in Phases(plan, 2).plans:
+            for rank in range(3):
+                for first in (True, False):
+                    assert expanded(phase, rank, first) == build(phase, rank, first)
+
+
+@pytest.mark.parametrize("rounds", [1, 7, 8, 21])
+def test_indices_of_passes_are_those_of_the_built_program(rounds):
+    plan = plans.make(3, 2, rounds, 2, persistent=plans.PERSISTENT_UNIT)
+    program, whole = IndexedProgram(Program(plan, 1, False)), build(plan, 1, False)
+    for m in range(rounds):
+        of_round = [x for x, a in enumerate(whole, 1) if a.kind.of_pass and a.round == m]
+        assert program.round_end(m) == max(of_round)
+        assert program.forward_end(m) == max(x for x in of_round if whole[x - 1].unit != -1 and not whole[x - 1].backward)
+        for unit, backward in plan.visits:
+            of_pass = [x for x in of_round if (whole[x - 1].unit, whole[x - 1].backward) == (unit, backward)]
+            assert program.pass_start(m, unit, backward) == max(x for x in of_pass if whole[x - 1].phase == START)
+            assert program.pass_end(m, unit, backward) == max(of_pass)
+    for x, a in enumerate(whole):
+        if a.kind.of_pass:
+            assert program.actions[x].round + program.actions.skipped_at(x) == a.round
+
+
+@pytest.mark.parametrize("kind", [Plan, ReplicatedPlan])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_what_a_plan_takes_from_few_rounds_is_true_of_all(ranks, kind, monkeypatch):
+    for k in range(2 * ranks):
+        for rounds in (1, 2, 3, 9):
+            plan = plans.make(ranks, k, rounds, 2, persistent=plans.PERSISTENT_UNIT, kind=kind)
+            s = plan.schedule
+            found = edges(plan)
+            with monkeypatch.context() as patch:
+                patch.setattr(program_module, "FEW", 10**6)
+                assert edges(plan) == found
+            assert plan.copies == few_rounds(plan).copies and plan.regions == few_rounds(plan).regions
+            for stage in range(ranks):
+                every = [(s.version(4, m, r, stage), m, r) for m in range(rounds) for r in range(ranks)]
+                assert s.first_readers(4, stage) == [
+                    (v, m, r) for v, m, r in every if s.is_first(4, m, r, stage) and r != s.owner(stage)
+                ]
+            for rank in range(ranks):
+                remote = [
+                    sum(s.source(1, m, rank, plan.unit(i).stage) is not None for m in range(rounds)) for i in plan.every_unit
+                ]
+                if kind is Plan:
+                    assert plan.received_bytes(rank)["F"] == sum(
+                        c * plan.unit(i).p_bytes for c, i in zip(remote, plan.every_unit)
+                    )
+
+
+@pytest.mark.parametrize("kind", [Plan, ReplicatedPlan])
+def test_the_dry_run_of_a_plan_with_many_rounds_ends_soon(kind):
+    few, many = (plans.make(3, 2, rounds, 2, persistent=plans.PERSISTENT_UNIT, kind=kind) for rounds in (6, 100_000))
+    assert check_rings([many]).actions == check_rings([few]).actions
+    assert estimated_actions(many) == estimated_actions(few)
+
+
+def test_making_programs_does_no_work_per_round(monkeypatch):
+    """The number of actions that are made is bounded; a plan of 100,000 rounds is ready at once."""
+    made, new = [], Action.__new__
+    monkeypatch.setattr(Action, "__new__", lambda cls, *a, **k: made.append(1) or new(cls, *a, **k))
+    counts = []
+    for rounds in (6, 100_000):
+        plan = plans.make(3, 2, rounds, 2, persistent=plans.PERSISTENT_UNIT)
+        made.clear()
+        for rank in range(3):
+            IndexedProgram(Program(plan, rank, False))
+        edges(plan), plan.regions, plan.received_bytes(1), initial_posts(few_rounds(plan), 1)
+        counts.append(len(made))
+    assert counts[0] == counts[1] > 0
+
+
+@pytest.mark.parametrize(
+    "model, settings",
+    [
+        ("mlp", Settings(rounds=11)),
+        ("rooted", Settings(rule="dp", rounds=10)),
+        ("rooted", Settings(rounds=9, replicated=True)),
+        ("rooted", Settings(rule="cdp-v1", rounds=10, warmup_steps=1)),
+    ],
+)
+def test_training_with_repeated_rounds_is_that_with_all_rounds(model, settings, monkeypatch):
+    """Bit for bit the training of programs that hold every round."""
+    few = train(model, 2, settings, sgd, 4, flush_after=(1,))
+    assert few["runtimes"][0].executor._program.actions.repeats > 0
+    monkeypatch.setattr(program_module, "FEW", 10**6)
+    whole = train(model, 2, settings, sgd, 4, flush_after=(1,))
+    assert whole["runtimes"][0].executor._program.actions.repeats == 0
+    assert few["losses"] == whole["losses"] and all(torch.equal(few["state"][k], v) for k, v in whole["state"].items())
