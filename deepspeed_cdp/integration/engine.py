@@ -329,7 +329,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Collective: flush, and write everything that continuing needs (see checkpoint/save_load.py).
+        """Collective: flush, and write a checkpoint (checkpoint/save_load.py).
 
         Raises:
             CheckpointError: it could not be written; on every rank, and the last good checkpoint is untouched.
@@ -347,8 +347,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict | None]:
-        """Collective: take up what ``save_checkpoint`` wrote, or stock ZeRO-3's, or a universal checkpoint
-        (checkpoint/deepspeed_formats.py).
+        """Collective: load a checkpoint of this engine, of stock ZeRO-3, or a universal one (checkpoint/deepspeed_formats.py).
 
         Returns:
             (path, client_state), or (None, None) if there is no tag and no ``latest`` file.

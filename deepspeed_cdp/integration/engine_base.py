@@ -131,7 +131,7 @@ class EngineBase:
 
     # ---- the end --------------------------------------------------------------------------------------------------------
     def _destroy_at_exit(self) -> None:
-        """When a script simply ends, neighbours still need its last messages (unless an error ends it)."""
+        """Register ``destroy`` as an exit callback: when a script ends, neighbours still need its last messages."""
         reference = weakref.ref(self)
 
         def close() -> None:
@@ -144,7 +144,7 @@ class EngineBase:
         atexit.register(close)
 
     def _close(self, well: bool) -> None:
-        """Take off what the engine has put on the module and let go of the transport; idempotent.
+        """Remove the engine's hooks and attributes from the module, and close the transport; idempotent.
 
         Args:
             well: wait until neighbours have taken the last messages.

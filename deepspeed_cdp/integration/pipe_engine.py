@@ -1,4 +1,4 @@
-"""CyclicPipelineEngine: DeepSpeed's PipelineEngine without its flush, in three placements; the work is done by PipeRuntime."""
+"""CyclicPipelineEngine: DeepSpeed's PipelineEngine without its flush, in three placements. ``PipeRuntime`` does the work."""
 
 import hashlib
 import math
@@ -33,7 +33,7 @@ class PipeOptimizer(DeepSpeedOptimizer):
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: PipeRuntime):
         self.optimizer, self._runtime = optimizer, runtime
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers look at it, and updates are made by copies
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # for torch's schedulers: copies of the optimizer make the updates
         masters = [
             [m for owner in runtime.owners.values() for m in owner.optimizer.param_groups[g]["params"]]
             for g in range(len(optimizer.param_groups))
@@ -54,7 +54,7 @@ class PipeOptimizer(DeepSpeedOptimizer):
         raise RuntimeError("optimizer.step() has no meaning in a pipeline; call engine.train_batch()")
 
     def zero_grad(self, *_: Any, **__: Any) -> None:
-        """Nothing: sums begin anew with each step."""
+        """Nothing: each step starts its sums itself."""
 
 
 class CyclicPipelineEngine(EngineBase, PipelineEngine):
@@ -109,7 +109,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
             )
 
     def _agree(self, model: Any) -> None:
-        """Collective: all ranks have the same settings, or all end with a sentence about what differs."""
+        """Collective: compare settings and the pipeline's layers between the ranks, as ``_compare``."""
         layers = (
             repr([(type(s).__name__, repr(s)) for s in model._layer_specs])
             if all(not isinstance(s, torch.nn.Module) and not callable(getattr(s, "__code__", None)) for s in model._layer_specs)
@@ -161,7 +161,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         return PipeOptimizer(optimizer, self._runtime)
 
     def _stage(self, stage: int) -> PipelineStage:
-        """A stage for the runtime: which of its parameters belong to which unit."""
+        """A stage for the runtime, with its parameters by unit."""
         schedule, module, bounds = self.pipe_schedule, self.module, bounds_of(self.module)
         names = {p: n for n, p in module.named_parameters()}
         tied = {
@@ -210,7 +210,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
 
     def is_first_stage(self) -> bool:
         """Whether this rank has the first stage."""
-        return not self._placed or 0 in self.pipe_schedule.stages_of(self.global_rank)  # (while DeepSpeed sets up: send nothing)
+        return not self._placed or 0 in self.pipe_schedule.stages_of(self.global_rank)  # True in set-up: send nothing
 
     def is_last_stage(self) -> bool:
         """Whether this rank has the last stage."""
@@ -218,7 +218,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
 
     # ---- training -----------------------------------------------------------------------------------------------------------
     def train_batch(self, data_iter: Iterator | None = None) -> torch.Tensor:
-        """As DeepSpeed's, without the flush: the step's last backwards are done in the next call (or by ``flush``).
+        """As DeepSpeed's, without the flush: the next call, or ``flush``, does the step's last backwards.
 
         Returns:
             The mean loss of the last step that is finished everywhere, the same on all ranks (float32): in the very first call,
@@ -237,7 +237,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         return self.agg_train_loss
 
     def _batches(self, what: str) -> Iterator[Any]:
-        """Micro-batches. The first is read at once: an iterator that is exhausted ends the call before any state changes.
+        """Iterate over micro-batches. It reads the first at once, so that an exhausted iterator raises before any state changes.
 
         Raises:
             StopIteration: there is no further micro-batch.
@@ -343,8 +343,9 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
 
     @property
     def cyclic_metrics(self) -> dict[str, Any]:
-        """The last step finished everywhere, as every rank knows it: ``step`` (from 0), its mean ``loss`` and ``grad_norm``
-        (before clipping), and ``lag``, the steps from that one to the one just made. None before there is one.
+        """The last step finished on all ranks: ``step`` (from 0), mean ``loss``, ``grad_norm`` (before clipping).
+
+        ``lag`` is the number of steps since then. All are None before the first step is finished.
         """
         known = self._runtime.finished
         if known is None:
@@ -357,7 +358,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         }
 
     def get_global_grad_norm(self) -> float | None:
-        """Gradient norm, before clipping, of the step that ``cyclic_metrics`` tells of."""
+        """Gradient norm, before clipping, of the step in ``cyclic_metrics``."""
         norm = self.cyclic_metrics["grad_norm"]
         return norm if norm is not None or self.global_steps == 0 else math.nan
 
@@ -370,7 +371,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Collective: flush, and write everything that continuing needs (checkpoint/save_load.py).
+        """Collective: flush, and write a checkpoint (checkpoint/pipeline.py).
 
         Raises:
             CheckpointError: it could not be written; on every rank, and the last good checkpoint is untouched.
@@ -399,7 +400,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, dict | None]:
-        """Collective: take up what ``save_checkpoint`` wrote, of any number of stages and placement.
+        """Collective: load a checkpoint of a cyclic pipeline with any number of stages and placement.
 
         Returns:
             (path, client_state), or (None, None) if there is no tag and no ``latest`` file.

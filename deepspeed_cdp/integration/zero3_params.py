@@ -1,4 +1,4 @@
-"""Reading and writing parameters between steps, through DeepSpeed's own functions.
+"""DeepSpeed's functions that read and write parameters between steps, for parameters of a cyclic engine.
 
 ``deepspeed.zero.GatheredParameters`` reads ``ds_id``, ``all_gather`` and ``partition`` of a parameter.
 ``deepspeed.utils.safe_get_full_fp32_param`` and similar functions call methods of its ``_z3_optimizer``. ``Access`` sets these
@@ -44,9 +44,9 @@ _MODULE_ATTRIBUTES = ("_external_params", "ds_external_parameters", "all_paramet
 
 
 class Access:
-    """One engine's parameters as ZeRO-3's callers see them."""
+    """Gives one engine's parameters the attributes and methods that ZeRO-3's parameters have."""
 
-    _attached: "weakref.WeakSet[Access]" = weakref.WeakSet()  # torch.Tensor has its attribute while there are any
+    _attached: "weakref.WeakSet[Access]" = weakref.WeakSet()  # torch.Tensor has ds_status while one is attached
 
     def __init__(self, runtime: Runtime, group: Any):
         """
@@ -76,7 +76,7 @@ class Access:
         _init_external_params(self.runtime.module)
 
     def detach(self) -> None:
-        """Take them off again; idempotent."""
+        """Remove them; idempotent."""
         for p in self._names:
             for key in _ATTRIBUTES:
                 p.__dict__.pop(key, None)
@@ -95,7 +95,7 @@ class Access:
     def _name(self, p: ZeroParam) -> str:
         return self._names[p]
 
-    # ---- what GatheredParameters calls ----------------------------------------------------------------------------------
+    # ---- for GatheredParameters -----------------------------------------------------------------------------------------
     @torch.no_grad()
     def _all_gather(self, param: ZeroParam, param_list: Sequence[ZeroParam] | None = None, **_: Any) -> None:
         """Give the parameters their values, in their own dtype, in memory of their own, on every rank.
@@ -128,7 +128,7 @@ class Access:
                     view.copy_(self._value(self._name(p)))
             runtime.transport.broadcast(flat, owner, self._where("GatheredParameters"))
             for p, view in zip(theirs, views):
-                runtime.borrowed[p] = p.data  # what it goes back to
+                runtime.borrowed[p] = p.data  # for _partition
                 p.data = view
         self.update_status(runtime.is_whole)
 
@@ -136,7 +136,7 @@ class Access:
     def _partition(
         self, param: ZeroParam, param_list: Sequence[ZeroParam] | None = None, has_been_updated: bool = False, **_: Any
     ) -> None:
-        """Take the values back: into the masters if one rank's have been given to all, else they are dropped, as ZeRO-3 does."""
+        """Release the values; first write them into the masters if one rank has broadcast new ones (``has_been_updated``)."""
         mine, others = self._split(param, param_list)
         if has_been_updated and self.runtime.param_hooks.mode != IDLE:
             raise ValueError(
@@ -169,7 +169,7 @@ class Access:
         params = [param] if params is None else params
         return [p for p in params if p in self._names], [p for p in params if p not in self._names]
 
-    # ---- what safe_get_* and safe_set_* call ----------------------------------------------------------------------------
+    # ---- for safe_get_* and safe_set_* ----------------------------------------------------------------------------------
     @torch.no_grad()
     def get_full_hp_param(self, param: ZeroParam, optim_state_key: str | None = None) -> torch.Tensor:
         """The fp32 master, or an entry of its optimizer state, on every rank."""
@@ -188,7 +188,7 @@ class Access:
 
     @torch.no_grad()
     def set_full_hp_param(self, value: torch.Tensor, param: ZeroParam, optim_state_key: str | None = None) -> None:
-        """Every rank calls it with the same value; the owner takes its own."""
+        """Write the master, or an entry of its optimizer state. Every rank passes the same value."""
         name, what = self._name(param), "safe_set_full_fp32_param" if optim_state_key is None else "safe_set_full_optimizer_state"
         self._flush_for(what)
         if optim_state_key is None:
@@ -216,7 +216,7 @@ class Access:
         return torch.empty(0, device=device) if value is None else value.detach().to(device, copy=True)
 
     def set_local_hp_param(self, value: torch.Tensor, param: ZeroParam, optim_state_key: str | None = None) -> None:
-        """As ``get_local_fp32_param`` gives it: the owner's value counts, the others' are empty."""
+        """Write the owner's value; the other ranks pass empty tensors, as ``get_local_fp32_param`` returns them."""
         what = "safe_set_local_fp32_param" if optim_state_key is None else "safe_set_local_optimizer_state"
         name = self._name(param)
         wanted = tuple(param.ds_shape) if self._owner[name] == self.runtime.executor.rank else (0,)
@@ -233,7 +233,7 @@ class Access:
         with torch.no_grad():
             self._write(name, value)
         self.runtime.publish()
-        if self.runtime.is_whole:  # keep evaluation's copies right without another collective
+        if self.runtime.is_whole:  # release evaluation's copies, which are out of date; updating them would be a collective
             self.runtime.scatter()
 
     def _no_gradient(self, what: str, param: ZeroParam | None) -> ValueError:
@@ -264,6 +264,7 @@ class Access:
         return f"rank {self.runtime.transport.world_rank}, step {self.runtime.executor.global_step}, {what}"
 
     def _flush_for(self, what: str) -> None:
+        """Collective: flush for the function ``what``; raises ValueError in the middle of a step."""
         runtime = self.runtime
         if not runtime.between_steps:
             raise ValueError(
@@ -296,7 +297,7 @@ class Access:
         """Collective: write an entry of the state on the owner.
 
         Args:
-            everywhere: every rank has been given the value; else the owner alone.
+            everywhere: every rank passes the value; else only the owner.
         """
         mine = self._owner[name] == self.runtime.executor.rank
         held = self._state(name, key) if mine else None
@@ -332,8 +333,10 @@ class Access:
 
 
 def offload_stub(module: torch.nn.Module) -> types.SimpleNamespace:
-    """``optimizer.parameter_offload`` for tools (TRL, DeepSpeed's ``unwrap_model_for_generation``) that take ZeRO-3's hooks off
-    while they generate: there are none of these, and the cyclic engine's own know evaluation from training."""
+    """``optimizer.parameter_offload`` without hooks, for tools that remove ZeRO-3's hooks while they generate.
+
+    TRL and DeepSpeed's ``unwrap_model_for_generation`` do so. The cyclic engine's hooks handle evaluation themselves.
+    """
     return types.SimpleNamespace(
         module=module, forward_hooks=[], backward_hooks=[], _register_deepspeed_module=lambda module: None
     )
