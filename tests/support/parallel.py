@@ -9,7 +9,7 @@ beginning to their end, and begin at once. All others go file by file to whichev
 from typing import Any
 
 ORDER = ("clocks", "dist", "launches", "clients", "unit")
-CLOCKS = ("test_faults.py", "test_transport_gloo.py", "test_engine_failures.py")
+CLOCKS = ("test_faults.py", "test_transport_gloo.py", "test_engine_failures.py", "test_frozen.py")
 LAUNCHES = ("test_elastic.py", "test_two_hosts.py", "test_install.py")  # in dist, without its pool
 LONGEST = ("test_docs_cli.py", "test_rings.py", "test_runtime.py", "test_offload.py", "test_replicas.py", "test_plan.py")
 TRACES = ("test_docs_cli.py", "test_simulation_measured.py")  # trace the same large models, once

@@ -1,0 +1,151 @@
+"""A client of a store whose server does not answer: calls end in time, and nothing is left after close."""
+
+import contextlib
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.transport.bounded_store import BoundedStore, NoAnswer
+from deepspeed_cdp.transport.gloo import GlooTransport
+from deepspeed_cdp.transport.store_exchange import StoreExchange
+
+NAME = "deepspeed_cdp store"
+
+
+def threads() -> int:
+    return sum(thread.name == NAME for thread in threading.enumerate())
+
+
+def connections() -> int:
+    count = 0
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the folder's own
+            count += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
+    return count
+
+
+def soon(condition) -> bool:
+    until = time.monotonic() + 10
+    while time.monotonic() < until and not condition():
+        time.sleep(0.02)
+    return condition()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[int, int]]:
+    """(process, port) of a store in a process of its own."""
+    readable, writable = os.pipe()
+    process = os.fork()
+    if process == 0:
+        os.close(readable)
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        os.write(writable, f"{store.port}\n".encode())
+        signal.pause()
+        os._exit(0)
+    os.close(writable)
+    with os.fdopen(readable) as pipe:
+        port = int(pipe.readline())
+    yield process, port
+    os.kill(process, signal.SIGKILL)
+    os.waitpid(process, 0)
+
+
+def client(port: int) -> dist.Store:
+    return dist.PrefixStore("job", dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+
+
+def within(seconds: float) -> float:
+    return time.monotonic() + seconds
+
+
+def test_calls_end_in_time_while_the_server_is_frozen(server):
+    process, port = server
+    before = threads()
+    torchs = client(port)
+    store = BoundedStore(torchs)
+    store.call(lambda s: s.set("key", "value"), within(20))
+    assert torchs.get("key") == b"value", "the same keys"
+    os.kill(process, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(NoAnswer, match="^rank 0, which hosts the store, does not answer$"):
+        store.call(lambda s: s.check(["key"]), within(0.5))
+    assert 0.4 < time.monotonic() - began < 5
+    began = time.monotonic()
+    with pytest.raises(NoAnswer):
+        store.call(lambda s: s.get("key"), within(20))
+    store.close()
+    assert time.monotonic() - began < 0.2, "later calls fail at once"
+    os.kill(process, signal.SIGCONT)
+    assert soon(lambda: threads() == before), "the thread ends once the server answers"
+    assert torchs.get("key") == b"value", "torch's own client was not stuck"
+
+
+def test_no_connection_to_a_frozen_server(server):
+    process, port = server
+    torchs = client(port)
+    os.kill(process, signal.SIGSTOP)
+    began = time.monotonic()
+    with pytest.raises(HandoffError) as caught:
+        StoreExchange(1, 2, 0.5, torchs, "a", "rank 1, connecting")
+    assert str(caught.value) == "rank 1, connecting: rank 0, which hosts the store, does not answer within 0.5 s"
+    assert 0.4 < time.monotonic() - began < 5
+
+
+def test_under_torchrun_its_agent_hosts_the_store(server, monkeypatch):
+    process, port = server
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    store = BoundedStore(client(port))
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(NoAnswer, match="^the agent of torchrun, which hosts the store, does not answer$"):
+        store.call(lambda s: s.check(["key"]), within(0.2))
+    store.close()
+
+
+@pytest.mark.parametrize("closes", [True, False])
+def test_neither_threads_nor_connections_are_left(server, closes):
+    _, port = server
+    torchs = client(port)
+    before = threads(), connections()
+    for k in range(3):
+        with ThreadPoolExecutor(2) as ranks:
+            pair = list(ranks.map(partial(GlooTransport, size=2, timeout_seconds=20.0, store=torchs, name=f"t{k}"), range(2)))
+            assert threads() == before[0] + 2 and connections() > before[1]
+            list(ranks.map(lambda t: t.close(drain=True) if closes else t._disconnect(), pair))
+        del pair
+    gc.collect()
+    assert soon(lambda: (threads(), connections()) == before), (threads(), connections(), before)
+
+
+def test_errors_keep_no_connection_open(server):
+    _, port = server
+    torchs = client(port)
+    before = threads(), connections()
+    store = BoundedStore(torchs)
+    with pytest.raises(RuntimeError) as caught:
+        store.call(lambda s: s.wait(["never"], timedelta(seconds=0.02)), within(20))
+    store.close()
+    assert caught.value is not None and soon(lambda: (threads(), connections()) == before)
+    with pytest.raises(NoAnswer, match="this rank has closed its transport"):
+        store.call(lambda s: s.check(["key"]), within(20))
+
+
+@pytest.mark.parametrize("kind", ["hash", "file"])
+def test_other_stores(tmp_path, kind):
+    store = BoundedStore(dist.HashStore() if kind == "hash" else dist.FileStore(str(tmp_path / "store"), 1))
+    store.call(lambda s: s.set("key", "value"), within(20))
+    assert store.call(lambda s: s.get("key"), within(20)) == b"value"
+    held = threading.Event()
+    with pytest.raises(NoAnswer, match="^the store does not answer$"):
+        store.call(lambda s: held.wait(), within(0.1))
+    held.set()
+    store.close()
