@@ -5,6 +5,7 @@ Any two rounds in between differ only in their numbers and logical times. So the
 rounds and repeats rounds 2 and 3: two, since the slots of region H alternate.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from deepspeed_cdp.plan.actions import Action, Kind, Post
@@ -66,6 +67,13 @@ class Program:
         if index < self._end:
             return self.held[index]
         return self.held[index - self.skipped_at(index) * self.per_round]
+
+    def between(self, begin: int, end: int) -> Sequence[Action]:
+        """The actions from ``begin`` to before ``end``."""
+        skipped = self.skipped_at(begin)
+        if skipped == self.skipped_at(end - 1):
+            return self.held[begin - skipped * self.per_round : end - skipped * self.per_round]
+        return [self[index] for index in range(begin, end)]
 
     def skipped_at(self, index: int) -> int:
         """How many rounds come between this action of the step and the equal one of ``held``."""

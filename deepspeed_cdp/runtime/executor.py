@@ -244,10 +244,9 @@ class Executor:
         self._loss_count += 1
 
     def _execute(self, index: int) -> None:
-        program, actions = self._program.actions, self.actions
+        actions = self.actions
         self.transport.work_enqueued()
-        while self._cursor < index:
-            a = program[self._cursor]
+        for a in self._program.actions.between(self._cursor, index):
             actions[a.kind](a)
             self._cursor += 1
 

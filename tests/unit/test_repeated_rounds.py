@@ -71,7 +71,7 @@ def test_repeated_rounds_are_the_built_ones(ranks, persistent, kind):
                         program = Program(plan, rank, first)
                         whole = build(plan, rank, first)
                         assert expanded(plan, rank, first) == whole and len(program) == len(whole)
-                        for a, b in zip(program, whole):
+                        for a, b in zip(program.between(0, len(whole)), whole):
                             assert a._replace(time=0, round=0, into=(), posts=()) == b._replace(
                                 time=0, round=0, into=(), posts=()
                             )
@@ -173,3 +173,12 @@ def test_training_with_repeated_rounds_is_that_with_all_rounds(model, settings, 
     whole = train(model, 2, settings, sgd, 4, flush_after=(1,))
     assert whole["runtimes"][0].executor._program.actions.repeats == 0
     assert few["losses"] == whole["losses"] and all(torch.equal(few["state"][k], v) for k, v in whole["state"].items())
+
+
+@pytest.mark.parametrize("rounds", [3, 13])
+def test_any_part_of_a_program_can_be_had(rounds):
+    program = Program(plans.make(2, 1, rounds, 2), 1, False)
+    whole = [program[x] for x in range(len(program))]
+    for begin in range(len(whole) + 1):
+        for end in range(len(whole) + 1):
+            assert list(program.between(begin, end)) == whole[begin:end]
