@@ -64,16 +64,6 @@ class Kind(Enum):
         self.label, self.of_pass, self.of_owner, self.carries = label, of_pass, of_owner, carries
         self.incoming, self.initiates, self.names_unit = incoming, initiates, names_unit
 
-    @property
-    def receives_grad(self) -> bool:
-        """Waits for a running gradient sum."""
-        return self.carries == "grad" and self.incoming
-
-    @property
-    def sends_grad(self) -> bool:
-        """Sends a running gradient sum."""
-        return self.carries == "grad" and not self.incoming
-
     def __str__(self) -> str:
         return self.name
 
