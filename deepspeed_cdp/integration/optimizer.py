@@ -1,4 +1,4 @@
-"""The optimizer that users hold: DeepSpeed's surface over a ``StageOwner``."""
+"""The optimizer that ``deepspeed.initialize`` returns."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from deepspeed_cdp.runtime.runtime import Runtime
 
 
 class CyclicOptimizer(ZeROOptimizer):
-    """What ``deepspeed.initialize`` returns as the optimizer: DeepSpeed's surface over a ``StageOwner``.
+    """The optimizer that ``deepspeed.initialize`` returns: DeepSpeed's interface to a ``StageOwner``.
 
     ``param_groups`` are the user's, so schedulers work on it as on any optimizer; each holds the masters that this rank owns.
     """
@@ -26,14 +26,14 @@ class CyclicOptimizer(ZeROOptimizer):
         self.owner, self.scale, self.optimizer = runtime.owner, runtime.scale, runtime.owner.optimizer
 
     @property
-    def _alive(self) -> Runtime:
+    def _live_runtime(self) -> Runtime:
         if self._runtime is None:
             raise RuntimeError("the optimizer belongs to an engine that is destroyed; use it before engine.destroy()")
         return self._runtime
 
     @property
     def overflow(self) -> bool:
-        """Whether the latest step that is known on every rank was skipped."""
+        """Whether the latest step whose norm every rank knows was skipped."""
         return self._runtime is not None and self._runtime.overflow
 
     @property
@@ -52,12 +52,12 @@ class CyclicOptimizer(ZeROOptimizer):
     # ---- loss scaling (fp16) ----------------------------------------------------------------------------------------------
     @property
     def loss_scaler(self) -> LossScalerBase:
-        """DeepSpeed's."""
+        """DeepSpeed's loss scaler."""
         return self.scale.scaler
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the scale follows overflows."""
+        """Whether overflows change the scale."""
         return self.loss_scaler.dynamic
 
     @property
@@ -78,7 +78,7 @@ class CyclicOptimizer(ZeROOptimizer):
     def scale_if_loss(self, value: Any) -> Any:
         """A loss, times the scale of the step under way."""
         scaled = self.scale.scaling and maybe_loss_for_backward(value)
-        return value * self.scale.of(self._alive.executor.global_step) if scaled else value
+        return value * self.scale.of(self._live_runtime.executor.global_step) if scaled else value
 
     # ---- a step -----------------------------------------------------------------------------------------------------------
     def backward_epilogue(self, **_: Any) -> None:
@@ -86,21 +86,21 @@ class CyclicOptimizer(ZeROOptimizer):
             self._runtime.end_backward()
 
     def step(self, closure: Any = None) -> None:
-        """Record the hyperparameters; the owner's update follows when the sums have come in."""
+        """Record the hyperparameters; the owner updates when the sums have arrived."""
         if closure is not None:
             raise ValueError("optimizer.step() got a closure, but the update happens later and cannot call it; use engine.step()")
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn unless step() came before
-        self._alive.step()
+        self._live_runtime.step()
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Nothing to do: with ``managed_gradient_accumulation: false`` DeepSpeed asks before each step."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients travel on, none stays."""
+        """Nothing: gradients do not stay on a rank."""
 
     def state_dict(self) -> dict[str, Any]:
         """Collective (it flushes): this rank's part, the torch optimizer's state by the names of the parameters it owns."""
-        self._alive.flush()
+        self._live_runtime.flush()
         names = {p: n for n, p in self.owner.masters.items()}
         return {
             "state": {names[p]: s for p, s in self.state.items()},
@@ -112,12 +112,12 @@ class CyclicOptimizer(ZeROOptimizer):
         }
 
     def load_state_dict(self, state: dict[str, Any], **_: Any) -> None:
-        """Take back what ``state_dict`` gave on this rank.
+        """Load a state that ``state_dict`` returned on this rank.
 
         Raises:
             ValueError: it was made with other groups, or another partition.
         """
-        self._alive.flush()
+        self._live_runtime.flush()
         if len(state["param_groups"]) != len(self.optimizer.param_groups):
             raise ValueError(
                 f"the optimizer state has {len(state['param_groups'])} parameter groups, this optimizer has "
@@ -126,14 +126,14 @@ class CyclicOptimizer(ZeROOptimizer):
         unknown = set(state["state"]) - set(self.owner.masters)
         if unknown:
             raise ValueError(
-                f"the optimizer state holds {min(unknown)!r}, which rank {self._alive.executor.rank} does not own; "
+                f"the optimizer state holds {min(unknown)!r}, which rank {self._live_runtime.executor.rank} does not own; "
                 "load it with the number of ranks and the partition it was saved with"
             )
         for group, saved in zip(self.optimizer.param_groups, state["param_groups"]):
             group.update({k: v for k, v in saved.items() if k != "params"})
         for name, values in state["state"].items():
             self.owner.put_state(name, values)
-        self.scale.restart(self._alive.executor.global_step, state.get("loss_scale"))
+        self.scale.restart(self._live_runtime.executor.global_step, state.get("loss_scale"))
 
     def destroy(self) -> None:
         """Drop references that would keep buffers alive."""

@@ -19,7 +19,7 @@ _RING_ONLY = {
 
 
 class PipelineConfig(deepspeed.DeepSpeedConfig):
-    """What ``deepspeed.initialize`` parses the config with when it gets a PipelineModule and a cyclic block."""
+    """The config class for a PipelineModule with a cyclic block."""
 
     def _initialize_params(self, param_dict: dict[str, Any]) -> None:
         super()._initialize_params(param_dict)

@@ -22,7 +22,7 @@ def tolerate_placements() -> None:
 
 
 def stock_again() -> None:
-    """Undoes it (for tests)."""
+    """Undoes ``tolerate_placements`` (for tests)."""
     import deepspeed
 
     module = deepspeed.PipelineModule
@@ -37,7 +37,7 @@ def _tolerant(stock: Callable[..., None]) -> Callable[..., None]:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         try:
             given = signature.bind(self, *args, **kwargs).arguments
-        except TypeError:  # the stock function says it in its own words
+        except TypeError:  # the stock function raises it
             given = {}
         stages, topology = given.get("num_stages"), given.get("topology")
         if topology is None and stages is not None and _misfits(stages):
@@ -63,7 +63,7 @@ def _misfits(stages: Any) -> bool:
 
 
 def classes() -> dict[str, type]:
-    """What takes the place of DeepSpeed's classes of these names while ``initialize`` builds a cyclic pipeline."""
+    """Replacements of DeepSpeed's classes, by name, while ``initialize`` builds a cyclic pipeline."""
     from deepspeed_cdp.integration.pipe_config import PipelineConfig
     from deepspeed_cdp.integration.pipe_engine import CyclicPipelineEngine
 
@@ -71,7 +71,7 @@ def classes() -> dict[str, type]:
 
 
 def refuse_placed(model: Any, hint: bool) -> None:
-    """Raises what the stock ``PipelineModule`` would have raised, for a module that only the cyclic engine can train.
+    """Raises the stock ``PipelineModule``'s error for a module that only the cyclic engine can train.
 
     Args:
         hint: say how to enable the cyclic engine.

@@ -10,7 +10,7 @@ from deepspeed.utils.timer import TIME_EPSILON, ThroughputTimer
 
 
 class Event(Protocol):
-    """A point of a stream's work, as ``torch.cuda.Event(enable_timing=True)`` is."""
+    """The part of ``torch.cuda.Event(enable_timing=True)`` that is used here."""
 
     def record(self) -> None: ...
 
@@ -20,13 +20,13 @@ class Event(Protocol):
 
 
 class StreamThroughputTimer(ThroughputTimer):
-    """Times steps by events of the current stream, and reads these once the device has passed them.
+    """Times steps by events of the current stream, and reads each event when it is done.
 
-    Without, it is the host that is timed, which merely enqueues: steps seem faster than they are. A report is of the steps that
-    the device has finished by then: all but the one or two that the host is ahead.
+    The host's clock would time the enqueueing only, and steps would seem too fast. A report covers the steps that the device has
+    finished: all but the one or two by which the host is ahead.
 
     Args:
-        stock: whose settings this one takes over; it has not started.
+        stock: the timer whose settings this one copies; it has not started.
         event: makes an event.
     """
 
@@ -38,7 +38,7 @@ class StreamThroughputTimer(ThroughputTimer):
         self._pending: deque[tuple[Event, Event, bool]] = deque()  # of micro-batches: begin, end, whether it is a step's last
         self._finished, self._latest = 0, 0.0  # steps that the device has finished, and the seconds of the last one
 
-    def _mark(self) -> Event:
+    def _record_event(self) -> Event:
         event = self._event()
         event.record()
         return event
@@ -48,10 +48,10 @@ class StreamThroughputTimer(ThroughputTimer):
         if self.config.enabled:
             self._init_timer()
             self.started = True
-            self._begin = self._mark() if self.global_step_count >= self.start_step else None
+            self._begin = self._record_event() if self.global_step_count >= self.start_step else None
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """It ends; ``global_step``: and its step with it."""
+        """A micro-batch ends; with ``global_step`` its step ends, too."""
         if not self.config.enabled or not self.started:
             return
         self.started = False
@@ -59,7 +59,7 @@ class StreamThroughputTimer(ThroughputTimer):
         self.global_step_count += bool(global_step)
         if self._begin is None:
             return
-        self._pending.append((self._begin, self._mark(), global_step))
+        self._pending.append((self._begin, self._record_event(), global_step))
         self._collect()
         if global_step and report_speed and self._is_report_boundary() and self._finished:
             accelerator, gib = get_accelerator(), 1024**3
@@ -87,7 +87,7 @@ class StreamThroughputTimer(ThroughputTimer):
 
 
 def on_stream(timer: Any, device: torch.device) -> Any:
-    """The timer that does on ``device`` what ``timer`` does."""
+    """A timer for ``device``: on GPUs a ``StreamThroughputTimer`` with the settings of ``timer``, else ``timer`` itself."""
     if device.type == "cuda" and type(timer) is ThroughputTimer:
         return StreamThroughputTimer(timer, lambda: torch.cuda.Event(enable_timing=True))
     return timer

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 
 
-class Saved(NamedTuple):
-    """Placeholder of a tensor that autograd saved in a unit's buffer; the backward rebuilds it in its own buffer."""
+class SavedView(NamedTuple):
+    """Stands for a tensor in a unit's buffer that autograd saved; the backward rebuilds it in the unit's buffer of that pass."""
 
     unit: int
     offset: int  # bytes
@@ -16,7 +16,7 @@ class Saved(NamedTuple):
     dtype: torch.dtype
 
 
-class Elsewhere(NamedTuple):
+class UserPacked(NamedTuple):
     """The result of a user's saved-tensor hooks, entered outside the unit, for a tensor that is not in its buffer."""
 
     packed: Any

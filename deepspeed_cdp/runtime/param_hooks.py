@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
 from deepspeed_cdp.model.lookup import holds, links
-from deepspeed_cdp.model.placeholders import Elsewhere, Saved, is_placeholder, placeholder, refuse_use
+from deepspeed_cdp.model.placeholders import UserPacked, SavedView, is_placeholder, placeholder, refuse_use
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.executor import Executor
@@ -62,7 +62,7 @@ class ParamHooks:
         self._borrowed_units: set[int] = set()  # acquired by GatheredParameters inside this forward
         self._bound: dict[int, torch.Tensor] = {}
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
-        self._rebuilt: dict[tuple[Saved, int], torch.Tensor] = {}
+        self._rebuilt: dict[tuple[SavedView, int], torch.Tensor] = {}
         self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._is_saving = self._saving_borrowed = False  # the second: ``borrow`` pushed them
@@ -402,16 +402,16 @@ class ParamHooks:
         return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
-    def _pack(self, x: torch.Tensor) -> torch.Tensor | Saved | Elsewhere:
+    def _pack(self, x: torch.Tensor) -> torch.Tensor | SavedView | UserPacked:
         pointer = x.data_ptr()
         if self._low <= pointer < self._high:
-            return Saved(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)
-        return Elsewhere(self._outer[0](x), self._outer[1]) if self._outer else x
+            return SavedView(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)
+        return UserPacked(self._outer[0](x), self._outer[1]) if self._outer else x
 
-    def _unpack(self, x: torch.Tensor | Saved | Elsewhere) -> torch.Tensor:
-        if isinstance(x, Elsewhere):
+    def _unpack(self, x: torch.Tensor | SavedView | UserPacked) -> torch.Tensor:
+        if isinstance(x, UserPacked):
             return x.unpack(x.packed)
-        if not isinstance(x, Saved):
+        if not isinstance(x, SavedView):
             return x
         self.prepare_backward_read(x.unit)
         flat = self._bound[x.unit]
