@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
 from deepspeed_cdp.model.lookup import holds, links
-from deepspeed_cdp.model.placeholders import UserPacked, SavedView, is_placeholder, placeholder, refuse_use
+from deepspeed_cdp.model.placeholders import SavedView, UserPacked, is_placeholder, placeholder, refuse_use
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.executor import Executor
