@@ -2,8 +2,8 @@
 
 Two network namespaces with host names of their own are the hosts. A veth pair joins them, and ``tc ... tbf`` limits either
 direction to ``--mbit``. torchrun starts ``--ranks`` on each host, with a common rendezvous; inside a host, ranks talk over
-loopback. Engines take
-turns: each trains a small Llama (fp32), and rank 0 times steps. The network interface counts the bytes on the link.
+loopback. Engines take turns: each trains a small Llama (fp32), and rank 0 times steps. The network interface counts the bytes
+on the link.
 
     rings   cdp-v2, cyclic.ring_size "auto": a ring per host, stages averaged over the link
     ring    cdp-v2, one ring through both hosts

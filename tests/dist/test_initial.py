@@ -230,8 +230,7 @@ def forget() -> None:
 
 
 def peaks(rank: int, world: int, how: str, folder: str) -> float:
-    """The most this rank persistent while building and initializing, in MiB, without the hand-off's buffers, which the plan
-    sizes."""
+    """Peak memory of this rank while building and initializing, in MiB, without the message buffers, which the plan sizes."""
     import deepspeed
 
     ctypes.CDLL(None).mallopt(-3, 65536)  # large tensors' memory goes back at once

@@ -1,4 +1,4 @@
-"""Hand-offs persistent to a rate: the limited transport keeps the contract, takes as long as it should, and ends."""
+"""Messages held to a rate: the limited transport keeps the contract, takes as long as it should, and ends."""
 
 import threading
 import time

@@ -15,17 +15,17 @@ def live_stages(n: int) -> list[dict[int, list[int]]]:
     spans = [(forward[x.rank, x.step, x.stage], x.time, x.rank, x.stage) for x in reads if x.backward]
     times = []
     for tau in range(2 * n * 3, 2 * n * 4):
-        persistent: dict[int, list[int]] = {}
+        live: dict[int, list[int]] = {}
         for begin, end, rank, stage in spans:
             if begin <= tau <= end:
-                persistent.setdefault(stage, []).append(rank)
-        times.append(persistent)
+                live.setdefault(stage, []).append(rank)
+        times.append(live)
     return times
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 def test_cyclic_activations_are_constant_and_as_the_schedule_has_them(n):
-    totals = [sum(map(len, persistent.values())) for persistent in live_stages(n)]
+    totals = [sum(map(len, live.values())) for live in live_stages(n)]
     # N micro-batches each hold 1..N..1 stages: at any time N (N+1)/2 stages, up to the one that begins as another ends
     assert max(totals) - min(totals) <= n
     assert min(totals) <= cyclic_activations(n) * n <= max(totals)
@@ -34,8 +34,8 @@ def test_cyclic_activations_are_constant_and_as_the_schedule_has_them(n):
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7])
 def test_cyclic_model_parallelism_needs_as_many_devices_as_stages_are_held(n):
     most: Counter[int] = Counter()
-    for persistent in live_stages(n):
-        for stage, ranks in persistent.items():
+    for live in live_stages(n):
+        for stage, ranks in live.items():
             most[stage] = max(most[stage], len(ranks))
     row = next(r for r in table(Sizes(n, 1, 1, 1)) if r.figure == "2.c.ii")
     assert [most[s] for s in range(n)] == [n - s for s in range(n)]

@@ -33,7 +33,7 @@ def settings(rule: str = "cdp-v2", rounds: int = 1) -> Settings:
 @pytest.mark.parametrize("rule", ["dp", "cdp-v2"])
 @pytest.mark.parametrize(("kind", "oracle"), [("sometimes", "sometimes"), ("sparse", "dense")])
 def test_sums_equal_the_oracle(kind: str, oracle: str, rule: str, rounds: int) -> None:
-    """A sum that a rank starts holds what it persistent a step ago, unless each of its parameters is written."""
+    """A sum that a rank starts has the content of a step ago, unless each of its parameters is written."""
     modules, chosen, seen = [build(kind) for _ in range(SIZE)], settings(rule, rounds), set()
     for module in modules:
         for block in module.blocks:

@@ -1,8 +1,7 @@
 """schedule.py against the paper's brute force (tests/golden) and against the laws it must obey, for every N and K.
 
-An activation counts as persistent from the start of its forward to the end of its backward, both positions included: then
-the ranks
-hold N(N+1)/2 stages at every logical time of the steady state.
+An activation is live from the start of its forward to the end of its backward, both positions included. So the ranks hold
+N(N+1)/2 stages at every logical time of the steady state.
 """
 
 import csv
@@ -105,12 +104,12 @@ def activations_are_constant(s: Schedule) -> None:
         if x.backward:
             change[starts[x.rank, x.step, x.round, x.stage]] += 1
             change[x.time + 1] -= 1
-    persistent = 0
+    live = 0
     for time in range(s.period * STEPS):
-        persistent += change[time]
+        live += change[time]
         if time >= s.period:
-            assert persistent <= s.ranks * (s.ranks + 1) // 2
-            assert s.stalls or persistent == s.ranks * (s.ranks + 1) // 2, (time, persistent)
+            assert live <= s.ranks * (s.ranks + 1) // 2
+            assert s.stalls or live == s.ranks * (s.ranks + 1) // 2, (time, live)
 
 
 def versions_live_long_enough(s: Schedule) -> None:
