@@ -30,7 +30,7 @@ from deepspeed_cdp.verify.summary import check_rings, estimated_actions
 
 
 class CyclicEngine(EngineBase, DeepSpeedEngine):
-    """What ``deepspeed.initialize`` returns when ``"cyclic": {"enabled": true}``.
+    """The engine that ``deepspeed.initialize`` returns under ``"cyclic": {"enabled": true}``.
 
     Attributes:
         cyclic_plan: the plan; ``cyclic_plan.stages`` names every trained parameter once.

@@ -29,7 +29,7 @@ from deepspeed_cdp.verify.summary import check_pipelines, pipeline_actions
 
 
 class PipeOptimizer(DeepSpeedOptimizer):
-    """What ``deepspeed.initialize`` returns as the optimizer: the user's groups, of this rank's fp32 masters."""
+    """The optimizer that ``deepspeed.initialize`` returns: the user's groups, with this rank's fp32 masters."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, runtime: PipeRuntime):
         self.optimizer, self._runtime = optimizer, runtime
@@ -58,7 +58,7 @@ class PipeOptimizer(DeepSpeedOptimizer):
 
 
 class CyclicPipelineEngine(EngineBase, PipelineEngine):
-    """What ``deepspeed.initialize`` returns for a PipelineModule when ``"cyclic": {"enabled": true}``.
+    """The engine that ``deepspeed.initialize`` returns for a PipelineModule under ``"cyclic": {"enabled": true}``.
 
     Attributes:
         pipe_schedule: rule, placement and tied groups; ``print(engine.pipe_schedule.grid())`` draws it.
