@@ -241,16 +241,17 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
 
     @property
     def cyclic_metrics(self) -> dict[str, Any]:
-        """What this rank knows without a collective (docs/observability.md).
+        """Metrics that this rank knows without a collective (docs/observability.md); None where they are not known yet.
 
-        ``step``: number of the last step finished everywhere, as far as this rank knows, from 0; ``loss`` (mean over all ranks'
-        micro-batches) and ``grad_norm`` (before clipping) are that step's. All three are None before there is one. ``lag``: steps
-        from that one to the one just made. ``waited``: seconds by (stream, peer) that the host was held up in step
-        ``waited_step``, the one just made, until messages had come, ``waited_sent`` until its own had been taken,
-        ``waited_total`` all of them. On GPUs it is the stream of the passes that waits, which is timed in one step of eight.
-        ``busy``: seconds by rank of its ring that each was busy in its latest (timed) step here, without waiting for others;
-        ``slowest``: the rank with the most; None before they are known.
-        Reading waits for nothing: on GPUs the numbers are those that have reached the host.
+        - ``step``: the last step that this rank knows to be finished on all ranks, from 0. ``loss`` (mean over all ranks'
+          micro-batches) and ``grad_norm`` (before clipping) are of that step. ``lag``: steps since then.
+        - ``waited``, ``waited_sent``: seconds by (stream, peer) that the host was blocked in step ``waited_step``, until messages
+          arrived and until peers took sent ones; ``waited_total``: all of them. On GPUs the passes' CUDA stream waits, which is
+          timed in one step of eight.
+        - ``busy``: by rank of the ring, seconds without waits in the rank's latest (timed) step; ``slowest``: the rank with the
+          most.
+
+        Reading never blocks: on GPUs the numbers are the latest ones that have reached the host.
         """
         executor, (waited, sent) = self._runtime.executor, self._runtime.counters.waited()
         step, loss, grad_norm = executor.metrics.read()
