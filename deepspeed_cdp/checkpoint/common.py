@@ -7,14 +7,26 @@ all ranks before any rank changes anything.
 import copy
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from deepspeed.utils import logger
 
-from deepspeed_cdp.checkpoint.files import check_tag, hidden_sibling, read_latest, replace_folder, write_text
+from deepspeed_cdp.checkpoint.files import (
+    NotRestoredError,
+    check_new_tag,
+    check_replaceable,
+    check_tag,
+    discard_quietly,
+    hidden_sibling,
+    make_working,
+    read_latest,
+    replace_folder,
+    sync_folder,
+    write_aside,
+    write_text,
+)
 from deepspeed_cdp.checkpoint.format import MANIFEST, TensorSpec, manifest_text, pack_state
 from deepspeed_cdp.checkpoint.manifest import COUNTERS
 from deepspeed_cdp.errors import CheckpointError
@@ -99,7 +111,9 @@ def save_on_all_ranks(
         manifest: (contributions of all ranks, in rank order) -> the manifest.
         save_latest: write DIR/latest, too.
     Raises:
-        CheckpointError: on every rank; it names the failed rank and its error. The previous checkpoint is untouched.
+        CheckpointError: on every rank; it names the failed rank and its error. The previous checkpoint, and ``latest``, are
+            as before: until ``latest`` is replaced, last of all, an error undoes every step. If undoing fails, the message says
+            where the previous checkpoint is.
     """
     tags = sorted(set(gather(tag, where)))
     if len(tags) > 1:
@@ -111,46 +125,78 @@ def save_on_all_ranks(
 
     def run_on_all_ranks(action: Callable[[], Any]) -> list[Any]:
         """All ranks' results of ``action``; if it fails on one rank, every rank raises that error."""
-        result, problem = None, None
+        result, problem, untouched = None, None, True
         try:
             result = action()
         except Exception as error:
-            problem = error_text(error)
-        everyone = gather([result, problem], where)
+            problem, untouched = error_text(error), not isinstance(error, NotRestoredError)
+        everyone = gather([result, problem, untouched], where)
         problems = [f"rank {r}: {x[1]}" for r, x in enumerate(everyone) if x[1]]
         if problems:
             if rank == 0:
-                shutil.rmtree(working, ignore_errors=True)
-            raise CheckpointError(f"checkpoint {final!r} was not saved ({'; '.join(problems)}); the one before is untouched")
+                discard_quietly(working)
+            so = "; the one before is untouched" if all(x[2] for x in everyone) else ""
+            raise CheckpointError(f"checkpoint {final!r} was not saved ({'; '.join(problems)}){so}")
         return [x[0] for x in everyone]
 
     def prepare() -> None:
         if rank == 0:
-            shutil.rmtree(working, ignore_errors=True)
-            os.makedirs(working)
+            _check_place(save_dir, tag, save_latest)
+            make_working(final)
 
     def finish() -> None:
         if rank == 0:
             write_text(os.path.join(working, MANIFEST), manifest_text(manifest(contributions)))
             write_text(os.path.join(save_dir, "zero_to_fp32.py"), SCRIPT)
-            replace_folder(working, final)
-            if save_latest:
-                write_text(os.path.join(save_dir, "latest"), tag)
+            latest = os.path.join(save_dir, "latest")
+            aside = write_aside(latest, tag) if save_latest else None
+
+            def commit() -> None:
+                if aside is not None:
+                    sync_folder(os.path.dirname(final))
+                    os.replace(aside, latest)
+
+            try:
+                replace_folder(working, final, commit)
+            except BaseException:
+                if aside is not None:
+                    discard_quietly(aside)
+                raise
+            sync_folder(save_dir)
 
     run_on_all_ranks(prepare)
     contributions = run_on_all_ranks(lambda: write(working))
     run_on_all_ranks(finish)  # no rank returns before the checkpoint has its name
 
 
+def _check_place(save_dir: str, tag: str, save_latest: bool) -> None:
+    """Raise CheckpointError unless DIR/TAG is free, or a folder that may be replaced as a whole.
+
+    Links below ``save_dir`` are refused: through them a save would write, and delete, elsewhere.
+    """
+    parts = tag.split("/")
+    for i in range(1, len(parts) + 1):
+        path = os.path.join(save_dir, *parts[:i])
+        check_replaceable(path)
+        if i < len(parts) and os.path.lexists(os.path.join(path, MANIFEST)):
+            raise CheckpointError(f"{path} is a checkpoint, and no other is saved inside it; choose another tag than {tag!r}")
+    inside = os.listdir(path) if os.path.isdir(path) else []
+    if lost := [name for name in inside if os.path.lexists(os.path.join(path, name, MANIFEST))]:
+        raise CheckpointError(f"{path} holds the checkpoint {min(lost)!r}, which would be lost; choose another tag than {tag!r}")
+    for name in ("zero_to_fp32.py", *(["latest"] if save_latest else [])):
+        if os.path.isdir(file := os.path.join(save_dir, name)) and not os.path.islink(file):
+            raise CheckpointError(f"{file} is a folder, and save_checkpoint writes a file of this name; remove it")
+
+
 def save_location(save_dir: str | None, tag: str | None, global_steps: int) -> tuple[str, str]:
     """The validated (folder, tag) of a checkpoint to be saved; the default tag is ``global_stepN``.
 
     Raises:
-        ValueError: ``save_dir`` is empty, or the tag leaves the folder.
+        ValueError: ``save_dir`` is empty, or the tag leaves the folder or is a name of the folder's own files.
     """
     if not save_dir:
         raise ValueError(f"save_dir is {save_dir!r}; it must name a folder; give one to save_checkpoint()")
-    return os.fspath(save_dir), check_tag(str(tag if tag is not None else f"global_step{global_steps}"))
+    return os.fspath(save_dir), check_new_tag(str(tag if tag is not None else f"global_step{global_steps}"))
 
 
 def pack_stage(
@@ -191,9 +237,9 @@ def find_on_all_ranks(load_dir: str, tag: str | None, latest: str, rank: int, ga
     Args:
         tag: None: the tag in file DIR/``latest``.
     Returns:
-        DIR/TAG; None if there is neither a tag nor the file.
+        DIR/TAG; None if there is neither a tag nor anything named ``latest``.
     Raises:
-        CheckpointError: on every rank: the tag is invalid, or differs between ranks.
+        CheckpointError: on every rank: the tag is invalid or differs between ranks, or ``latest`` is no readable file with a tag.
     """
     problem = None
     try:
@@ -295,6 +341,11 @@ def check_scheduler(engine: EngineState, state: Any, folder: str) -> None:
     if state is None or not hasattr(scheduler, "load_state_dict"):
         return
     before = copy.deepcopy(scheduler.state_dict())
+    if (key := _method(scheduler, state)) is not None:
+        raise CheckpointError(
+            f"the lr scheduler's state in {folder} would replace {key!r} of a {type(scheduler).__name__}; "
+            "pass load_lr_scheduler_states=False"
+        )
     try:
         scheduler.load_state_dict(copy.deepcopy(state))
     except Exception as error:
@@ -305,6 +356,18 @@ def check_scheduler(engine: EngineState, state: Any, folder: str) -> None:
         ) from error
     finally:
         scheduler.load_state_dict(before)
+
+
+def _method(scheduler: Any, state: Any) -> str | None:
+    """A key of the state that names a method or the optimizer: torch's schedulers write any key into their ``__dict__``."""
+    for key, value in state.items() if isinstance(state, dict) else ():
+        if isinstance(key, str) and (key == "optimizer" or callable(getattr(scheduler, key, None))):
+            return key
+        if key == "_schedulers" and isinstance(value, (list, tuple)):  # of ChainedScheduler and SequentialLR
+            for inner, part in zip(getattr(scheduler, key, ()), value):
+                if (found := _method(inner, part)) is not None:
+                    return found
+    return None
 
 
 def load_scheduler(engine: EngineState, state: Any) -> None:

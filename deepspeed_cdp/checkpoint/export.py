@@ -7,14 +7,21 @@ import json
 import math
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from deepspeed_cdp.checkpoint.files import hidden_sibling, replace_folder, save_plain, save_tensors, write_text
+from deepspeed_cdp.checkpoint.files import (
+    check_replaceable,
+    discard_quietly,
+    make_working,
+    replace_folder,
+    save_plain,
+    save_tensors,
+    write_text,
+)
 from deepspeed_cdp.checkpoint.format import MANIFEST, CheckpointReader, TensorSpec, manifest_text, pack_state, plain_options
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.version import __version__
@@ -45,14 +52,13 @@ def _output_folder(final: str, replace: bool, source: str, only: str = "") -> It
         )
     if os.path.exists(final) and not replace and (not os.path.isdir(final) or os.listdir(final)):
         raise CheckpointError(f"{final} exists; choose another folder, or pass --overwrite")
-    working = hidden_sibling(os.path.abspath(final), "saving")
-    shutil.rmtree(working, ignore_errors=True)
-    os.makedirs(working)
+    check_replaceable(final)
+    working = make_working(os.path.abspath(final))
     try:
         yield working
         replace_folder(working, os.path.abspath(final))
     finally:
-        shutil.rmtree(working, ignore_errors=True)
+        discard_quietly(working)
 
 
 # ---- weights ----------------------------------------------------------------------------------------------------------------

@@ -3,16 +3,27 @@
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+import stat
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from deepspeed_cdp.checkpoint.pickles import NotPlainError, UnknownNamesError, open_regular, read_archive
 from deepspeed_cdp.errors import CheckpointError
 
+
+class NotRestoredError(CheckpointError):
+    """A folder was replaced, saving failed afterwards, and the older folder could not get its name back."""
+
+
+# Names in a checkpoint directory that this package or DeepSpeed writes, beside the tags' folders.
+RESERVED = ("latest", "latest_universal", "zero_to_fp32.py", "zero_to_torch.py")
+_TEMPORARY = re.compile(r"\..*\.(saving|old|new)")
 CHUNK = 1 << 22  # bytes read at a time
 
 
@@ -43,7 +54,7 @@ def save_plain(folder: str, name: str, value: Any, what: str) -> dict[str, Any]:
     Returns:
         The file's entry in a manifest, without tensors.
     Raises:
-        CheckpointError: ``torch.load(weights_only=True)`` cannot read the file back.
+        CheckpointError: ``load_plain`` cannot read the file back.
     """
     path = os.path.join(folder, name)
     with open(path, "wb") as file:
@@ -63,11 +74,30 @@ def file_entry(path: str) -> dict[str, Any]:
 
 def write_text(path: str, text: str) -> None:
     """Write a small UTF-8 file and rename it into place, so that readers see the old text or the new, never a part."""
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        file.write(text)
-        sync(file)
-    os.replace(path + ".new", path)
+    os.replace(write_aside(path, text), path)
     sync_folder(os.path.dirname(path))
+
+
+def write_aside(path: str, text: str) -> str:
+    """Write the text that ``path`` is to have into a new file beside it, and sync it; returns the new file's path.
+
+    The new file has a random name and never exists before, so a planted link or file is neither followed nor overwritten.
+    Remains of earlier writes that were killed are removed.
+    """
+    folder, name = os.path.split(path)
+    for other in os.listdir(folder or "."):
+        if re.fullmatch(rf"\.{re.escape(name)}\.[0-9a-f]{{16}}\.new", other):
+            os.unlink(os.path.join(folder, other))
+    new = os.path.join(folder, f".{name}.{secrets.token_hex(8)}.new")
+    handle = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            sync(file)
+    except BaseException:
+        os.unlink(new)
+        raise
+    return new
 
 
 def sync(file: Any) -> None:
@@ -95,17 +125,77 @@ def hidden_sibling(final: str, suffix: str) -> str:
     return os.path.join(os.path.dirname(final), f".{os.path.basename(final)}.{suffix}")
 
 
-def replace_folder(working: str, final: str) -> None:
+def make_working(final: str) -> str:
+    """Create the folder in which checkpoint ``final`` is written, empty, and return its path.
+
+    ``mkdir`` fails if the name exists, so a planted link is removed and never followed.
+    """
+    working = hidden_sibling(final, "saving")
+    os.makedirs(os.path.dirname(os.path.abspath(working)), exist_ok=True)
+    discard(working)
+    os.mkdir(working)
+    return working
+
+
+def discard(path: str) -> None:
+    """Remove a folder, file or link, if it exists. Links are not followed."""
+    try:
+        if stat.S_ISDIR(os.lstat(path).st_mode):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    except FileNotFoundError:
+        pass
+
+
+def discard_quietly(path: str) -> None:
+    """``discard``; an error is ignored, since another one is about to be raised."""
+    try:
+        discard(path)
+    except OSError:
+        pass
+
+
+def check_replaceable(final: str) -> None:
+    """Raise CheckpointError if ``final`` exists and is no folder, or is a symbolic link: only folders are replaced."""
+    try:
+        mode = os.lstat(final).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(mode):
+        kind = "a symbolic link" if stat.S_ISLNK(mode) else "no folder"
+        raise CheckpointError(f"{final} is {kind}, and only a folder is replaced; remove it, or choose another name")
+
+
+def replace_folder(working: str, final: str, commit: Callable[[], Any] = lambda: None) -> None:
     """Rename ``working`` to ``final``, replacing an older folder of that name.
 
     A crash at any point leaves one of the two complete, and ``existing_folder`` finds it.
+
+    Args:
+        commit: called when ``final`` is the new folder. If it raises, the older folder gets its name back.
+    Raises:
+        CheckpointError: that failed, too; the message says where the older folder is.
     """
     old = hidden_sibling(final, "old")
+    check_replaceable(final)
     sync_folder(working)
-    if os.path.exists(final):
-        shutil.rmtree(old, ignore_errors=True)
+    had = os.path.exists(final)
+    if had:
+        discard(old)
         os.rename(final, old)
-    os.rename(working, final)
+    try:
+        os.rename(working, final)
+        commit()
+    except BaseException as error:
+        try:
+            if os.path.exists(final):
+                os.rename(final, working)
+            if had:
+                os.rename(old, final)
+        except OSError as second:
+            raise NotRestoredError(f"{error}; then {second}; the checkpoint before is in {old}") from error
+        raise
     sync_folder(os.path.dirname(final))
     shutil.rmtree(old, ignore_errors=True)
 
@@ -143,58 +233,69 @@ def check_tag(tag: str) -> str:
     return tag
 
 
-def read_latest(folder: str, name: str = "latest") -> str | None:
-    """The tag in ``folder``/``name``; None if there is no such file.
+def check_new_tag(tag: str) -> str:
+    """Return ``tag`` if a checkpoint may be saved under it.
 
     Raises:
-        CheckpointError: the file holds no valid tag.
+        ValueError: ``check_tag`` refuses it, or a part of it is a name that this package or DeepSpeed writes itself.
+    """
+    for part in check_tag(tag).split("/"):
+        if part in RESERVED or _TEMPORARY.fullmatch(part):
+            raise ValueError(
+                f"tag is {tag!r}; {part!r} is a name that save_checkpoint writes itself; use a name such as 'step100'"
+            )
+    return tag
+
+
+def read_latest(folder: str, name: str = "latest") -> str | None:
+    """The tag in ``folder``/``name``; None if nothing of that name is there.
+
+    Raises:
+        CheckpointError: it is there, but is no readable file that holds a valid tag.
     """
     path = os.path.join(folder, name)
-    if not os.path.isfile(path):
-        return None
     try:
-        with open(path, encoding="utf-8") as file:
-            return check_tag(file.read(4096).strip())
+        os.lstat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); make it readable, or pass tag=") from error
+    try:
+        with open_regular(path) as file:
+            return check_tag(file.read(4096).decode("utf-8").strip())
     except ValueError:  # not UTF-8, too
         raise CheckpointError(f"{path} does not hold the name of a checkpoint; write one into it, or pass tag=") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); make it readable, or pass tag=") from error
 
 
-def _numpy_globals() -> list[Any]:
-    """The classes that unpickling numpy arrays and scalars needs, for example numpy's random state in ``client_state``."""
-    import numpy
-
-    core = getattr(numpy, "_core", None) or numpy.core
-    kinds = {type(numpy.dtype(kind)) for kind in "?bBhHiIlLqQefd"}
-    return [numpy.ndarray, numpy.dtype, core.multiarray._reconstruct, core.multiarray.scalar, *kinds]
-
-
-@contextmanager
-def _allowing(allowed: Iterable[Any]) -> Iterator[None]:
-    with torch.serialization.safe_globals([*_numpy_globals(), *allowed]):
-        yield
-
-
-def load_plain(path: str, allowed: Iterable[Any] = ()) -> Any:
-    """``torch.load(weights_only=True, mmap=True)`` on the CPU: plain data, tensors and numpy arrays.
+def load_plain(path: str, allowed: Mapping[str, Callable[..., Any]] | None = None) -> Any:
+    """The value in a file of ``torch.save``: plain data, CPU tensors and numpy arrays of numbers. Nothing in it is executed.
 
     Args:
-        allowed: further classes, for ``torch.serialization.safe_globals``.
+        allowed: further names in the pickle, each with the function that builds its object.
     Raises:
         CheckpointError: the file is damaged, or holds other classes; the message names them.
     """
-    with _allowing(allowed):
-        try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-        except Exception as error:
-            try:
-                foreign = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-            except Exception:
-                foreign = []
-            if foreign:
-                raise CheckpointError(
-                    f"{path} holds objects of {', '.join(sorted(foreign))}, and only plain data, tensors and "
-                    "numpy arrays are read; leave them out, or allow classes that you trust with "
-                    "torch.serialization.add_safe_globals()"
-                ) from None
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise CheckpointError(f"{path} is damaged or no file of torch.save ({first})") from error
+    return load_archive(path, allowed)[0]
+
+
+def load_archive(path: str, allowed: Mapping[str, Callable[..., Any]] | None = None) -> tuple[Any, str]:
+    """As ``load_plain``; also the name of the archive: the file's name, without ``.pt``, when ``torch.save`` wrote it."""
+    try:
+        return read_archive(path, allowed or {})
+    except CheckpointError:
+        raise
+    except UnknownNamesError as error:
+        raise CheckpointError(
+            f"{path} holds objects of {', '.join(error.names)}, and only plain data, tensors and "
+            "numpy arrays are read; leave them out, or allow classes of your own that you trust with "
+            "torch.serialization.add_safe_globals()"
+        ) from None
+    except NotPlainError as error:
+        raise CheckpointError(
+            f"{path} is refused, since {ascii(str(error))[1:201]}; only plain data, tensors and numpy arrays are read"
+        ) from error
+    except Exception as error:  # of the zip format, of the pickle, or of torch and numpy about its values
+        first = ascii(str(error))[1:201]
+        raise CheckpointError(f"{path} is damaged or no file of torch.save ({type(error).__name__}: {first})") from error

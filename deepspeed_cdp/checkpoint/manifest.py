@@ -110,6 +110,11 @@ def _names(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
+def scale_fault(scale: Any) -> bool:
+    """Whether ``scale`` is not what ``LossScale.state_dict()`` returns."""
+    return next(_scale(scale), None) is not None
+
+
 def _scale(scale: Any) -> Iterator[Fault]:
     """``LossScale.state_dict()``: of a fixed scale, or of a dynamic scale with its counters."""
     if scale is None:
