@@ -3,7 +3,6 @@
 It overrides the methods of ``DeepSpeedEngine`` that differ; ``Runtime`` does the work.
 """
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from deepspeed_cdp.checkpoint import save_load
 from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.integration import agreement
 from deepspeed_cdp.integration.engine_base import EngineBase, check_loss, warn
 from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.integration.support import check_ring_size
@@ -62,32 +62,52 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
 
     def _agree(self, model: torch.nn.Module) -> None:
         """Collective: compare settings and model between the ranks, as ``_compare``."""
-        shapes = [(n, str(p.dtype), *getattr(p, "ds_shape", p.shape)) for n, p in model.named_parameters()]
-        self._compare(
+        named = list(model.named_parameters())
+        self._compare_settings(
             {
                 "zero_optimization.stage": int(self.zero_optimization_stage()),
                 "loss scale (fp16)": self._loss_scale(),
                 "torch_autocast.dtype": str(self.torch_autocast_dtype()) if self.torch_autocast_enabled() else None,
-                "number of parameters": len(shapes),
-                "parameter names, shapes and dtypes (digest)": hashlib.sha256(repr(shapes).encode()).hexdigest()[:16],
-            }
+                "number of parameters": len(named),
+            },
+            {
+                "parameter names, shapes and dtypes": agreement.parameters(named),
+                "requires_grad": agreement.trained(named),
+                "classes of the model's modules": agreement.classes(model.named_modules()),
+            },
         )
 
+    def _agree_on_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Collective: all ranks have the same optimizer, with the same groups and options."""
+        try:
+            self._compare(
+                agreement.optimizer_kind(optimizer),
+                {
+                    "options of the optimizer": agreement.options(optimizer),
+                    "groups of the optimizer": agreement.groups(optimizer, self.module.named_parameters()),
+                },
+            )
+        except BaseException:
+            self._failed = True
+            self._transport.close(False)
+            raise
+
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        self._agree_on_optimizer(optimizer)
         optimizer = self._checked(optimizer)
         config = self._config.cyclic_config
         _, sum_dtype = self.get_data_types()
         settings = Settings(
-            config.rule,
-            config.partition_method,
-            config.units,
-            self.gradient_accumulation_steps(),
-            float(self.gradient_clipping()),
-            sum_dtype if self._config.grad_accum_dtype else None,
-            config.keep_after_forward,
-            int(config.min_unit_mb * 2**20),
-            self._loss_scale(),
-            config.warmup_steps,
+            rule=config.rule,
+            partition_method=config.partition_method,
+            units=config.units,
+            rounds=self.gradient_accumulation_steps(),
+            clip=float(self.gradient_clipping()),
+            sum_dtype=sum_dtype if self._config.grad_accum_dtype else None,
+            keep_after_forward=config.keep_after_forward,
+            min_unit_bytes=int(config.min_unit_mb * 2**20),
+            loss_scale=self._loss_scale(),
+            warmup_steps=config.warmup_steps,
             **self._offloading(),
             replicated=self.zero_optimization_stage() < 3,
             gradient_accumulation_fusion=config.gradient_accumulation_fusion,

@@ -14,6 +14,7 @@ from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist, logger
 
 from deepspeed_cdp.errors import CheckpointError
+from deepspeed_cdp.integration import agreement
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.verify.pipeline import ScheduleError
 from deepspeed_cdp.verify.summary import AT_START, Summary
@@ -34,30 +35,54 @@ class EngineBase:
     _exit_callback: Callable[[], None] | None = None
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
-    def _compare(self, mine: dict[str, Any]) -> None:
-        """Collective: all ranks have the same settings, by name, and run the same package.
-
-        Raises:
-            ValueError: on every rank that differs from another, with the first setting that does.
-        """
+    def _compare_settings(self, mine: dict[str, Any], details: dict[str, agreement.Named]) -> None:
+        """Collective: all ranks run the same package with the same settings. Arguments and errors as in ``_compare``."""
         engine: Any = self
         shared = {
             "deepspeed_cdp version": __version__,
             "torch version": torch.__version__,
             **{f"cyclic.{key}": value for key, value in self._config.cyclic_config.model_dump().items()},
             "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+            "train_micro_batch_size_per_gpu": engine.train_micro_batch_size_per_gpu(),
             "gradient_clipping": engine.gradient_clipping(),
             "dtypes": list(map(str, engine.get_data_types())),
         }
-        mine, rank = {**shared, **mine}, self._transport.rank
-        everyone = self._transport.gather(mine, f"rank {rank}, comparing settings between ranks")
-        for key, value in mine.items():
-            for other, theirs in enumerate(everyone):
-                if theirs.get(key) != value:
-                    raise ValueError(
-                        f"{key} is {value!r} on rank {rank} but {theirs.get(key)!r} on rank {other}; start every "
-                        "rank with the same config, model and package versions"
-                    )
+        self._compare({**shared, **mine}, details)
+
+    def _compare(self, mine: dict[str, Any], details: dict[str, agreement.Named]) -> None:
+        """Collective: ranks that have the same key have the same value.
+
+        Args:
+            mine: settings by name.
+            details: by name, more data than an error can show. Ranks exchange digests first, and all of it if those differ.
+        Raises:
+            ValueError: on all ranks, with the first setting, or entry of the details, that differs.
+        """
+        if self._transport is None:
+            return
+        rank = self._transport.world_rank
+        where = f"rank {rank}, comparing settings between ranks"
+        everyone = self._transport.gather(mine | {key: agreement.digest(named) for key, named in details.items()}, where)
+        found = agreement.first_difference(everyone, rank)
+        if found is None:
+            return
+        if not isinstance(everyone[found.here][found.key], dict) or "digest" not in everyone[found.here][found.key]:
+            raise ValueError(agreement.sentence(found, everyone))
+        raise ValueError(agreement.detailed_sentence(found, self._transport.gather(details.get(found.key, {}), where)))
+
+    def _configure_lr_scheduler(self) -> None:
+        """As DeepSpeed's. Collective: all ranks have the same scheduler, in the same state."""
+        super()._configure_lr_scheduler()  # type: ignore[misc]  # DeepSpeed's engine, the next base class
+        scheduler = self.lr_scheduler  # type: ignore[attr-defined]
+        try:
+            self._compare(
+                {"class of the lr scheduler": agreement.class_of(scheduler)},
+                {"state of the lr scheduler": agreement.scheduler_state(scheduler)},
+            )
+        except BaseException:
+            self._failed = True
+            self._close(False)
+            raise
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works, tested with ZeRO or not

@@ -17,6 +17,7 @@ from deepspeed.utils import log_dist
 
 from deepspeed_cdp.checkpoint import pipeline
 from deepspeed_cdp.checkpoint.common import refuse_custom_load, save_location
+from deepspeed_cdp.integration import agreement
 from deepspeed_cdp.integration.engine_base import EngineBase, warn
 from deepspeed_cdp.integration.pipe_module import bounds_of, layers_of, only_stage, placement_of, ties_of
 from deepspeed_cdp.pipeline.evaluate import evaluate
@@ -115,15 +116,41 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
             if all(not isinstance(s, torch.nn.Module) and not callable(getattr(s, "__code__", None)) for s in model._layer_specs)
             else ""
         )
-        self._compare(
+        self._compare_settings(
             {
                 "bounds of the stages": bounds_of(model),
                 "tied stages": [list(t) for t in self._ties.values()],
                 "layers (digest)": hashlib.sha256(layers.encode()).hexdigest()[:16],
-            }
+            },
+            {},
         )
 
+    def _agree_on_stages(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Collective: all ranks have the same optimizer and options, and replicas of a stage the same layers and groups."""
+        details: dict[str, agreement.Named] = {"options of the optimizer": agreement.options(optimizer)}
+        names, bounds = {p: n for n, p in self.module.named_parameters()}, bounds_of(self.module)
+        for stage in self.pipe_schedule.stages_of(dist.get_rank()):
+            layers = torch.nn.ModuleList(layers_of(self.module, bounds, stage))
+            named = [(names[p], p) for p in layers.parameters()]
+            details |= {
+                f"parameter names, shapes and dtypes of stage {stage}": agreement.parameters(named),
+                f"requires_grad in stage {stage}": agreement.trained(named),
+                f"classes of the modules of stage {stage}": agreement.classes(layers.named_modules()),
+                f"groups of the optimizer in stage {stage}": agreement.groups(optimizer, named),
+            }
+            for key, used in self._ties.items():
+                if stage in used:
+                    tied = self.module.tied_modules[key].named_parameters()
+                    details[f"requires_grad in tied layer {key!r}"] = agreement.trained(tied)
+        try:
+            self._compare(agreement.optimizer_kind(optimizer), details)
+        except BaseException:
+            self._failed = True
+            self._close(False)
+            raise
+
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
+        self._agree_on_stages(optimizer)
         optimizer = self._checked(optimizer)
         rank, schedule, device = dist.get_rank(), self.pipe_schedule, self.device
         _, sum_dtype = self.get_data_types()
@@ -146,6 +173,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
                 self._config.cyclic_config.warmup_steps,
                 **self._offloading(),
                 read=(self._read_inputs, self._read_labels),
+                check_divergence=self._config.cyclic_config.check_divergence,
             )
             warmup = self._config.cyclic_config.warmup_steps > 0
             schedules = [schedule, *([replace(schedule, threshold=0, exact_norm=self.gradient_clipping() > 0)] if warmup else [])]

@@ -22,12 +22,13 @@ def entries(groups: Groups) -> Iterator[tuple[str, Any]]:
             if isinstance(value, torch.Tensor):
                 value = value.tolist() if value.device.type == "cpu" else None
             if isinstance(value, (list, tuple)):
-                yield from ((f"{key}[{i}] of group {number}", x) for i, x in enumerate(value) if _plain(x))
-            elif _plain(value):
+                yield from ((f"{key}[{i}] of group {number}", x) for i, x in enumerate(value) if plain(x))
+            elif plain(value):
                 yield f"{key} of group {number}", value
 
 
-def _plain(value: Any) -> bool:
+def plain(value: Any) -> bool:
+    """Whether ranks can compare the value."""
     return value is None or isinstance(value, (bool, int, float, str))
 
 

@@ -7,6 +7,7 @@ The program has no circle even if both blocked (verify/pipeline.py), so no wait 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,11 @@ from deepspeed_cdp.optim.offload import OffloadedOwner
 from deepspeed_cdp.optim.stage_owner import StageOwner
 from deepspeed_cdp.optim.state import part_of
 from deepspeed_cdp.pipeline import wire
+from deepspeed_cdp.pipeline.divergence import PipeDivergence
 from deepspeed_cdp.pipeline.initial_values import broadcast_initial_values
 from deepspeed_cdp.pipeline.state import FinishedStep, MicroBatchReader, Pass, PipelineStage
 from deepspeed_cdp.pipeline.weights import UnitWeights
+from deepspeed_cdp.plan.constants import OPTIONS
 from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, ProgramCursor
 from deepspeed_cdp.transport.base import Ticket, Transport
 
@@ -49,6 +52,7 @@ class PipeRuntime:
         offload: bool = False,
         pin: bool = True,
         read: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (lambda x: x, lambda x: x),
+        check_divergence: int = 1,
     ):
         """Collective: replicas and tied copies take the values of the lowest rank that has them.
 
@@ -59,6 +63,7 @@ class PipeRuntime:
             dynamic: shapes change from micro-batch to micro-batch.
             warmup_steps: the first steps of training follow K = 0.
             offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
+            check_divergence: steps from one comparison of the ranks' optimizer options to the next; 0: none.
             read: functions that move a micro-batch's inputs, and its labels, to the device.
         """
         self.schedule, self.rank, self.local_stages, self.loss_fn = schedule, rank, dict(stages), loss
@@ -67,6 +72,9 @@ class PipeRuntime:
         self.dynamic, (self.read_inputs, self.read_labels) = dynamic, read
         self.global_step, self.skipped = 0, 0
         self.finished: FinishedStep | None = None
+        self._divergence = None
+        if check_divergence and transport is not None:
+            self._divergence = PipeDivergence(schedule, rank, transport, optimizer, check_divergence)
         self.units: dict[int, UnitWeights] = {}
         for u in range(len(schedule.units)):
             mine = [s for s in schedule.units[u] if s in self.local_stages]
@@ -89,17 +97,17 @@ class PipeRuntime:
         published = [
             {n: v for unit in units for n, v in zip(unit.names, unit.values[c % len(unit.flats)])} for c in range(copies)
         ]
-        given = (
-            published[0],
-            self._finished_sums(stage),
-            published,
-            self.user_optimizer,
-            lambda optimizer, masters: part_of(optimizer, masters, names),
-            lambda step: self.schedule.stages,
-            self.clip,
-            self.device,
+        make_owner: Callable[..., StageOwner] = partial(OffloadedOwner, pin=pin) if offload else StageOwner
+        return make_owner(
+            values=published[0],
+            sums=self._finished_sums(stage),
+            published=published,
+            optimizer=self.user_optimizer,
+            make_optimizer=lambda optimizer, masters: part_of(optimizer, masters, names),
+            divisor=lambda step: self.schedule.stages,
+            clip=self.clip,
+            device=self.device,
         )
-        return OffloadedOwner(*given, pin=pin) if offload else StageOwner(*given)
 
     def _finished_sums(self, stage: int) -> dict[tuple[int, bool], dict[str, Tensor]]:
         """Places of the finished sums of the stage's units: (unit, whether it is in ``_landing``) -> by name."""
@@ -179,6 +187,8 @@ class PipeRuntime:
         step = self._cursor.step
         for owner in self.owners.values():
             owner.record(step)
+        if self._divergence:
+            self._divergence.record(self.global_step)
         self._vectors.pop(step - 3, None)  # sent long ago
         self._feed = MicroBatchReader(batches, self.schedule.micro_batches)
         for i in self._cursor.call():
@@ -187,6 +197,8 @@ class PipeRuntime:
             self._feed.finish()
         self.global_step += 1
         self._finish_step(step if self.schedule.drains(step) else step - 1)
+        if self._divergence:
+            self._divergence.check()
         assert self.finished is not None, "the first call runs its step to the end"
         return self.finished.loss
 
@@ -208,6 +220,8 @@ class PipeRuntime:
         for owner in self.owners.values():
             owner.sync_optimizer_state()
         self._cursor = None
+        if self._divergence:
+            self._divergence.check()
 
     def _finish_step(self, step: int) -> None:
         """Record a finished step's loss and norms."""
@@ -216,7 +230,10 @@ class PipeRuntime:
         self._wait_for(("totals", step), Instruction("recv_totals", 0, step))
         vector = self._totals[step]
         self._totals.pop(step - 1, None)
-        self.finished = FinishedStep(self._start + step, vector[-1], vector[:-1])
+        stages = self.schedule.stages
+        self.finished = FinishedStep(self._start + step, vector[stages], vector[:stages])
+        if self._divergence:
+            self._divergence.read(self._start + step, vector[stages + 1 :])
 
     # ---- instructions -------------------------------------------------------------------------------------------------------
     def _do(self, i: Instruction) -> None:
@@ -387,10 +404,14 @@ class PipeRuntime:
         self._waits["finished", i.unit, i.stage] = self.link.post("finished", i.peer, self._landing[i.unit, i.stage])
 
     def _vector(self, step: int) -> Tensor:
-        """Squared norms by stage and the loss, float64."""
+        """Squared norms by stage, the loss, and by stage the options that owners compare; float64."""
         if step not in self._vectors:
-            self._vectors[step] = torch.zeros(self.schedule.stages + 1, dtype=torch.float64, device=self.device)
+            self._vectors[step] = self._new_vector()
         return self._vectors[step]
+
+    def _new_vector(self) -> Tensor:
+        stages = self.schedule.stages
+        return torch.zeros(stages + 1 + stages * OPTIONS, dtype=torch.float64, device=self.device)
 
     def _recv_norms(self, i: Instruction) -> None:
         self._waits["norms", i.step] = self.link.post("norms", i.peer, wire.as_bytes(self._vector(i.step)))
@@ -412,7 +433,9 @@ class PipeRuntime:
         vector = self._vector(i.step)
         vector[i.stage] = torch.cat(squares).sum()
         if i.stage == schedule.stages - 1:
-            vector[-1] = torch.stack(self._losses.pop(i.step)).mean()
+            vector[schedule.stages] = torch.stack(self._losses.pop(i.step)).mean()
+        if self._divergence:
+            self._divergence.write(self._start + i.step, vector[schedule.stages + 1 :].view(-1, OPTIONS)[i.stage])
         if i.stage == 0:
             self._totals[i.step] = vector.clone()
 
@@ -423,7 +446,7 @@ class PipeRuntime:
         self._push("totals", i, self._totals[i.step])
 
     def _recv_totals(self, i: Instruction) -> None:
-        into = self._totals[i.step] = torch.zeros(self.schedule.stages + 1, dtype=torch.float64, device=self.device)
+        into = self._totals[i.step] = self._new_vector()
         self._waits["totals", i.step] = self.link.post("totals", i.peer, wire.as_bytes(into))
 
     def _update(self, i: Instruction) -> None:
@@ -443,8 +466,8 @@ class PipeRuntime:
         """Squared: the step's, if it is waited for; else this step's stages >= this one and last step's before it."""
         if self.schedule.exact_norm:
             self._wait_for(("totals", i.step), i)
-            return self._totals[i.step][:-1].sum()
-        now = self._vector(i.step)[i.stage : -1].sum()
+            return self._totals[i.step][: self.schedule.stages].sum()
+        now = self._vector(i.step)[i.stage : self.schedule.stages].sum()
         if i.step - 1 not in self._totals:  # the very first step
             return now
         self._wait_for(("totals", i.step - 1), i)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from support import pipe_work
 from support.engine_work import Job, evaluate, start, train
 
 RULES = ("dp", "cdp-v1", "cdp-v2")
@@ -141,3 +142,37 @@ def test_equal_ranks_raise_nothing_over_fifty_steps(pool, world, tmp_path):
     for number, job in enumerate(EQUAL[world]):
         kept = pool.run(world, long_run, job, str(tmp_path / str(number)), timeout=300)
         assert all(count == (-1 if world == 1 else 16) for count in kept), (job, kept)
+
+
+def pipeline_diverges(rank: int, world: int, jobs: list[pipe_work.Job], who: int, at: int) -> list[tuple[str, int]]:
+    """As ``diverges``, for a PipelineModule; rank -1 is nobody."""
+    results = []
+    for job in jobs:
+        engine, text = pipe_work.initialize(job), "no error"
+        try:
+            for step in range(job.steps):
+                if rank == who and step == at:
+                    engine.optimizer.param_groups[0]["lr"] *= 2
+                engine.train_batch(pipe_work.data(job, step))
+                if step == 1:
+                    engine.eval_batch(pipe_work.data(job, step))
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        results.append((text, step))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("world", "who"), [(2, 0), (2, 1), (3, 0), (3, 1), (3, 2), (3, -1)])
+def test_in_pipelines_too(pool, world, who):
+    """Three ranks are a pyramid of two stages, where ranks 0 and 1 have replicas of stage 0."""
+    jobs = [pipe_work.Job(2, rule, clip=0.3, warmup=True, steps=8, timeout=10.0) for rule in RULES]
+    for rank, mine in enumerate(pool.run(world, pipeline_diverges, jobs, who, 3, timeout=120)):
+        for job, (text, step) in zip(jobs, mine):
+            if who < 0:
+                assert text == "no error" and step == 7, (job.rule, text)
+            elif world == 3 and who == 0 and rank != 0:  # rank 0 owns no stage, so only it knows
+                assert text.startswith("HandoffError"), (job.rule, rank, text)
+            else:
+                assert text.startswith(f"DivergenceError: rank {rank}, lr of group 0 is "), (job.rule, rank, text)
+                assert step <= 4 and f"on rank {who} " in text and " in step 3;" in text, (job.rule, rank, text)
