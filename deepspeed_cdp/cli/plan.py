@@ -1,12 +1,12 @@
 """``deepspeed-cdp plan``: the stages, memory, traffic and predicted step time of a model, without a GPU."""
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed_cdp.analysis.activations import track
 from deepspeed_cdp.analysis.timing import waves
 from deepspeed_cdp.analysis.timing.baselines import baselines
-from deepspeed_cdp.analysis.timing.events import simulate
+from deepspeed_cdp.analysis.timing.events import Run, simulate
 from deepspeed_cdp.analysis.timing.times import Work
 from deepspeed_cdp.cli import prediction
 from deepspeed_cdp.cli.output import UserError, columns, complain, human, milliseconds, show
@@ -15,10 +15,12 @@ from deepspeed_cdp.plan.actions import Kind
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.cross_ring import across_bytes
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import build
+from deepspeed_cdp.plan.program import build, few_rounds, with_rounds
 from deepspeed_cdp.plan.warmup import Phases
 from deepspeed_cdp.verify.summary import check_rings
 from deepspeed_cdp.verify.well_formed import PlanError
+
+MOST_ROUNDS = 18  # that are simulated; the figures of more rounds are extrapolated
 
 
 def add(parser: argparse.ArgumentParser) -> None:
@@ -113,11 +115,46 @@ def _stages(p: Prediction) -> list[dict[str, Any]]:
     return stages
 
 
+class Extrapolated(NamedTuple):
+    """The figures of a ``Run`` with many rounds, from two runs with fewer: from there on each round takes as long as the next."""
+
+    seconds: float
+    busy: list[float]
+    delays: list[float]
+
+    @classmethod
+    def of(cls, one: Run, other: Run, rounds: int) -> "Extrapolated":
+        """The figures for ``rounds`` rounds."""
+        few, more = one.plan.schedule.rounds, other.plan.schedule.rounds
+
+        def at(a: float, b: float) -> float:
+            return a + (b - a) * (rounds - few) / (more - few)
+
+        busy = [[(1 - idle) * run.period() for idle in run.idle()] for run in (one, other)]
+        return cls(at(one.period(), other.period()), list(map(at, *busy)), other.offsets())
+
+    def period(self) -> float:
+        """As ``Run.period``."""
+        return self.seconds
+
+    def idle(self) -> list[float]:
+        """As ``Run.idle``."""
+        return [max(0.0, 1 - busy / self.seconds) for busy in self.busy]
+
+    def offsets(self) -> list[float]:
+        """As ``Run.offsets``."""
+        return self.delays
+
+
 def _simulated(p: Prediction) -> Any:
     """The simulated run, with ``period``, ``idle`` and ``offsets``."""
     plan, s, clipped = p.plan, p.plan.schedule, p.config.settings.clip > 0
     if plan.rings == 1:
-        return simulate(plan, p.times, steps=10, clipped=clipped)
+
+        def run(rounds: int) -> Run:
+            return simulate(with_rounds(plan, rounds), p.times, steps=10, clipped=clipped)
+
+        return run(s.rounds) if s.rounds <= MOST_ROUNDS else Extrapolated.of(run(MOST_ROUNDS - 2), run(MOST_ROUNDS), s.rounds)
     if s.rounds == 1:
         return waves.simulate(s, waves.of_plan(plan, p.times), 16, plan.rings, p.exchange(), clipped=clipped)
     raise UserError("gradient accumulation on several rings cannot be simulated; plan one ring, or accumulate 1")
@@ -188,6 +225,12 @@ def _activations(p: Prediction) -> tuple[int, list[str]]:
 
 def messages(plan: Plan, rank: int) -> int:
     """Messages that a rank receives in a steady step: parameters, running and finished sums, norms."""
+    few = few_rounds(plan)
+    count, more = _messages(few, rank), plan.schedule.rounds - few.schedule.rounds
+    return count + more // 2 * (_messages(with_rounds(plan, few.schedule.rounds + 2), rank) - count) if more else count
+
+
+def _messages(plan: Plan, rank: int) -> int:
     count = 0
     for a in build(plan, rank, False):
         count += bool(a.peer is not None and a.kind.incoming and not a.kind.initiates)

@@ -34,9 +34,14 @@ def few_rounds(plan: Plan) -> Plan:
     rounds = plan.schedule.rounds
     if rounds <= FEW + 1:
         return plan
-    few = replace(plan, schedule=replace(plan.schedule, rounds=FEW + rounds % REPEATED))
-    few.__dict__["layouts"] = plan.layouts  # independent of the number of rounds
-    return few
+    return with_rounds(plan, FEW + rounds % REPEATED)
+
+
+def with_rounds(plan: Plan, rounds: int) -> Plan:
+    """The same plan with another number of rounds; the layouts do not depend on it."""
+    other = replace(plan, schedule=replace(plan.schedule, rounds=rounds))
+    other.__dict__["layouts"] = plan.layouts
+    return other
 
 
 class Program:

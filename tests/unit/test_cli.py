@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from deepspeed_cdp.cli import plan as plan_command
 from deepspeed_cdp.cli.main import COMMANDS, main
+from deepspeed_cdp.plan import program
 from deepspeed_cdp.verify import check
 from deepspeed_cdp.verify.well_formed import PlanError
 from support.patience import patience
@@ -290,6 +292,29 @@ def test_a_plan_is_the_engines_with_the_configs_own_settings(tmp_path, capsys):
         assert main(shlex.split(f"plan --model python:support.cli_models:mlp --ranks 4 {config} --json")) == 0
         memory.append(sum(sum(m.values()) for m in json.loads(capsys.readouterr().out)["memory"]))
     assert memory[1] > memory[0]
+
+
+@pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
+def test_a_plan_with_many_rounds_is_extrapolated(rule, tmp_path, monkeypatch, capsys):
+    """Figures of few simulated rounds are those of all rounds, and 100,000 rounds take no longer."""
+
+    def figures(rounds: int) -> dict:
+        config = tmp_path / "config.json"
+        block = {"enabled": True, "rule": rule}
+        config.write_text(json.dumps({"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": rounds, "cyclic": block}))
+        command = f"plan --model python:support.cli_models:mlp --ranks 2 --tflops 0.001 --bandwidth 10 --json --config {config}"
+        assert main(shlex.split(command)) == 0
+        return json.loads(capsys.readouterr().out)
+
+    extrapolated, most = figures(41), figures(100_000)
+    assert most["traffic"]["messages"][0] > 100_000
+    assert most["time"]["step"] == pytest.approx(extrapolated["time"]["step"] * 100_000 / 41, rel=0.05)
+    monkeypatch.setattr(plan_command, "MOST_ROUNDS", 41)
+    simulated = figures(41)
+    assert extrapolated["time"]["step"] == pytest.approx(simulated["time"]["step"], rel=1e-3)
+    assert extrapolated["time"]["idle"] == pytest.approx(simulated["time"]["idle"], abs=1e-3)
+    monkeypatch.setattr(program, "FEW", 10**6)
+    assert extrapolated["traffic"]["messages"] == figures(41)["traffic"]["messages"]
 
 
 def test_a_plan_says_what_it_takes_for_auto(tmp_path, capsys):
