@@ -26,7 +26,7 @@ class OffloadedOwner(StageOwner):
     master_device = torch.device("cpu")
     updates_eagerly = False  # all units' copies start before the first update waits for its copy
 
-    def __init__(self, *args: Any, pin: bool = True):
+    def __init__(self, *, pin: bool = True, **arguments: Any):
         """As ``StageOwner``.
 
         Args:
@@ -38,7 +38,7 @@ class OffloadedOwner(StageOwner):
         self._grads_arrived: dict[Hashable, torch.cuda.Event | None] = {}  # by unit: its gradients are in host memory
         self._value_buffers_read: torch.cuda.Event | None = None  # the value buffers have been read
         self._norm2: torch.Tensor | None = None  # squared norm that clips this step's update, on the host
-        super().__init__(*args)
+        super().__init__(**arguments)
         self.updates_per_unit = self.updates_per_unit or type(self.optimizer).__module__ in PER_UNIT
 
     def _buffer(self, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

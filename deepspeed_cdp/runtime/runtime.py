@@ -5,6 +5,7 @@ The engine (integration/engine.py) is a thin shell over ``Runtime``; tests run i
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -84,17 +85,17 @@ class Runtime:
         self.scale = LossScale(self.plan.schedule, settings.loss_scale)
         with torch.no_grad():
             stage = OwnedStage(state, layouts)
-            given = (
-                initial.values(self.plan, state.rank) if initial else dict(module.named_parameters()),
-                stage.sums,
-                stage.published,
-                optimizer,
-                lambda whole, masters: take_over(whole, masters, names),
-                lambda step: self.plan.rings * self.plan.schedule.ranks * self.scale.of(step),
-                settings.clip,
-                state.buffers.arena.device,
+            make_owner: Callable[..., StageOwner] = partial(OffloadedOwner, pin=settings.pin) if settings.offload else StageOwner
+            self.owner = make_owner(
+                values=initial.values(self.plan, state.rank) if initial else dict(module.named_parameters()),
+                sums=stage.sums,
+                published=stage.published,
+                optimizer=optimizer,
+                make_optimizer=lambda whole, masters: take_over(whole, masters, names),
+                divisor=lambda step: self.plan.rings * self.plan.schedule.ranks * self.scale.of(step),
+                clip=settings.clip,
+                device=state.buffers.arena.device,
             )
-            self.owner = OffloadedOwner(*given, pin=settings.pin) if settings.offload else StageOwner(*given)
         compares = settings.check_divergence and transport.size * transport.rings > 1
         self.divergence = Divergence(state, self.owner, settings.check_divergence) if compares else None
         self.executor = Executor(
