@@ -37,7 +37,7 @@ class Values:
 class Initial:
     """Finds the values of a model's parameters when the engine takes it over.
 
-    Create it before DeepSpeed casts and moves the model, call ``make_placeholders`` afterwards, and ``values`` once the plan is known.
+    Create it before DeepSpeed casts and moves the model. Call ``make_placeholders`` afterwards, and ``values`` with the plan.
     """
 
     def __init__(self, module: torch.nn.Module, weights: str | None, device: torch.device):
