@@ -74,7 +74,12 @@ def file_entry(path: str) -> dict[str, Any]:
 
 def write_text(path: str, text: str) -> None:
     """Write a small UTF-8 file and rename it into place, so that readers see the old text or the new, never a part."""
-    os.replace(write_aside(path, text), path)
+    new = write_aside(path, text)
+    try:
+        os.replace(new, path)
+    except BaseException:
+        discard_quietly(new)
+        raise
     sync_folder(os.path.dirname(path))
 
 
