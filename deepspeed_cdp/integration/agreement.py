@@ -55,8 +55,8 @@ def options(optimizer: torch.optim.Optimizer | None) -> Named:
 
 
 def scheduler_state(scheduler: Any) -> Named:
-    """The plain numbers of a scheduler's state."""
-    state = scheduler.state_dict() if hasattr(scheduler, "state_dict") else {}
+    """The plain attributes of a scheduler. The state dicts of DeepSpeed's schedulers lack their settings."""
+    state = {} if scheduler is None else getattr(scheduler, "__dict__", {})
     return {
         key: list(value) if isinstance(value, (list, tuple)) else value
         for key, value in state.items()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from support import models
+from support import models, pipe_work
 from support.engine_work import Job, ds_config
 
 SECONDS = 10.0  # cyclic.timeout_seconds
@@ -128,3 +128,63 @@ def test_all_ranks_name_both_values(pool, world, who):
             said = {who: odd}
             assert f"{said.get(here, usual)} on rank {here}" in text and f"{said.get(there, usual)} on rank {there}" in text, text
             assert seconds < SECONDS + 6, (rank, name, seconds)
+
+
+def initialize_pipeline(rank: int, world: int, names: list[str], who: int) -> list[str]:
+    """By name: the error, for a PipelineModule of two stages; three ranks are a pyramid with two replicas of the first stage."""
+    import deepspeed
+
+    results = []
+    for name in names:
+        odd = rank == who
+        job = pipe_work.Job(2, warmup=True, tied=name == "tied", timeout=SECONDS)
+        config, module = pipe_work.config(job), pipe_work.build(job)
+        if odd and name == "rate":
+            config["optimizer"]["params"]["lr"] = 2e-2
+        if odd and name == "scheduler":
+            config["scheduler"]["params"]["warmup_num_steps"] = 5
+        if odd and name == "batch":
+            config["train_micro_batch_size_per_gpu"] = 4
+        parameters = dict(module.named_parameters())
+        if odd and name in ("frozen", "tied"):
+            parameters[next(n for n in parameters if ("tied" in n) == (name == "tied"))].requires_grad_(False)
+        trained = [p for p in parameters.values() if p.requires_grad]
+        given: Any = trained
+        if odd and name == "groups":
+            given = [{"params": trained[:1]}, {"params": trained[1:]}]
+        if odd and name == "order":
+            given = trained[::-1]
+        text = "no error"
+        try:
+            deepspeed.initialize(model=module, model_parameters=given, config=config)[0].destroy()
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        results.append(text)
+    return results
+
+
+UNLIKE_PIPELINES = {
+    "rate": "options of the optimizer: 'lr of group 0' is ",
+    "scheduler": "state of the lr scheduler: 'warmup_num_steps' is ",
+    "batch": "train_micro_batch_size_per_gpu is ",
+    "groups": "number of parameter groups is ",
+    "tied": "requires_grad in tied layer 'embed': 'weight' is ",
+    "nothing": "",
+}
+UNLIKE_REPLICAS = {
+    "frozen": "requires_grad in stage 0: ",
+    "order": "groups of the optimizer in stage 0: ",
+    "tied": "requires_grad in stage 0: ",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize(("world", "unlike"), [(2, UNLIKE_PIPELINES), (3, UNLIKE_REPLICAS)])
+def test_pipelines_name_both_values_too(pool, world, unlike):
+    for rank, texts in enumerate(pool.run(world, initialize_pipeline, list(unlike), 1, timeout=120)):
+        for (name, words), text in zip(unlike.items(), texts):
+            if name == "nothing":
+                assert text == "no error"
+            else:
+                assert text.startswith("ValueError: " + words), (rank, text)
+                assert " on rank 0" in text and " on rank 1" in text and "; start every rank with" in text, (rank, text)
