@@ -127,7 +127,7 @@ def environment() -> list[str]:
     """Warnings about environment variables."""
     found = []
     if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        found.append("CUDA_DEVICE_MAX_CONNECTIONS=1 makes messages wait for the passes: unset it")
+        found.append("CUDA_DEVICE_MAX_CONNECTIONS=1 makes hand-offs wait for the passes: unset it")
     return found
 
 

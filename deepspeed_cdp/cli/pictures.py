@@ -22,7 +22,7 @@ class Bar(NamedTuple):
 
 
 class Arrow(NamedTuple):
-    """A message from one row to another."""
+    """A hand-off from one row to another."""
 
     src: int
     sent: float

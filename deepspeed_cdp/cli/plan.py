@@ -283,7 +283,7 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
     if n > 1 and min(x["units"] for x in stages) < 2:
         fewer = len(r["units"]) // 2
         found.append(
-            "a stage has a single unit, so buffers take whole stages and messages start late; list finer modules in "
+            "a stage has a single unit, so buffers take whole stages and hand-offs begin late; list finer modules in "
             "cyclic.units" + (f", or use at most {fewer} ranks" if 0 < fewer < n else "")
         )
     if len(r["units"]) > 1 and r["model"]["bytes"] / len(r["units"]) < 2**20 and n > 1:
@@ -366,7 +366,7 @@ def text(r: dict[str, Any]) -> str:
     rows = [(k, milliseconds(v), f"{100 * v / time['step']:.1f} %") for k, v in time["parts"].items()]
     lines += columns([(f"  {a}", b, c) for a, b, c in rows])
     lines += [
-        f"  (passes: {time['from']}; messages at {h['bandwidth'] / 1e9:.0f} GB/s and {h['latency'] * 1e6:.0f} us, device "
+        f"  (passes: {time['from']}; hand-offs at {h['bandwidth'] / 1e9:.0f} GB/s and {h['latency'] * 1e6:.0f} us, device "
         f"memory at {h['memory'] / 1e9:.0f} GB/s; the host's time is not in it)",
         "",
     ]

@@ -70,9 +70,9 @@ def add_hardware(parser: argparse.ArgumentParser) -> None:
         "--bandwidth",
         type=positive,
         metavar="GB/S",
-        help=f"of a message; default: {h.bandwidth / 1e9:.0f}, copy engines over NVLink",
+        help=f"of a hand-off; default: {h.bandwidth / 1e9:.0f}, copy engines over NVLink",
     )
-    parser.add_argument("--latency-us", type=positive, metavar="US", help=f"of a message; default: {h.latency * 1e6:.0f}")
+    parser.add_argument("--latency-us", type=positive, metavar="US", help=f"of a hand-off; default: {h.latency * 1e6:.0f}")
     parser.add_argument("--memory-bandwidth", type=positive, metavar="GB/S", help=f"of the device; default: {h.memory / 1e9:.0f}")
     parser.add_argument(
         "--collective-bandwidth",

@@ -174,7 +174,7 @@ def recorded(files: list[str], steps: int) -> tuple[dict[str, Any], str, dict[st
     text = "\n".join(
         [
             f"{len(found)} ranks, K = {about['threshold']}, steps {earliest} to {last}; "
-            f"{len(matched)} messages; clock: {about['clock']}; "
+            f"{len(matched)} hand-offs; clock: {about['clock']}; "
             + ("one host, one clock" if hosts == 1 else f"{hosts} hosts, aligned by their wall clocks"),
             "",
             *columns(rows),

@@ -118,7 +118,7 @@ NO_COLLECTIVE = "there is no collective to tune: parameters and gradient sums tr
 TABLE: tuple[Row, ...] = (
     _refused(ZERO + "zero_quantized_weights", "true", _on, "it quantizes all-gathers and there are none", "remove it"),
     _refused(ZERO + "zero_quantized_gradients", "true", _on, "it quantizes reductions and there are none", "remove it"),
-    _refused(ZERO + "zero_quantized_nontrainable_weights", "true", _on, "messages carry whole units in one dtype", "remove it"),
+    _refused(ZERO + "zero_quantized_nontrainable_weights", "true", _on, "hand-offs carry whole units in one dtype", "remove it"),
     _refused(
         ZERO + "zero_hpz_partition_size",
         "above 1",

@@ -59,7 +59,7 @@ def choose(kind: str, facts: Sequence[DeviceFacts], peer_failure: str = "") -> t
         raise _refusal(kind, "the ranks compute on CPUs", "auto")
     if kinds != ["cuda"]:
         raise _refusal(
-            kind, f"the ranks' devices are of the types {kinds}, and messages travel between CPUs or between GPUs", None
+            kind, f"the ranks' devices are of the types {kinds}, and hand-offs travel between CPUs or between GPUs", None
         )
     shared = next(
         (

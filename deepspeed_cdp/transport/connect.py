@@ -34,10 +34,12 @@ def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: tor
         name, reason, transport = _choose_and_make(kind, exchange, device, where)
     finally:
         exchange.close(None)  # if this rank failed, the others need not wait for it
-    log_dist(f"messages travel by {_LOG_NAMES[name]}: {reason}", ranks=[0], level=logging.WARNING)  # DeepSpeed hides lower levels
+    log_dist(
+        f"hand-offs travel by {_LOG_NAMES[name]}: {reason}", ranks=[0], level=logging.WARNING
+    )  # DeepSpeed hides lower levels
     if name == "peer":
         peer: Any = transport  # a PeerTransport, which is imported on GPUs only
-        log_dist(f"CUDA streams of messages: {peer.stream_report}", ranks=[0])
+        log_dist(f"CUDA streams of hand-offs: {peer.stream_report}", ranks=[0])
     return transport
 
 

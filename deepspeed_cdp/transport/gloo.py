@@ -208,7 +208,7 @@ class GlooTransport(Transport):
             return f"stream {stream}: the connection to rank {peer} was given up after an earlier timeout of this rank"
         if any(sign in text for sign in ("Connection closed", "onnection reset", "Broken pipe", "ocket closed")):
             return f"stream {stream}: rank {peer} closed the connection (it crashed or exited; see its log)"
-        return f"stream {stream}: message with rank {peer} failed: {first_line(error)}"
+        return f"stream {stream}: hand-off with rank {peer} failed: {first_line(error)}"
 
     # ---- collectives, none in a training step -------------------------------------------------------------------------------
 
