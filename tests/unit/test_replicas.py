@@ -334,7 +334,7 @@ def test_an_update_applied_too_early_is_seen():
             actions = list(program.actions)
             actions[to] = actions[to]._replace(posts=(*actions[to].posts, *actions[at].posts))
             actions[at] = actions[at]._replace(posts=())
-            program.actions = tuple(actions)
+            program.actions.held = tuple(actions)
 
     check("mlp", "cdp-v2", 4, replicated=True)
     with pytest.raises(AssertionError):
