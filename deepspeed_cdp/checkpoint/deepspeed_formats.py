@@ -20,6 +20,7 @@ from deepspeed_cdp.checkpoint.format import COUNTERS, MANIFEST, CheckpointReader
 from deepspeed_cdp.checkpoint.manifest import is_count, scale_fault
 from deepspeed_cdp.checkpoint.pickles import NotPlainError, Unbuilt, open_regular
 from deepspeed_cdp.errors import CheckpointError
+from deepspeed_cdp.optim.options import same
 
 _FILE_NAME = re.compile(r"(bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_(model|optim)_states\.pt")
 _MODEL_KEYS = ("module", "buffer_names", "param_shapes", "shared_params", "dp_world_size", "global_steps")
@@ -361,7 +362,7 @@ class Zero3Reader(_DeepSpeedReader):
             ("state", kinds(own["state"]), kinds(first["state"])),
             ("param_groups", options(own["param_groups"]), options(first["param_groups"])),
         ):
-            if mine != theirs:
+            if not same(mine, theirs):
                 raise CheckpointError(f"{path} does not belong to {first_path}: the optimizer's {what} differs")
 
     def _is_shard(self, value: Any, group: Any) -> bool:

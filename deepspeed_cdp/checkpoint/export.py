@@ -24,6 +24,7 @@ from deepspeed_cdp.checkpoint.files import (
 )
 from deepspeed_cdp.checkpoint.format import MANIFEST, CheckpointReader, TensorSpec, manifest_text, pack_state, plain_options
 from deepspeed_cdp.errors import CheckpointError
+from deepspeed_cdp.optim.options import same
 from deepspeed_cdp.version import __version__
 
 Progress = Callable[[str], None]  # called with the name of each parameter that has been read
@@ -216,7 +217,7 @@ def _flat_states(
                 )
         plain = {k: v.item() if isinstance(v, torch.Tensor) else v for k, v in rest.items()}
         first = first or (name, {"keys": sorted(state), **plain})
-        if first[1] != {"keys": sorted(state), **plain}:
+        if not same(first[1], {"keys": sorted(state), **plain}):
             raise CheckpointError(
                 f"the optimizer's state of {name!r} and of {first[0]!r} differ, and DeepSpeed's formats keep "
                 f"one for all ({plain} is not {first[1]}); use to-fp32, or to-cyclic"

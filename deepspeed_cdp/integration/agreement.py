@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_cdp.optim.options import entries, plain
+from deepspeed_cdp.optim.options import entries, plain, same
 
 Named = dict[str, Any]  # by name of a parameter, module or option, in order
 
@@ -86,7 +86,7 @@ def first_difference(everyone: Sequence[Mapping[str, Any]], rank: int) -> Differ
     for key in dict.fromkeys(key for one in everyone for key in one):
         holders = [r for r, one in enumerate(everyone) if key in one]
         pairs = [
-            (a, b) for a in sorted(holders, key=lambda r: r != rank) for b in holders if everyone[a][key] != everyone[b][key]
+            (a, b) for a in sorted(holders, key=lambda r: r != rank) for b in holders if not same(everyone[a][key], everyone[b][key])
         ]
         if pairs:
             return Difference(key, *pairs[0])
@@ -110,6 +110,6 @@ def detailed_sentence(found: Difference, everyone: Sequence[Mapping[str, Any]]) 
     for (name, x), (other, y) in zip_longest(everyone[a].items(), everyone[b].items(), fillvalue=nothing):
         if name != other:
             return f"{key}: {name!r} on rank {a} is at the place of {other!r} on rank {b}; {ALIKE}"
-        if x != y:
+        if not same(x, y):
             return f"{key}: {name!r} is {x!r} on rank {a} but {y!r} on rank {b}; {ALIKE}"
     raise AssertionError(f"digests of {key} differ between equal data")

@@ -32,6 +32,15 @@ def plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
+def same(a: Any, b: Any) -> bool:
+    """Whether two plain values are equal, also inside lists and dicts; nan equals nan."""
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(same(value, b[key]) for key, value in a.items())
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return a == b or (isinstance(a, float) and isinstance(b, float) and a != a and b != b)
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
