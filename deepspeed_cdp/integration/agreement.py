@@ -86,7 +86,10 @@ def first_difference(everyone: Sequence[Mapping[str, Any]], rank: int) -> Differ
     for key in dict.fromkeys(key for one in everyone for key in one):
         holders = [r for r, one in enumerate(everyone) if key in one]
         pairs = [
-            (a, b) for a in sorted(holders, key=lambda r: r != rank) for b in holders if not same(everyone[a][key], everyone[b][key])
+            (a, b)
+            for a in sorted(holders, key=lambda r: r != rank)
+            for b in holders
+            if not same(everyone[a][key], everyone[b][key])
         ]
         if pairs:
             return Difference(key, *pairs[0])
