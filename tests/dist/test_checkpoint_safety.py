@@ -3,6 +3,7 @@
 import json
 import os
 import resource
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,11 @@ def failing_saves(rank: int, world: int, folder: str) -> dict[str, str]:
     finally:
         common.replace_folder = stock
     train(engine, MLP, rank, 4, 5)
+    texts["name"] = refused(lambda: engine.save_checkpoint(folder, tag="latest"), ValueError)
+    texts["link"] = refused(lambda: engine.save_checkpoint(folder, tag="linked"))
+    texts["inside"] = refused(lambda: engine.save_checkpoint(folder, tag="good/x"))
+    texts["odd"] = refused(lambda: engine.load_checkpoint(os.path.join(folder, "odd")))
+    train(engine, MLP, rank, 5, 6)
     assert engine.load_checkpoint(folder)[0].endswith("good")
     same(whole(engine), want)
     numbers = {"numpy": numpy.random.default_rng(0).integers(9, size=3), "float": numpy.float64(0.5)}
@@ -101,12 +107,21 @@ def loads_good(rank: int, world: int, folder: str) -> bytes:
 
 
 def test_no_failure_while_saving_spoils_the_last_good_checkpoint(pool, tmp_path):
+    (tmp_path / "linked").symlink_to(tmp_path)
+    (tmp_path / "odd").mkdir()
+    os.mkfifo(tmp_path / "odd" / "latest")
     for texts in pool.run(2, failing_saves, str(tmp_path), timeout=120):
         for what in ("full", "client", "finish"):
             assert "untouched" in texts[what] and ("rank 1" if what == "full" else "rank 0") in texts[what], texts[what]
         assert "File too large" in texts["full"] and "Input/output error" in texts["finish"]
         assert "models.MLP" in texts["client"] and "['t0', 't1']" in texts["tags"] and "'../t'" in texts["outside"]
         assert "NotADirectoryError" in texts["file"] or "FileExistsError" in texts["file"]
+        assert "'latest' is a name that save_checkpoint writes itself" in texts["name"]
+        assert "linked is a symbolic link, and only a folder is replaced" in texts["link"]
+        assert "good is a checkpoint, and no other is saved inside it" in texts["inside"]
+        assert "latest is no regular file" in texts["odd"] and "nothing was changed" in texts["odd"]
+    (tmp_path / "linked").unlink()
+    shutil.rmtree(tmp_path / "odd")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["good", "latest", "runs", "zero_to_fp32.py"]
     before = unpack(pool.run(1, loads_state, str(tmp_path), timeout=120)[0])
     dead = pool.run_failing(2, killed_between_renames, str(tmp_path), timeout=120)
@@ -242,8 +257,14 @@ def unfit(rank: int, world: int, folder: str) -> dict[str, str]:
         torch.save({"client_state": {}, "lr_scheduler": {"nothing": "of WarmupLR's"}}, path)
         rewrite(root / "good", lambda m: m["files"]["client.pt"].update(file_entry(str(path))))
 
+    def hostile_scheduler() -> None:
+        path = root / "good" / "client.pt"
+        torch.save({"client_state": {}, "lr_scheduler": {"last_batch_iteration": 2, "step": 0}}, path)
+        rewrite(root / "good", lambda m: m["files"]["client.pt"].update(file_entry(str(path))))
+
     client = (root / "good" / "client.pt").read_bytes()
     attempt("scheduler", foreign_scheduler)
+    attempt("methods", hostile_scheduler)
     if rank == 0:
         (root / "good" / "client.pt").write_bytes(client)
     dist.barrier()
@@ -284,6 +305,7 @@ def test_what_does_not_fit_is_told_and_changes_nothing(pool, tmp_path):
         "header": "buffer 'ghost' is only in",
         "format": "has format 7 and this version reads",
         "scheduler": "does not fit a WarmupLR",
+        "methods": "would replace 'step' of a WarmupLR",
         "differ": "['None', 'good']",
         "model": "has no parameter 'blocks.0.0.bias'",
     }

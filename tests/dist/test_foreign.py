@@ -247,6 +247,20 @@ def test_damaged_files_of_deepspeed_are_named(stock, tmp_path, how):
     assert name.removeprefix("zero") in result["error"] and not result["ok"], result
 
 
+@pytest.mark.parametrize(("name", "kind"), [("rooted", "optim"), ("bf16", "optim"), ("conv", "model")])
+def test_swapped_files_of_ranks_are_refused(stock, tmp_path, name, kind):
+    """Files that stock DeepSpeed wrote know their ranks. Swapped, they would convert to wrong weights."""
+    shutil.copytree(stock[0] / name, tmp_path / "c")
+    one, two = sorted((tmp_path / "c" / f"global_step{FIRST}").glob(f"*_{kind}_states.pt"))
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+    for command in (["check"], ["to-fp32", str(tmp_path / "out")]):
+        text = run(command[0], str(tmp_path / "c"), *command[1:], code=1)["error"]
+        assert "was written as" in text and "give the files their own names back" in text, text
+    assert not (tmp_path / "out").exists()
+
+
 class Evil:
     """What a hostile pickle does when it is loaded."""
 

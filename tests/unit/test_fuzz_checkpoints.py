@@ -241,6 +241,153 @@ def test_clients_pickles(tmp_path_factory, data):
     use(folder)
 
 
+def foreign(root: Path, kind: str, ranks: int = 2) -> Path:
+    """A whole checkpoint in one of DeepSpeed's formats, made from this package's own."""
+    if not (root / "own").exists():
+        make(root / "own", more=False)
+    with open_checkpoint(str(root / "own")) as stored:
+        stored.verify(0, 1, ["w", "v"])
+        if kind == "zero3":
+            export.write_zero3(stored, str(root / kind), ranks, replace=True)
+        else:
+            export.write_universal(stored, str(root / kind), replace=True)
+    return root / kind
+
+
+def use_foreign(folder: Path) -> str:
+    """Read and convert all that there is; the text of the refusal, or nothing."""
+    try:
+        with open_checkpoint(str(folder)) as stored:
+            stored.verify(0, 1, [*stored.trained, *stored.frozen])
+            for names in (stored.trained, stored.frozen, stored.buffers):
+                for name, kind in names.items():
+                    for rank in range(stored.ranks):
+                        value = stored.buffer(name, rank) if names is stored.buffers else stored.value(name)
+                        assert (tuple(value.shape), value.dtype) == (kind.shape, kind.dtype), name
+            for name in stored.trained:
+                assert isinstance(stored.state(name), dict)
+            assert all(type(n) is int and n >= 0 for n in stored.counters.values())
+            for write in (
+                export.write_fp32,
+                export.write_universal,
+                export.write_cyclic,
+                lambda s, o: export.write_zero3(s, o, 2),
+            ):
+                try:
+                    write(stored, str(folder.parent / "out"))
+                except CheckpointError:
+                    pass  # each format has its limits
+                finally:
+                    shutil.rmtree(folder.parent / "out", ignore_errors=True)
+    except CheckpointError as error:
+        assert "\n" not in str(error), str(error)
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("kind", ["zero3", "universal"])
+def test_deepspeeds_formats_are_read(tmp_path, kind):
+    assert use_foreign(foreign(tmp_path, kind)) == ""
+
+
+def rewrite(path: Path, change: Any) -> None:
+    """Another content, as torch.save would have written it."""
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+def state_files(folder: Path) -> dict[str, Path]:
+    return {
+        f"{kind}{rank}": next(folder.glob(f"*zero_pp_rank_{rank}_*{kind}_states.pt"))
+        for kind in ("model", "optim")
+        for rank in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("ranks", [10**9, 2**62, 3, 1, 0, -1, 2.0, "2", None, 10**30])
+def test_false_numbers_of_ranks_take_no_memory(tmp_path, ranks):
+    import tracemalloc
+
+    files = state_files(foreign(tmp_path, "zero3"))
+    for path in (files["model0"], files["model1"]):
+        rewrite(path, lambda content: content.update(dp_world_size=ranks))
+    tracemalloc.start()
+    assert "rank" in use_foreign(tmp_path / "zero3") or "dp_world_size" in use_foreign(tmp_path / "zero3")
+    assert tracemalloc.get_traced_memory()[1] < 50e6
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["model", "optim"])
+def test_swapped_files_are_refused(tmp_path, kind):
+    """torch.save keeps the name that a file was written under."""
+    files = state_files(foreign(tmp_path, "zero3"))
+    one, two = files[kind + "0"], files[kind + "1"]
+    first = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(first)
+    assert "was written as" in use_foreign(tmp_path / "zero3")
+
+
+def optimizer(content: Any) -> Any:
+    return content["optimizer_state_dict"]["optimizer_state_dict"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "text"),
+    [
+        ("model1", lambda c: c.update(global_steps=5), "global_steps differs"),
+        ("model1", lambda c: c["module"].update(b=torch.ones(4)), "b differs"),
+        ("model1", lambda c: c.update(dp_world_size=3), "is of 3 ranks"),
+        ("model0", lambda c: c.update(global_steps=-1), "global_steps that ZeRO-3 never writes"),
+        ("model0", lambda c: c.update(shared_params={"u": 3}), "shared_params that ZeRO-3 never writes"),
+        ("optim1", lambda c: optimizer(c)["state"][0].update(step=torch.tensor(9.0)), "the optimizer's state differs"),
+        ("optim1", lambda c: optimizer(c)["state"][0].pop("exp_avg"), "the optimizer's state differs"),
+        ("optim1", lambda c: optimizer(c)["param_groups"][1].update(lr=0.5), "the optimizer's param_groups differs"),
+        ("optim0", lambda c: optimizer(c)["param_groups"][1].update(params=[0]), "in two parameter groups"),
+        ("optim0", lambda c: optimizer(c)["param_groups"][1].update(params=[7]), "do not fit its model states"),
+        ("optim0", lambda c: c["optimizer_state_dict"]["loss_scaler"].__dict__.pop("cur_scale"), "a loss scaler that DeepSpeed"),
+        ("optim1", lambda c: c["optimizer_state_dict"].update(fp32_flat_groups=[torch.ones(2)]), "flat groups of other sizes"),
+        ("optim1", lambda c: c["optimizer_state_dict"].update(partition_count=3), "is of 3 ranks"),
+    ],
+)
+def test_files_of_two_checkpoints_are_refused(tmp_path, file, change, text):
+    """Counts, options and shapes are equal on all ranks."""
+    path = state_files(foreign(tmp_path, "zero3"))[file]
+    rewrite(path, change)
+    told = use_foreign(tmp_path / "zero3")
+    assert text in told and path.name in told, told
+
+
+@QUICK
+@given(st.data())
+def test_what_deepspeeds_files_say(tmp_path_factory, data):
+    """Any value in any of the files replaced, taken out or renamed."""
+    root = tmp_path_factory.mktemp("fuzz")
+    folder = foreign(root, data.draw(st.sampled_from(["zero3", "zero3", "universal"])))
+    path = data.draw(st.sampled_from(sorted(folder.rglob("*.pt"))))
+    content = torch.load(path, weights_only=False)
+    for _ in range(data.draw(st.integers(1, 2))):
+        paths = places(content)[1:]
+        if not paths:
+            break
+        *above, last = data.draw(st.sampled_from(paths))
+        at = content
+        for key in above:
+            at = at[key]
+        tensors = st.builds(
+            torch.zeros, st.lists(st.integers(0, 4), max_size=3), dtype=st.sampled_from([torch.float32, torch.int64])
+        )
+        if data.draw(st.booleans()) or not isinstance(at, dict):
+            at[last] = data.draw(st.one_of(JSON, tensors, st.just(torch.Size([2, 3])), st.just((10**9, 10**9))))
+        elif data.draw(st.booleans()):
+            del at[last]
+        else:
+            at[data.draw(NAMES)] = at.pop(last)
+    torch.save(content, path)
+    use_foreign(folder)
+
+
 @QUICK
 @given(st.one_of(NAMES, st.lists(NAMES, max_size=4).map("/".join)))
 def test_tags_stay_inside(tmp_path_factory, tag):
