@@ -18,7 +18,7 @@ CLASSES = {  # error class -> when it is raised
     "HandoffError": "A message did not arrive: a peer failed, is late or is out of step. Restart from the last checkpoint.",
     "DivergenceError": "Ranks that must be equal differ. Restart from a checkpoint before the step that it names.",
     "CheckpointError": "A checkpoint cannot be written or read. Nothing was changed.",
-    "NotRestoredError": "A CheckpointError: saving failed, and the older folder could not get its name back. The message says where it is.",
+    "NotRestoredError": "A save failed, and the older folder could not get its name back. The message says where it is.",
     "RuntimeError": "The machine lacks something, or the engine cannot continue.",
     "OutOfOrder": "The model uses its units in another order than the plan.",
     "UserError": "The command line got wrong arguments or input. The exit code is 2.",
