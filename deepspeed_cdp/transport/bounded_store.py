@@ -51,12 +51,15 @@ class BoundedStore:
             raise NoAnswer(self._refusal)
         future: Future[_T] = Future()
         self._requests.put((future, function))
-        for seconds in (deadline - time.monotonic(), _GRACE_SECONDS):
-            try:
-                return future.result(max(seconds, 0.0))
-            except FutureTimeout:
-                if future.done():
-                    return future.result()
+        try:
+            for seconds in (deadline - time.monotonic(), _GRACE_SECONDS):
+                try:
+                    return future.result(max(seconds, 0.0))
+                except FutureTimeout:
+                    if future.done():
+                        return future.result()
+        finally:
+            del future  # else an error, its traceback, this frame and the future would be a cycle, which keeps GPU memory
         self._refusal = f"{self._server} does not answer"
         raise NoAnswer(self._refusal)
 

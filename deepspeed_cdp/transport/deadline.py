@@ -34,7 +34,7 @@ def call_within(seconds: float, call: Callable[[], _T], device: torch.device) ->
     thread.start()
     thread.join(seconds)
     if errors:
-        raise errors[0]
+        raise errors.pop()  # no cycle of error, traceback, frame and list, which would keep callers' objects
     if not results:
         raise Late
     return results[0]

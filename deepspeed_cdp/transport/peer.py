@@ -14,16 +14,14 @@ The host only enqueues. CUDA streams wait for words (``cuStreamWaitValue32``) in
 
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 
-from deepspeed_cdp.errors import WHY_MISSING, HandoffError
+from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import PULLED, Ticket, Where
 from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, StreamTicket, Watchdog
-from deepspeed_cdp.transport.deadline import Late, call_within
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 from deepspeed_cdp.transport.stream_selection import select_wait_streams
 
@@ -121,10 +119,7 @@ class PeerTransport(CudaTransport):
         memory = symmetric.empty(max(nbytes, 1024), dtype=torch.uint8, device=self.device)
         self._store_exchange.exchange(None, where)  # with our timeout, unlike rendezvous: a rank may lack the memory
         assert dist.group.WORLD is not None
-        try:
-            handle = call_within(self.timeout_seconds, partial(symmetric.rendezvous, memory, dist.group.WORLD), self.device)
-        except Late:
-            raise HandoffError(f"{where}: no symmetric memory within {self.timeout_seconds} s ({WHY_MISSING})") from None
+        handle = symmetric.rendezvous(memory, dist.group.WORLD)  # holds the GIL, so no thread could watch a deadline
         memory.zero_()
         torch.cuda.synchronize(self.device)
         self._store_exchange.exchange(None, where)  # no rank writes before all have zeroed

@@ -5,8 +5,11 @@ with the passes' stream, each kernel of the passes starts 1 to 2 microseconds la
 six high-priority streams). Streams beyond the number of hardware queues (``CUDA_DEVICE_MAX_CONNECTIONS``, 8) share a queue, and
 one stream's wait then blocks the other. CUDA tells neither, so both are measured once, before training."""
 
+import gc
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -27,14 +30,15 @@ def select_wait_streams(count: int, device: torch.device, driver: CudaBindings) 
     """
     if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):  # launching a kernel behind a wait would never return
         return [torch.cuda.Stream(device, priority=-1) for _ in range(count)], "not measured, because CUDA_LAUNCH_BLOCKING is set"
-    probe = _Probe(device, driver)
-    candidates = [torch.cuda.Stream(device, priority=-1) for _ in range(CANDIDATES)]
-    own: list[torch.cuda.Stream] = []  # with a hardware queue of their own
-    for stream in candidates:
-        if not probe.shares(stream, own):
-            own.append(stream)
-    base = probe.cost(None)
-    costs = {stream: probe.cost(stream) - base for stream in own}
+    with _without_garbage_collection():
+        probe = _Probe(device, driver)
+        candidates = [torch.cuda.Stream(device, priority=-1) for _ in range(CANDIDATES)]
+        own: list[torch.cuda.Stream] = []  # with a hardware queue of their own
+        for stream in candidates:
+            if not probe.shares(stream, own):
+                own.append(stream)
+        base = probe.cost(None)
+        costs = {stream: probe.cost(stream) - base for stream in own}
     shared = [stream for stream in candidates if stream not in costs]
     chosen = sorted(own, key=lambda stream: costs[stream] > 0.1 * base)[:count]
     slowing = sum(costs[stream] > 0.1 * base for stream in chosen)
@@ -43,6 +47,19 @@ def select_wait_streams(count: int, device: torch.device, driver: CudaBindings) 
         f"{len(own)} of {CANDIDATES} streams have queues of their own; of the {count} taken, waiting on {slowing} slows "
         f"each kernel by {max([costs.get(s, 0.0) for s in chosen], default=0.0):.1f} us"
     )
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """A collection frees a former transport's memory, which waits for the device: for ever while this host blocks its streams."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class _Probe:

@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +96,7 @@ def children(pid: int) -> list[str]:
 
 @pytest.fixture
 def record(request: pytest.FixtureRequest) -> Callable[..., None]:
-    def write(fault: str, **figures: Any) -> None:
-        assert fault in fault_table.FAULTS, f"{fault} is not described in fault_table.py"
-        if folder := os.environ.get("FAULT_RESULTS"):
-            test = request.node.nodeid.split("::")[-1]
-            Path(folder, f"{fault}.json").write_text(json.dumps({"fault": fault, "test": test, **figures}, indent=1) + "\n")
-
-    return write
+    return partial(fault_table.record, test=request.node.nodeid.split("::")[-1])
 
 
 @pytest.fixture(scope="module")
@@ -430,5 +425,5 @@ def test_torchrun_restarts_a_killed_run_and_leaves_no_process(operators, tmp_pat
 
 def test_the_table_in_the_docs_lists_every_fault():
     assert set(fault_table.listed()) == set(fault_table.FAULTS), (
-        "FAULT_RESULTS=DIR pytest tests/dist/test_faults.py, then python tests/support/fault_table.py DIR"
+        "FAULT_RESULTS=DIR pytest tests/dist/test_faults.py tests/dist/test_frozen.py; python tests/support/fault_table.py DIR"
     )

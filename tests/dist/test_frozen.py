@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.two_hosts import ADDRESS, LINK, Unable, two_hosts
+from support import fault_table
 from support.frozen import SECONDS, frozen, meetings
 from support.patience import Patience
 from support.processes import free_port
@@ -42,6 +43,20 @@ LARGER = [
     *(("rings", 4, g, m) for g, m in ((0, "flush"), (3, "flush"), (0, CHECKPOINT[0]), (0, "looking for rings"))),
     *(("pipe", 3, g, m) for g, m in ((0, CHECKPOINT[0]), (2, COMMON[1]), (0, COMMON[1]))),
 ]
+RECORDED = {  # rows of docs/faults.md
+    ("ring", 0, COMMON[1]): "frozen_start",
+    ("ring", 0, "flush"): "frozen_flush",
+    ("ring", 0, "broadcast, gathering parameters"): "frozen_evaluate",
+    ("ring", 0, CHECKPOINT[0]): "frozen_save",
+    ("ring", 0, CHECKPOINT[1]): "frozen_load",
+    ("pipe", 0, CHECKPOINT[0]): "frozen_pipeline",
+    ("ring", 1, "flush"): "frozen_other",
+}
+
+
+def record(fault: str, seconds: float, told: str, then: str) -> None:
+    told = re.sub(r"'[^']*/saved'", "'DIR/saved'", told.split("HandoffError: ")[-1])
+    fault_table.record(fault, "test_frozen.py", ranks=2, rule="cdp-v2", seconds=seconds, told=told, then=then)
 
 
 def check(pool: Any, job: str, world: int, guilty: int, meeting: str, folder: str) -> None:
@@ -61,7 +76,10 @@ def check(pool: Any, job: str, world: int, guilty: int, meeting: str, folder: st
         if guilty == 0 and world == 2 and meeting != "broadcast, gathering parameters":
             assert host in text, text
         assert SECONDS - 1.5 < raised < SECONDS + SLACK or world > 2 and raised < SECONDS + SLACK, (rank, raised, text)
-        assert ended < 2 * SECONDS + SLACK, (rank, ended, text)
+        assert ended < SECONDS + SLACK + 4.0, (rank, ended, text)
+        if world == 2 and (fault := RECORDED.get((job, guilty, meeting))):
+            assert ended - raised < 1.5, (raised, ended)
+            record(fault, ended, text, "`destroy()` returns at once")
 
 
 @pytest.mark.parametrize(("job", "world"), [("ring", 2), pytest.param("rings", 4, marks=pytest.mark.slow), ("pipe", 2)])
@@ -137,7 +155,7 @@ def test_a_script_ends_although_rank_0_is_frozen(operators, tmp_path, how):
             time.sleep(0.05)
         (tmp_path / "frozen").touch()
         began = time.monotonic()
-        code = second.wait(2 * SECONDS + SLACK)
+        code = second.wait(SECONDS + 10.0)
         seconds = time.monotonic() - began
         first.send_signal(signal.SIGKILL)
     print(f"{how}: rank 1 ended after {seconds:.1f} s with {code}")
@@ -145,7 +163,10 @@ def test_a_script_ends_although_rank_0_is_frozen(operators, tmp_path, how):
         assert code == 0, (tmp_path / "log-1").read_text()[-3000:]
     else:
         assert code == 1
-        assert "rank 1, step 2, flush: rank 0, which hosts the store, does not answer within 4.0 s" in last_error(tmp_path, 1)
+        error = last_error(tmp_path, 1)
+        assert "rank 1, step 2, flush: rank 0, which hosts the store, does not answer within 4.0 s" in error
+        if how == "flushes":
+            record("frozen_exit", seconds, error, "the process ends with code 1, its interpreter and torch's exit included")
 
 
 def test_a_host_that_disappears(operators, tmp_path):
@@ -161,7 +182,7 @@ def test_a_host_that_disappears(operators, tmp_path):
             subprocess.run([*prefixes[0], "ip", "link", "set", LINK, "down"], check=True)
             (tmp_path / "down").touch()
             began = time.monotonic()
-            codes = [process.wait(2 * SECONDS + SLACK) for process in processes]
+            codes = [process.wait(SECONDS + 10.0) for process in processes]
             seconds = time.monotonic() - began
     finally:
         hosts.__exit__(None, None, None)
@@ -172,3 +193,4 @@ def test_a_host_that_disappears(operators, tmp_path):
     assert re.search(
         r"HandoffError: rank 0, step 2, .*(rank\(s\) \[1\] missing after|(from|for) rank 1 within) .*4.0 s", errors[0]
     )
+    record("host_lost", seconds, errors[1], "both hosts' processes end")

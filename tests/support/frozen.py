@@ -131,7 +131,7 @@ def frozen(rank: int, world: int, job: str, guilty: int, meeting: str, folder: s
     """Rank ``guilty`` freezes in ``meeting``, half a second after it should have entered it.
 
     Returns:
-        This rank's error; seconds from the fault until it was raised, and until a further call and ``destroy`` had ended.
+        This rank's error; seconds from the fault until it was raised, and until ``destroy`` had returned.
     """
     here, engine, done = Path(folder), None, False
 

@@ -6,16 +6,19 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.bounded_store import BoundedStore, NoAnswer
+from deepspeed_cdp.transport.deadline import Late, call_within
 from deepspeed_cdp.transport.gloo import GlooTransport
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 
@@ -111,8 +114,7 @@ def test_under_torchrun_its_agent_hosts_the_store(server, monkeypatch):
     store.close()
 
 
-@pytest.mark.parametrize("closes", [True, False])
-def test_neither_threads_nor_connections_are_left(server, closes):
+def test_a_transport_leaves_neither_threads_nor_connections(server):
     _, port = server
     torchs = client(port)
     before = threads(), connections()
@@ -120,9 +122,19 @@ def test_neither_threads_nor_connections_are_left(server, closes):
         with ThreadPoolExecutor(2) as ranks:
             pair = list(ranks.map(partial(GlooTransport, size=2, timeout_seconds=20.0, store=torchs, name=f"t{k}"), range(2)))
             assert threads() == before[0] + 2 and connections() > before[1]
-            list(ranks.map(lambda t: t.close(drain=True) if closes else t._disconnect(), pair))
+            list(ranks.map(lambda t: t.close(drain=True), pair))
         del pair
     gc.collect()
+    assert soon(lambda: (threads(), connections()) == before), (threads(), connections(), before)
+
+
+def test_an_exchange_that_nobody_closed_ends_with_its_last_reference(server):
+    _, port = server
+    torchs = client(port)
+    before = threads(), connections()
+    exchange = StoreExchange(0, 1, 20.0, torchs, "a", "here")
+    assert (threads(), connections()) == (before[0] + 1, before[1] + 1)
+    del exchange
     assert soon(lambda: (threads(), connections()) == before), (threads(), connections(), before)
 
 
@@ -137,6 +149,43 @@ def test_errors_keep_no_connection_open(server):
     assert caught.value is not None and soon(lambda: (threads(), connections()) == before)
     with pytest.raises(NoAnswer, match="this rank has closed its transport"):
         store.call(lambda s: s.check(["key"]), within(20))
+
+
+def test_errors_are_freed_without_a_garbage_collection():
+    """A collection in the middle of work on a GPU would free a former transport's memory, and block on the device."""
+    store, kept = BoundedStore(dist.HashStore()), []
+
+    class Transport:
+        def fails(self, call) -> None:
+            with contextlib.suppress(RuntimeError, Late):
+                call()
+
+    def refuse(*_) -> None:
+        raise RuntimeError("on purpose")
+
+    def late(*_) -> None:
+        time.sleep(0.3)
+
+    cpu = torch.device("cpu")
+    calls = [
+        lambda: store.call(refuse, within(20)),
+        lambda: call_within(20, refuse, cpu),
+        lambda: call_within(0.1, late, cpu),
+        lambda: store.call(late, within(-20)),
+        lambda: BoundedStore(dist.HashStore()).call(lambda s: time.sleep(2), within(0.1)),
+    ]
+    gc.collect()
+    gc.disable()
+    try:
+        for call in calls:
+            transport = Transport()
+            transport.fails(call)
+            kept.append(weakref.ref(transport))
+            del transport
+        assert [ref() for ref in kept] == [None] * len(calls)
+    finally:
+        gc.enable()
+        store.close()
 
 
 @pytest.mark.parametrize("kind", ["hash", "file"])
