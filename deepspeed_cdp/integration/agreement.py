@@ -110,9 +110,8 @@ def detailed_sentence(found: Difference, everyone: Sequence[Mapping[str, Any]]) 
     """
     key, a, b = found
     nothing = ("nothing", "nothing")
-    for (name, x), (other, y) in zip_longest(everyone[a].items(), everyone[b].items(), fillvalue=nothing):
-        if name != other:
-            return f"{key}: {name!r} on rank {a} is at the place of {other!r} on rank {b}; {ALIKE}"
-        if not same(x, y):
-            return f"{key}: {name!r} is {x!r} on rank {a} but {y!r} on rank {b}; {ALIKE}"
-    raise AssertionError(f"digests of {key} differ between equal data")
+    pairs = zip_longest(everyone[a].items(), everyone[b].items(), fillvalue=nothing)
+    (name, x), (other, y) = next(pair for pair in pairs if pair[0][0] != pair[1][0] or not same(pair[0][1], pair[1][1]))
+    if name != other:
+        return f"{key}: {name!r} on rank {a} is at the place of {other!r} on rank {b}; {ALIKE}"
+    return f"{key}: {name!r} is {x!r} on rank {a} but {y!r} on rank {b}; {ALIKE}"

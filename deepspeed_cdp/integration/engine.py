@@ -199,17 +199,17 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         Raises:
             ValueError: the loss is not one number, or its forward is missing or has had its backward.
         """
-        check_loss(loss, self._runtime.executor.global_step)
         with self._noting_failure():
+            check_loss(loss, self._runtime.executor.global_step)
             self._runtime.check_loss(loss)
             self._runtime.executor.add_loss(loss)
             return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """As DeepSpeed's: hyperparameters are recorded now, the update follows when the sums have come round the ring."""
-        if not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary():
-            self._runtime.check_step()  # before DeepSpeed's step() has changed anything
         with self._noting_failure():
+            if not self.managed_gradient_accumulation() or self.is_gradient_accumulation_boundary():
+                self._runtime.check_step()  # before DeepSpeed's step() has changed anything
             super().step(lr_kwargs)
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
@@ -396,8 +396,19 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         with self._noting_failure():
             return report(type(self).__name__, self._runtime)
 
+    def _divergence(self) -> str | None:
+        return self._runtime.divergence_known(at_once=True)
+
     def _progress(self) -> Any:
         return self._runtime.progress
+
+    @property
+    def _failure_in_hooks(self) -> str:
+        return "" if self._runtime is None else self._runtime.executor.failure
+
+    @property
+    def _in_step(self) -> bool:
+        return not self._runtime.between_steps
 
     def _close(self, well: bool) -> None:
         if self._access is not None:

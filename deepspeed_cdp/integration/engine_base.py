@@ -13,7 +13,7 @@ from deepspeed.runtime.utils import DummyOptim, maybe_loss_for_backward
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist, logger
 
-from deepspeed_cdp.errors import CheckpointError
+from deepspeed_cdp.errors import CheckpointError, DivergenceError, HandoffError, class_and_text
 from deepspeed_cdp.integration import agreement
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.verify.pipeline import ScheduleError
@@ -32,6 +32,7 @@ class EngineBase:
     _config: Any
     _transport: Transport = None  # type: ignore[assignment]  # until the engine is connected; a single device stays alone
     _failed = False
+    _first_failure = ""  # the error with which it failed first, and its step
     _exit_callback: Callable[[], None] | None = None
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
@@ -134,25 +135,61 @@ class EngineBase:
         """A value that changes with every change of this rank's state."""
         return object()
 
+    def _divergence(self) -> str | None:
+        """The difference between ranks that this rank knows of; a peer that is gone may have ended because of it."""
+        return None
+
     @contextmanager
     def _noting_failure(self) -> Iterator[None]:
-        """An error inside marks the engine failed, unless it came before any state changed: then training may go on."""
+        """An error inside marks the engine failed, unless it came before any state changed: then training may go on.
+
+        Raises:
+            ValueError: the engine failed before, and is in the middle of a step, or cannot do what is called for.
+        """
+        if self._failure_in_hooks:
+            self._note_failure(self._failure_in_hooks)
+        failed_before = bool(self._first_failure)
+        if failed_before and self._in_step:
+            raise self._failed_before()
         before = self._progress()
         try:
             yield
         except CheckpointError:  # on all ranks, and nothing was changed
             raise
-        except (ValueError, TypeError, AssertionError):
-            self._failed = self._failed or self._progress() != before
+        except BaseException as error:
+            if not isinstance(error, (ValueError, TypeError, AssertionError)) or self._progress() != before:
+                self._note_failure(class_and_text(error))
+            if isinstance(error, HandoffError) and (reason := self._divergence()):
+                raise DivergenceError(reason) from error
+            if failed_before and isinstance(error, Exception) and not isinstance(error, HandoffError):
+                raise self._failed_before() from error
             raise
-        except BaseException:
-            self._failed = True  # peers must learn of it from a closed connection, not from their timeout
-            raise
+
+    def _note_failure(self, error: str) -> None:
+        engine: Any = self
+        self._failed = True  # peers must learn of it from a closed connection, not from their timeout
+        self._first_failure = self._first_failure or f"in step {engine.global_steps} with {error}"
+
+    def _failed_before(self) -> ValueError:
+        return ValueError(
+            f"this engine failed {self._first_failure}; it cannot go on after that error, so do not catch it: end all ranks and "
+            "restart from the last checkpoint"
+        )
+
+    @property
+    def _failure_in_hooks(self) -> str:
+        """An error that came outside the engine's methods, in hooks of the module: in ``loss.backward()``, say."""
+        return ""
+
+    @property
+    def _in_step(self) -> bool:
+        """Whether this rank is in the middle of a step, which only goes on as the plan has it."""
+        return False
 
     @property
     def _is_well(self) -> bool:
         """Whether this rank may wait for the others."""
-        return not self._failed and not isinstance(sys.exc_info()[1], Exception)
+        return not self._failed and not self._failure_in_hooks and not isinstance(sys.exc_info()[1], Exception)
 
     # ---- the end --------------------------------------------------------------------------------------------------------
     def _destroy_at_exit(self) -> None:

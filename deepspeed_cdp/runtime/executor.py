@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import torch
 
+from deepspeed_cdp.errors import class_and_text
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
@@ -36,6 +37,7 @@ class Executor:
         params, grad_sums: the flat parameters and gradient sums of units in use (uint8, 1-D), by unit index.
         empty_sums: units whose sums are in use and uninitialized, since this rank starts them.
         actions: handlers by kind.
+        failure: the first error of an action, for people; empty if there was none.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Executor:
             **self.residency.actions,
             **self.owner_executor.actions,
         }
+        self.failure = ""
         self._losses, self._loss_count = torch.zeros((), dtype=torch.float64, device=device), 0
 
     # ---- position ------------------------------------------------------------------------------------------------------
@@ -246,9 +249,13 @@ class Executor:
     def _execute(self, index: int) -> None:
         actions = self.actions
         self.transport.work_enqueued()
-        for a in self._program.actions.between(self._cursor, index):
-            actions[a.kind](a)
-            self._cursor += 1
+        try:
+            for a in self._program.actions.between(self._cursor, index):
+                actions[a.kind](a)
+                self._cursor += 1
+        except BaseException as error:
+            self.failure = self.failure or class_and_text(error)
+            raise
 
     # ---- actions of passes ----------------------------------------------------------------------------------------------
     def _recv_grad(self, a: Action) -> None:

@@ -171,17 +171,22 @@ class Runtime:
 
     def check_divergence(self) -> None:
         """Raises DivergenceError if all ranks know by now that some differ, once neighbours have this step's last messages."""
-        self.executor.metrics.compare()
-        if self.divergence and (problem := self.divergence.problem()):
+        if problem := self.divergence_known():
             self.close(True)
-            raise DivergenceError(f"rank {self.transport.world_rank}, step {self.executor.global_step - 1}: {problem}")
+            raise DivergenceError(problem)
+
+    def divergence_known(self, at_once: bool = False) -> str | None:
+        """A sentence about ranks that differ; arguments as of ``Divergence.problem``."""
+        self.executor.metrics.compare()
+        problem = self.divergence and self.divergence.problem(at_once)
+        return f"rank {self.transport.world_rank}, step {self.executor.global_step - 1}: {problem}" if problem else None
 
     def check_step(self) -> None:
         """Raises ValueError if a forward still waits for its backward."""
         if self.param_hooks.mode != IDLE:
             raise ValueError(
                 f"engine.step() of step {self.executor.global_step} came before the backward of the last forward; "
-                "call engine.backward(loss) first"
+                "call engine.backward(loss) first, or restart from the last checkpoint if it raised an error"
             )
 
     def check_loss(self, loss: torch.Tensor) -> None:

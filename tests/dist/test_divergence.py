@@ -1,5 +1,6 @@
 """Ranks that come to differ while they train are told by all ranks, within two steps; equal ranks never are."""
 
+import time
 from typing import Any
 from unittest import mock
 
@@ -27,6 +28,8 @@ def diverges(rank: int, world: int, jobs: list[Job], who: int, how: str, at: int
             for step in range(job.steps):
                 if rank == who and step == at:
                     disturb(engine, how)
+                if rank == world - 1 and step == at + 2:
+                    time.sleep(0.4)  # the others are done with the step before this rank takes their messages
                 if rank == who and step == at + 1 and how == "one step":
                     engine.optimizer.param_groups[-1]["lr"] /= 2
                 train(engine, job, rank, step, step + 1)
@@ -65,6 +68,27 @@ def test_a_difference_of_one_step_only_and_of_an_option_without_a_name_in_the_er
     for how, words in (("one step", "lr of group 1 is "), ("flag", "the digest of all options of the parameter groups is ")):
         for rank, ((text, step),) in enumerate(pool.run(3, diverges, [rings("cdp-v2")], 1, how, 3, timeout=60)):
             assert words in text and "on rank 1 in step 3" in text and step == 5, (how, rank, text)
+
+
+def loses_a_peer(rank: int, world: int) -> str:
+    """Rank 1 diverges in step 3; rank 0 ends before anybody raises for it."""
+    engine = start(rings("cdp-v2"), world)
+    try:
+        for step in range(8):
+            if rank == 1 and step == 3:
+                disturb(engine, "rate")
+            if rank == 0 and step == 5:
+                raise RuntimeError("out of luck")
+            train(engine, rings("cdp-v2"), rank, step, step + 1)
+    except RuntimeError as error:
+        text = f"{type(error).__name__}: {error}"
+    engine.destroy()
+    return text
+
+
+def test_a_rank_whose_peer_is_gone_says_what_it_knows(pool):
+    for text in pool.run(3, loses_a_peer, timeout=60)[1:]:
+        assert text.startswith("DivergenceError: ") and "lr of group 1 is " in text and "on rank 1 in step 3;" in text, text
 
 
 def test_it_is_compared_as_often_as_asked_for(pool):
@@ -153,6 +177,8 @@ def pipeline_diverges(rank: int, world: int, jobs: list[pipe_work.Job], who: int
             for step in range(job.steps):
                 if rank == who and step == at:
                     engine.optimizer.param_groups[0]["lr"] *= 2
+                if rank == world - 1 and step == at + 1:
+                    time.sleep(0.4)
                 engine.train_batch(pipe_work.data(job, step))
                 if step == 1:
                     engine.eval_batch(pipe_work.data(job, step))
