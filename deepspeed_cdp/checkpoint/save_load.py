@@ -7,7 +7,7 @@
     DIR/TAG/cyclic.json                     manifest: files (size, SHA-256, tensors), groups, stages, counters; written last
     DIR/TAG/stage_000.safetensors ...       param/NAME (fp32 masters), frozen/NAME, state/NAME/KEY (optimizer), scalars
     DIR/TAG/buffers_000.safetensors ...     each rank's buffers
-    DIR/TAG/client.pt                       client_state, lr scheduler; read with weights_only
+    DIR/TAG/client.pt                       client_state, lr scheduler; read by checkpoint/pickles.py
 
 Saving flushes first, so the files hold an ordinary synchronous state, and resuming is bitwise equal to continuing. Files are
 keyed by name, so any number of ranks, partition or rule can read them. Loading reads DeepSpeed's own formats, too
