@@ -20,3 +20,8 @@ class DivergenceError(RuntimeError):
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or read. The message names the file; nothing was changed, and training may go on."""
+
+
+def class_and_text(error: BaseException) -> str:
+    """For one line, without the C++ stack that torch appends."""
+    return f"{type(error).__name__}: {error}".split("\n", 1)[0].rstrip(": ")

@@ -190,9 +190,9 @@ class ParamHooks:
             )
         if self.mode != IDLE:
             raise ValueError(
-                f"engine.forward() of step {self.executor.global_step} came before the backward of the forward "
-                "before it; call engine.backward(loss) first, or run forwards without a backward under "
-                "torch.no_grad()"
+                f"engine.forward() of step {self.executor.global_step} came before the backward of the forward before it; "
+                "call engine.backward(loss) first (if it raised an error, restart from the last checkpoint), or run forwards "
+                "without a backward under torch.no_grad()"
             )
         self.executor.begin_round()
         if PERSISTENT in self.layouts:

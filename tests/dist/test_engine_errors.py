@@ -167,6 +167,77 @@ def test_calls_in_the_wrong_order(pool):
                 assert word in texts[name], (name, texts[name])
 
 
+class Breaks(models.MLP):
+    """Raises in the forward of its last block, or in the backward of block 2, where told to."""
+
+    where = ""
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            if self.where == "forward" and i == 5:
+                raise RuntimeError("broken on purpose\nwith more lines")
+            x = x + block(x)
+            if self.where == "backward" and i == 2:
+                x.register_hook(self.refuse)
+        return x
+
+    def refuse(self, grad: torch.Tensor) -> None:
+        raise RuntimeError("broken on purpose")
+
+
+def calls_after_a_caught_failure(rank: int, world: int) -> dict[str, dict[str, str]]:
+    """What each further call says; all ranks fail alike."""
+    results: dict[str, dict[str, str]] = {}
+    for where in ("forward", "backward", "loss.backward", "message"):
+        engine = start(Job("mlp", timeout=10.0), world, built(Breaks))
+        train(engine, Job("mlp"), rank, 0, 1)
+        engine.module.where = where.removeprefix("loss.")
+        batch = models.batch("mlp", 1, 0, rank)
+
+        def fail(engine=engine, where=where, batch=batch) -> None:
+            loss = models.loss(engine, "mlp", batch)
+            if where == "loss.backward":
+                loss.backward()
+            if where == "message":
+                engine._runtime.executor.messages.push = broken_push
+                loss.backward()  # an error in a hook, of which no method of the engine knows
+            engine.backward(loss)
+
+        texts = {"first": told(fail)}
+        engine.module.where = ""
+        spent = torch.zeros((), requires_grad=True) * 1
+        texts["forward"] = told(lambda engine=engine, batch=batch: models.loss(engine, "mlp", batch))
+        if where != "loss.backward":
+            texts["backward"] = told(lambda engine=engine, spent=spent: engine.backward(spent))
+        texts["step"] = told(engine.step)
+        texts["flush"] = told(engine.flush)
+        texts["state"] = told(engine.module_state_dict)
+        texts["save"] = told(lambda engine=engine: engine.save_checkpoint("nowhere"))
+        torch.distributed.barrier()
+        engine.destroy()
+        results[where] = texts
+    return results
+
+
+def broken_push(*_: Any) -> None:
+    raise RuntimeError("broken on purpose")
+
+
+def test_calls_after_a_failure_tell_of_it(pool):
+    """No advice that cannot help: they name the first error, and say to restart."""
+    for results in pool.run(2, calls_after_a_caught_failure, timeout=180):
+        assert results.keys() == {"forward", "backward", "loss.backward", "message"}
+        for where, texts in results.items():
+            assert texts.pop("first").startswith("RuntimeError: broken on purpose")
+            if where == "loss.backward":  # autograd tells nobody that this backward raised an error
+                assert "if it raised an error, restart from the last checkpoint" in texts["forward"]
+                assert "restart from the last checkpoint if it raised an error" in texts["step"]
+                continue
+            for call, text in texts.items():
+                told_before = "ValueError: this engine failed in step 1 with RuntimeError: broken on purpose; it cannot go on"
+                assert text.startswith(told_before) and text.endswith("restart from the last checkpoint"), (where, call, text)
+
+
 # model -> words of its error, and the units that its error tells one to list
 MODELS: list[tuple[type[nn.Module], tuple[str, ...], list[str]]] = [
     (Backwards, ("'blocks.5'", "cyclic.units", "order of use"), [f"blocks.{i}" for i in reversed(range(6))]),
