@@ -137,7 +137,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         surface = CyclicOptimizer(self._runtime)
         surface.parameter_offload = offload_stub(self.module)
         self.enable_backward_allreduce = False
-        self._log_ignored()
+        self._log_warnings()
         if why := self._runtime.param_hooks.accumulation.not_fused_reason:
             warn(f"gradients are added after the products that make them, which is slower: {why}")
         if warning := self.cyclic_plan.schedule.warning:

@@ -2,9 +2,10 @@
 
 import atexit
 import logging
+import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -126,9 +127,11 @@ class EngineBase:
         if problem := self._transport.gather(problem, where)[0]:
             raise PlanError(f"the plan fails its dry-run ({problem}); report it with the config and the model's modules")
 
-    def _log_ignored(self) -> None:
+    def _log_warnings(self) -> None:
         if self._config.cyclic_ignored:
             warn(f"settings that have no effect with the cyclic engine: {', '.join(self._config.cyclic_ignored)}")
+        if warning := restart_warning(os.environ):
+            warn(warning)
 
     # ---- failures -------------------------------------------------------------------------------------------------------
     def _progress(self) -> Any:
@@ -220,6 +223,17 @@ class EngineBase:
             self._exit_callback = None
         self._close(self._is_well)
         super().destroy()  # type: ignore[misc]  # DeepSpeed's engine, the next base class
+
+
+def restart_warning(environment: Mapping[str, str]) -> str:
+    """A warning if torchrun would restart ranks with a store that keeps the addresses of the ranks before; else empty."""
+    restarts = environment.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts == "0" or environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return (
+        f"--max-restarts is {restarts}, but torchrun's ranks share a store, where restarted ranks read addresses of ranks that "
+        "have ended, and fail to connect; start torchrun with --rdzv-backend c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
 
 
 def warn(text: str) -> None:

@@ -183,7 +183,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
             self._close(False)
             raise
         self.enable_backward_allreduce = False
-        self._log_ignored()
+        self._log_warnings()
         log_dist(f"cyclic pipeline: {schedule.stages} stages, placement {self.placement}, K = {schedule.threshold}", ranks=[0])
         self._destroy_at_exit()
         return PipeOptimizer(optimizer, self._runtime)
