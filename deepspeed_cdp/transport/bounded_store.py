@@ -21,7 +21,11 @@ _GRACE_SECONDS = 1.0  # after the deadline, for an answer on its way: this proce
 
 
 class NoAnswer(RuntimeError):
-    """The store has not answered by the deadline, now or in an earlier call, or the client is closed."""
+    """The store has not answered by the deadline, now or in an earlier call."""
+
+
+class Closed(RuntimeError):
+    """The client is closed."""
 
 
 class BoundedStore:
@@ -30,11 +34,13 @@ class BoundedStore:
     Args:
         store: the store whose server the client connects to. Other stores than ``TCPStore``, and those of torch before 2.8, which
             cannot be cloned, are used as they are.
+    Attributes:
+        server: the process that hosts the store, as the subject of a sentence.
     """
 
     def __init__(self, store: dist.Store):
-        self._server = _server(store)
-        self._refusal = ""  # why further calls fail
+        self.server = _server(store)
+        self._refusal: type[RuntimeError] | None = None  # what further calls raise
         self._requests: SimpleQueue[tuple[Future, Callable[[dist.Store], Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(store, self._requests), daemon=True, name="deepspeed_cdp store")
         self._thread.start()
@@ -44,11 +50,11 @@ class BoundedStore:
         """``function(client)``, by ``deadline`` (of ``time.monotonic``) and a second. Once it was late, all later calls fail.
 
         Raises:
-            NoAnswer: see there; its text names the process that hosts the store.
+            NoAnswer, Closed: see there.
             RuntimeError: from the store.
         """
         if self._refusal:
-            raise NoAnswer(self._refusal)
+            raise self._refusal
         future: Future[_T] = Future()
         self._requests.put((future, function))
         try:
@@ -60,14 +66,14 @@ class BoundedStore:
                         return future.result()
         finally:
             del future  # else an error, its traceback, this frame and the future would be a cycle, which keeps GPU memory
-        self._refusal = f"{self._server} does not answer"
-        raise NoAnswer(self._refusal)
+        self._refusal = NoAnswer
+        raise NoAnswer
 
     def close(self) -> None:
         """Disconnect and end the thread. A thread that waits for a frozen server ends once that server answers or is gone."""
         self._requests.put(None)
         if not self._refusal:
-            self._refusal = "this rank has closed its transport"
+            self._refusal = Closed
             self._thread.join(_GRACE_SECONDS)
 
 
@@ -97,7 +103,7 @@ def _connect(store: dist.Store) -> dist.Store:
 
 
 def _server(store: dist.Store) -> str:
-    """The process that hosts the store, as the subject of a sentence."""
+    """See ``BoundedStore``."""
     if not isinstance(_innermost(store), dist.TCPStore):
         return "the store"
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

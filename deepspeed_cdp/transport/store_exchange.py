@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from deepspeed_cdp.errors import WHY_MISSING, HandoffError
 from deepspeed_cdp.transport.base import Where
-from deepspeed_cdp.transport.bounded_store import BoundedStore, NoAnswer
+from deepspeed_cdp.transport.bounded_store import BoundedStore, Closed, NoAnswer
 
 _T = TypeVar("_T")
 _SLICE = timedelta(seconds=1)  # longest wait for one key; in between, closed peers are looked for
@@ -60,8 +60,10 @@ class StoreExchange:
             return self._store.call(lambda store: function(dist.PrefixStore(prefix, store) if prefix else store), deadline)
         except HandoffError:
             raise
-        except NoAnswer as error:
-            raise HandoffError(f"{where}: {error} within {self.timeout_seconds} s") from None
+        except NoAnswer:
+            raise HandoffError(f"{where}: {self._store.server} does not answer within {self.timeout_seconds} s") from None
+        except Closed:
+            raise HandoffError(f"{where}: rank {self.rank} has closed its transport") from None
         except RuntimeError as error:
             raise HandoffError(f"{where}: {failed}: {first_line(error)}") from error
 

@@ -62,6 +62,10 @@ def watched(met: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
+class Resumed(Exception):
+    """Raised in the rank that was frozen: alone it would go on, and wait in torch's own set-up."""
+
+
 def freeze(folder: Path, others: list[int]) -> None:
     """SIGSTOP to this process until all ``others`` have ended. A grandchild wakes it up."""
     pid = os.getpid()
@@ -141,6 +145,7 @@ def frozen(rank: int, world: int, job: str, guilty: int, meeting: str, folder: s
             done = True
             time.sleep(0.5)
             freeze(here, [r for r in range(world) if r != guilty])
+            raise Resumed
 
     ready()
     torch.manual_seed(7)
@@ -151,7 +156,7 @@ def frozen(rank: int, world: int, job: str, guilty: int, meeting: str, folder: s
             engine = next(steps)
             for _ in steps:
                 pass
-    except HandoffError as error:
+    except (HandoffError, Resumed) as error:
         text = str(error)
     raised = time.monotonic()
     if engine is not None:

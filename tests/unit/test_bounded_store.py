@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.transport.bounded_store import BoundedStore, NoAnswer
+from deepspeed_cdp.transport.bounded_store import BoundedStore, Closed, NoAnswer
 from deepspeed_cdp.transport.deadline import Late, call_within
 from deepspeed_cdp.transport.gloo import GlooTransport
 from deepspeed_cdp.transport.store_exchange import StoreExchange
@@ -80,7 +80,7 @@ def test_calls_end_in_time_while_the_server_is_frozen(server):
     assert torchs.get("key") == b"value", "the same keys"
     os.kill(process, signal.SIGSTOP)
     began = time.monotonic()
-    with pytest.raises(NoAnswer, match="^rank 0, which hosts the store, does not answer$"):
+    with pytest.raises(NoAnswer):
         store.call(lambda s: s.check(["key"]), within(0.5))
     assert 0.4 < time.monotonic() - began < 5
     began = time.monotonic()
@@ -107,11 +107,11 @@ def test_no_connection_to_a_frozen_server(server):
 def test_under_torchrun_its_agent_hosts_the_store(server, monkeypatch):
     process, port = server
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    store = BoundedStore(client(port))
+    torchs = client(port)
     os.kill(process, signal.SIGSTOP)
-    with pytest.raises(NoAnswer, match="^the agent of torchrun, which hosts the store, does not answer$"):
-        store.call(lambda s: s.check(["key"]), within(0.2))
-    store.close()
+    with pytest.raises(HandoffError) as caught:
+        StoreExchange(1, 2, 0.2, torchs, "a", "here")
+    assert str(caught.value) == "here: the agent of torchrun, which hosts the store, does not answer within 0.2 s"
 
 
 def test_a_transport_leaves_neither_threads_nor_connections(server):
@@ -147,7 +147,7 @@ def test_errors_keep_no_connection_open(server):
         store.call(lambda s: s.wait(["never"], timedelta(seconds=0.02)), within(20))
     store.close()
     assert caught.value is not None and soon(lambda: (threads(), connections()) == before)
-    with pytest.raises(NoAnswer, match="this rank has closed its transport"):
+    with pytest.raises(Closed):
         store.call(lambda s: s.check(["key"]), within(20))
 
 
@@ -194,7 +194,8 @@ def test_other_stores(tmp_path, kind):
     store.call(lambda s: s.set("key", "value"), within(20))
     assert store.call(lambda s: s.get("key"), within(20)) == b"value"
     held = threading.Event()
-    with pytest.raises(NoAnswer, match="^the store does not answer$"):
+    assert store.server == "the store"
+    with pytest.raises(NoAnswer):
         store.call(lambda s: held.wait(), within(0.1))
     held.set()
     store.close()
