@@ -1,7 +1,8 @@
 """A client of a ``torch.distributed`` store whose calls end by a deadline even if the store's server is frozen or unreachable.
 
 ``TCPStore`` waits without a timeout for its server's answers, and even ``wait`` with a timeout waits for the answer to its
-cancellation. So a thread with a connection of its own makes the calls, and the caller waits for the thread.
+cancellation. So a thread makes the calls, and the caller waits for the thread. It uses the process group's own client: a server that accepts a
+connection looks the client's name up, which stops it for seconds where no name server answers.
 """
 
 import os
@@ -32,8 +33,7 @@ class BoundedStore:
     """See the module's docstring. The constructor does not wait for the store.
 
     Args:
-        store: the store whose server the client connects to. Other stores than ``TCPStore``, and those of torch before 2.8, which
-            cannot be cloned, are used as they are.
+        store: the client that the thread uses. A call that the server never answers holds its lock for good.
     Attributes:
         server: the process that hosts the store, as the subject of a sentence.
     """
@@ -79,13 +79,10 @@ class BoundedStore:
 
 def _serve(store: dist.Store, requests: SimpleQueue) -> None:
     """The thread. It holds no reference to the BoundedStore, whose end ends it."""
-    client = None
     while (request := requests.get()) is not None:
         future, function = request
         try:
-            if client is None:
-                client = _connect(store)
-            future.set_result(function(client))
+            future.set_result(function(store))
         except BaseException as error:
             future.set_exception(error.with_traceback(None))  # its frames would keep the connection open
         del request, future, function
@@ -95,11 +92,6 @@ def _innermost(store: dist.Store) -> dist.Store:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     return store
-
-
-def _connect(store: dist.Store) -> dist.Store:
-    """A client with a connection of its own: a call that is stuck holds its client's lock."""
-    return store.clone() if isinstance(_innermost(store), dist.TCPStore) and hasattr(store, "clone") else store
 
 
 def _server(store: dist.Store) -> str:
