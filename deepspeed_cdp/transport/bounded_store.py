@@ -1,8 +1,8 @@
 """A client of a ``torch.distributed`` store whose calls end by a deadline even if the store's server is frozen or unreachable.
 
 ``TCPStore`` waits without a timeout for its server's answers, and even ``wait`` with a timeout waits for the answer to its
-cancellation. So a thread makes the calls, and the caller waits for the thread. It uses the process group's own client: a server that accepts a
-connection looks the client's name up, which stops it for seconds where no name server answers.
+cancellation. So a thread makes the calls, and the caller waits for the thread. It uses the process group's own client: a server
+that accepts a connection looks the client's name up, which stops it for seconds where no name server answers.
 """
 
 import os
