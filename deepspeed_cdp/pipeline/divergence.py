@@ -39,7 +39,7 @@ class PipeDivergence:
     def write(self, step: int, row: torch.Tensor) -> None:
         """Enter them for a stage that this rank owns (float64, [OPTIONS])."""
         if step in self._own:
-            row.copy_(torch.tensor(self._own[step], dtype=torch.float64), non_blocking=True)
+            row.copy_(torch.tensor(self._own[step], dtype=torch.float64, device="cpu"), non_blocking=True)
 
     def read(self, step: int, rows: torch.Tensor) -> None:
         """All stages' options of a finished step are here, or on their way to the host."""

@@ -58,17 +58,17 @@ class Divergence:
         """
         if self._due(step):
             row[:CHECKSUM].copy_(self._owner.checksum())
-            row[CHECKSUM:].copy_(torch.tensor(self._options(step), dtype=torch.float64), non_blocking=True)
+            row[CHECKSUM:].copy_(torch.tensor(self._options(step), dtype=torch.float64, device="cpu"), non_blocking=True)
 
     def write(self, part: torch.Tensor, step: int) -> None:
         """Enter what this rank has to tell into its part of the vector (float64, [DIFFERENCE + OPTIONS]), before it moves on."""
         if self._due(step):
             mine = self._options(step)
             if self._rank == 0:
-                part[DIFFERENCE:].copy_(torch.tensor(mine, dtype=torch.float64), non_blocking=True)
+                part[DIFFERENCE:].copy_(torch.tensor(mine, dtype=torch.float64, device="cpu"), non_blocking=True)
         if self._mine and not self._entered:
             self._entered = True
-            part[:DIFFERENCE].copy_(torch.tensor([step + 1, *self._mine[1:]], dtype=torch.float64), non_blocking=True)
+            part[:DIFFERENCE].copy_(torch.tensor([step + 1, *self._mine[1:]], dtype=torch.float64, device="cpu"), non_blocking=True)
 
     @staticmethod
     def parts_of(numbers: list[float]) -> tuple[list[float], list[list[float]]]:
