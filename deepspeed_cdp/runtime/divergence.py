@@ -68,7 +68,9 @@ class Divergence:
                 part[DIFFERENCE:].copy_(torch.tensor(mine, dtype=torch.float64, device="cpu"), non_blocking=True)
         if self._mine and not self._entered:
             self._entered = True
-            part[:DIFFERENCE].copy_(torch.tensor([step + 1, *self._mine[1:]], dtype=torch.float64, device="cpu"), non_blocking=True)
+            part[:DIFFERENCE].copy_(
+                torch.tensor([step + 1, *self._mine[1:]], dtype=torch.float64, device="cpu"), non_blocking=True
+            )
 
     @staticmethod
     def parts_of(numbers: list[float]) -> tuple[list[float], list[list[float]]]:
