@@ -8,7 +8,6 @@ that accepts a connection looks the client's name up, which stops it for seconds
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -44,7 +43,11 @@ class BoundedStore:
         self._requests: SimpleQueue[tuple[Future, Callable[[dist.Store], Any]] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_serve, args=(store, self._requests), daemon=True, name="deepspeed_cdp store")
         self._thread.start()
-        weakref.finalize(self, self._requests.put, None).atexit = False
+
+    def __del__(self) -> None:
+        # Not weakref.finalize: its callback would end the thread before the __del__ of an engine in the same garbage asks it.
+        self._refusal = self._refusal or Closed
+        self._requests.put(None)
 
     def call(self, function: Callable[[dist.Store], _T], deadline: float) -> _T:
         """``function(client)``, by ``deadline`` (of ``time.monotonic``) and a second. Once it was late, all later calls fail.

@@ -199,3 +199,26 @@ def test_other_stores(tmp_path, kind):
         store.call(lambda s: held.wait(), within(0.1))
     held.set()
     store.close()
+
+
+@pytest.mark.parametrize("owner_first", [True, False])
+def test_garbage_that_closes_its_exchange_does_not_wait(owner_first):
+    """An engine that nobody destroyed closes in its __del__, within a cycle that the garbage collector finds whole."""
+
+    class Engine:
+        def __del__(self):
+            began = time.monotonic()
+            with contextlib.suppress(Closed):
+                self.store.call(lambda store: store.set("closing", "1"), began + 5.0)
+            seconds.append(time.monotonic() - began)
+
+    seconds: list[float] = []
+    made = [Engine] if owner_first else []
+    made += [lambda: BoundedStore(dist.HashStore())] + ([] if owner_first else [Engine])
+    parts = [make() for make in made]
+    engine, store = parts if owner_first else parts[::-1]
+    engine.store, engine.itself = store, engine
+    del engine, store, parts
+    gc.collect()
+    assert len(seconds) == 1 and seconds[0] < 1.0
+    assert soon(lambda: not threads())
