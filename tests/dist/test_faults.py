@@ -278,6 +278,7 @@ def skewed(rank: int, world: int, folder: str) -> tuple[float, bytes, str]:
     return clock, state, text
 
 
+@pytest.mark.slow
 def test_clocks_that_differ(calm, tmp_path, record):
     """The clock of rank 1's whole process, C libraries included, is an hour ahead."""
     (tmp_path / "skew.c").write_text(SHIM)
@@ -373,6 +374,7 @@ def test_ranks_that_do_not_fit_are_told_at_the_start(pool, record, fault, words)
 
 
 # ---- the launcher -----------------------------------------------------------------------------------------------------------
+@pytest.mark.slow
 def test_torchrun_restarts_a_killed_run_and_leaves_no_process(operators, tmp_path, record):
     """tests/long/run.py in short: one rank kills itself, torchrun starts all anew, the end is that of an undisturbed run."""
     repository, mark = Path(__file__).parents[2], uuid.uuid4().hex

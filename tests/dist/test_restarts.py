@@ -50,6 +50,7 @@ def test_a_restart_with_a_store_of_its_own_goes_on(operators, tmp_path):
     assert ranks(output) == [("0", "1", "2", "3"), ("1", "1", "2", "3")] and "--max-restarts is" not in output
 
 
+@pytest.mark.slow
 def test_static_rendezvous_is_warned_of_once(operators, tmp_path):
     """LOCAL_SIZE is of the ``deepspeed`` launcher: with it DeepSpeed makes files in /dev/shm, which it never removes."""
     output = torchrun(tmp_path, "calm", f"--master-port={free_port()}", LOCAL_SIZE="2")

@@ -207,6 +207,7 @@ def fail() -> None:
     raise OSError(5, "Input/output error")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tag", ["a", "b"])
 @pytest.mark.parametrize("how", [kill, fail])
 def test_any_step_of_a_save_may_fail(tmp_path, tag, how):

@@ -140,6 +140,7 @@ def test_hostile_pickles_are_refused(tmp_path):
     assert not (tmp_path / "executed").exists()
 
 
+@pytest.mark.slow
 def test_a_grammar_of_pickles_never_crashes(tmp_path):
     """Arbitrary calls and states of every allowed name, in a process with little memory; what is read is used."""
     read, refused = fuzz(tmp_path, "1", "6000")
