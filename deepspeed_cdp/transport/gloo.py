@@ -12,7 +12,6 @@ Experiments found these properties of gloo, on which the transport relies:
   a hash of the size: sides that disagree never match, and time out.
 """
 
-import threading
 import time
 from collections.abc import Sequence
 from datetime import timedelta
@@ -261,49 +260,37 @@ class GlooTransport(Transport):
             return
         deadline = time.monotonic() + self.timeout_seconds
         self._store_exchange.announce([[stream, src, edge.count] for (stream, src), edge in self._in.items()])
-        threads = self._drain([edge for edge in self._out.values() if edge.pending], deadline) if drain else []
+        if drain:
+            self._drain(deadline)
         self._disconnect()
         self._store_exchange.close()
-        for thread in threads:  # disconnecting has woken them; none may be inside gloo when the interpreter ends
-            thread.join(10.0)
         for edge in (*self._in.values(), *self._out.values()):
             for ticket in [t for t in edge.pending.values() if t.state == _PENDING]:
                 ticket.fail(f"rank {self.rank} has closed its transport")
 
-    def _drain(self, edges: list[_Edge], deadline: float) -> list[threading.Thread]:
+    def _drain(self, deadline: float) -> None:
         """Wait until peers have received the pushes that they posted for, or are gone; at most until ``deadline``.
 
-        Returns:
-            Threads that may still wait for other pushes.
+        In this thread, since Python 3.12 starts none while it exits. Ranks that close do not wait for each other's posts until
+        the deadline: of any two, the later to announce sees here that the earlier is closing, and its disconnecting ends the
+        earlier's wait.
         """
-        waiters: dict[_Edge, threading.Thread] = {}
-        taken = dict.fromkeys(edges, 0)
-
-        def wait(edge: _Edge) -> None:
+        edges = [edge for edge in self._out.values() if edge.pending]
+        posted = {edge: self._posted_by_closing(edge) for edge in edges}  # first all: rank 0 may end, and with it the store
+        sent = time.monotonic()
+        for edge in edges:
             for number, ticket in list(edge.pending.items()):
-                taken[edge] = number  # all before it were received
+                left = deadline - time.monotonic()
+                if left <= 0 or number >= min(posted[edge], self._posted_by_closing(edge)):
+                    break
                 try:
                     if ticket.work is not None:
-                        ticket.work.wait(self.timeout)
+                        ticket.work.wait(timedelta(seconds=max(left, 0.001)))  # 0 ms would mean: without a timeout
                 except RuntimeError:
-                    return
-                ticket.state = _DONE
-            taken[edge] = edge.count
-
-        for edge in edges:  # gloo cannot be polled: a thread waits per edge
-            waiters[edge] = threading.Thread(target=wait, args=(edge,), daemon=True)
-            waiters[edge].start()
-        threads = list(waiters.values())
-        pause = 0.001
-        while waiters and time.monotonic() < deadline:
-            next(iter(waiters.values())).join(pause)
-            pause = min(2 * pause, 0.05)
-            for edge in list(waiters):
-                if not waiters[edge].is_alive() or taken[edge] >= self._posted_by_closing(edge):
-                    del waiters[edge]
+                    break  # the peer is gone, or the time is over
+                ticket.state, sent = _DONE, time.monotonic()
         if edges:
-            time.sleep(_FLUSH_SECONDS)
-        return threads
+            time.sleep(max(sent + _FLUSH_SECONDS - time.monotonic(), 0.0))
 
     def _posted_by_closing(self, edge: _Edge) -> float:
         """Number of messages of ``edge`` that its peer has posted for, once the peer is closing; infinity before."""

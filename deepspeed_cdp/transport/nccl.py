@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ import torch.distributed as dist
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import Edge, Where
 from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, StreamTicket, Watchdog
-from deepspeed_cdp.transport.deadline import Late, call_within
+from deepspeed_cdp.transport.deadline import Late, Standby, call_within
 from deepspeed_cdp.transport.nccl_bindings import NcclBindings
 from deepspeed_cdp.transport.rendezvous import Message, RendezvousTransport
 from deepspeed_cdp.transport.store_exchange import StoreExchange
@@ -83,6 +82,8 @@ class NcclTransport(RendezvousTransport, CudaTransport):
             # stream passes after a wait; word 1 + k is _OPEN once poison stream k has filled the buffers.
             self._host_words = torch.zeros(1 + _POISON_STREAMS, dtype=torch.int32, device="cpu", pin_memory=True)
             self._host_words[0] = _OPEN
+            self._aborters: dict[int, Standby] = {}  # communicator -> thread to abort it, which the driver may block for ever
+            self._poisoner = Standby(device, "deepspeed_cdp poison")
             self._watchdog = Watchdog(self)
         except BaseException:
             self._store_exchange.close(None)  # the other ranks need not wait
@@ -105,6 +106,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
                 peer = src if self.rank == dst else dst
                 doing = f"{where}: stream {stream} with rank {peer}"
                 comm = self._with_timeout(partial(self._nccl.connect, bytes.fromhex(ids[i]), int(self.rank == dst), _CTAS), doing)
+                self._aborters[comm] = Standby(self.device, "deepspeed_cdp abort")
                 handle = self.driver.create_stream()
                 self._connections[edge], self._staging[edge] = (comm, handle), self._scratch(_STAGED_BYTES)
                 self._with_timeout(partial(self._send_first, edge), doing)
@@ -237,10 +239,14 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         try:
             if poison and self._memory is not None:
                 self._host_words[0] = _CLOSED
-                self._in_thread(self._poison, self._memory).join(1.0)
+                self._poisoner.begin(partial(self._poison, self._memory))
+                with suppress(Exception):  # what follows tells if it failed
+                    self._poisoner.result(1.0)
             held = self._lock.acquire(timeout=1.0)  # the abort also ends a call that blocks inside NCCL
             # all at once: each abort waits for the device, which another communicator's message may block
-            aborts = [self._in_thread(self._nccl.abort, comm) for comm, _ in self._connections.values()]
+            aborters = dict(self._aborters)
+            for comm, aborter in aborters.items():
+                aborter.begin(partial(self._nccl.abort, comm))
             deadline = time.monotonic() + 1.0
             while self._poison_handles and not self._host_words[1:].any() and time.monotonic() < deadline:
                 time.sleep(0.001)  # no driver call, which the aborts may block
@@ -249,22 +255,11 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         finally:
             self._host_words[0] = _OPEN
         deadline = time.monotonic() + self.timeout_seconds
-        for thread in aborts:
-            thread.join(max(deadline - time.monotonic(), 0.0))
+        for aborter in aborters.values():
+            with suppress(Exception):  # abort raises the cause
+                aborter.result(max(deadline - time.monotonic(), 0.0))
         if held:
             self._lock.release()
-
-    def _in_thread(self, call: Callable[..., None], *given: Any) -> threading.Thread:
-        """Run ``call`` in a daemon thread: the driver may block it for ever."""
-
-        def run() -> None:
-            torch.cuda.set_device(self.device)
-            with suppress(Exception):  # abort raises the cause
-                call(*given)
-
-        thread = threading.Thread(target=run, daemon=True, name="deepspeed_cdp abort")
-        thread.start()
-        return thread
 
     def _poison(self, memory: torch.Tensor) -> None:
         """Enqueue filling this rank's buffers with nan on several CUDA streams.
@@ -299,6 +294,8 @@ class NcclTransport(RendezvousTransport, CudaTransport):
         poison_handles = self._poison_handles if self._watchdog.stopped else []
         for handle in (*poison_handles, *(handle for _, handle in self._connections.values())):
             self.driver.destroy_stream(handle)
+        self._poisoner.begin(lambda: None)  # ends its thread
         self._connections.clear()
+        self._aborters.clear()
         self._staging.clear()
         self._memory = None

@@ -93,6 +93,45 @@ def test_a_rank_that_ends_early_hands_over_its_last_messages(pool):
     assert pool.run_failing(2, leave_early) == [0, "taken"]
 
 
+def drains(rank: int, world: int, peer: str) -> float:
+    t = GlooTransport(rank, world, 3.0 if peer == "alive" else 40.0)
+    if rank == 1:
+        time.sleep(1.0)
+        if peer == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(5.0 if peer == "alive" else 0.0)
+    else:
+        t.push("P", 1, full(1, 1 << 20))
+    started = time.perf_counter()
+    t.close(drain=True)
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize(("peer", "least", "most"), [("killed", 0.5, 8.0), ("closes", 0.5, 8.0), ("alive", 2.9, 4.5)])
+def test_draining_ends_when_the_peer_is_gone_or_the_time_is_over(pool, peer, least, most):
+    seconds = pool.run_failing(2, drains, peer)[0]
+    assert least < seconds < most
+
+
+def close_one_by_one(rank: int, world: int, order: tuple[int, ...]) -> float:
+    t = GlooTransport(rank, world, 40)
+    for peer in range(world):
+        if peer != rank:
+            t.push("P", peer, full(1, 100000))
+    t.gather(None, "here")
+    time.sleep(0.5 * order.index(rank))
+    started = time.perf_counter()
+    t.close(drain=True)
+    return time.perf_counter() - started
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_ranks_that_close_one_by_one_wait_for_the_last(pool, order):
+    """Nobody takes their pushes. Those that close first learn from the later ones that nobody will."""
+    seconds = pool.run(3, close_one_by_one, order)
+    assert seconds[order[0]] > 0.8 and max(seconds) < 8.0
+
+
 def never_arrives(rank: int, world: int) -> str | None:
     if rank == 1:
         time.sleep(4)

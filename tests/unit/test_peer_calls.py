@@ -11,6 +11,7 @@ import torch
 
 from deepspeed_cdp.transport import peer
 from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.deadline import Standby
 from deepspeed_cdp.transport.wait_timing import WaitTiming
 
 HANDLES = {"credit": 11, "G": 12, "P": 13, "O": 14, "P0": 15, "H0": 16, "S": 17}
@@ -160,15 +161,23 @@ def test_over_nccl_who_has_waited_passes_a_gate(transport):
     assert [call for call in calls if call[:2] == ("wait_event", made.current())] and calls.index(gate) == len(calls) - 1, calls
 
 
+def prepare_abort(made, monkeypatch):
+    """The threads that abort and poison; after that none can start, as while Python 3.12 exits."""
+    cpu = torch.device("cpu")
+    made._aborters = {comm: Standby(cpu, "abort") for comm, _ in made._connections.values()}
+    made._poisoner = Standby(cpu, "poison")
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: pytest.fail("abort started a thread"))
+
+
 @pytest.mark.parametrize("poison", [True, False])
 def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, poison, monkeypatch):
     """Aborting lets the device go on with what did not come; a loss of that must not look right."""
     made, memory = over_nccl(transport), torch.zeros(32, dtype=torch.uint8)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     made._memory, made._poison_handles, streams, gate = memory, [], iter(range(31, 99)), []
     made.driver.create_stream = lambda priority: next(streams)
     made._lock = threading.Lock()
     del made._connections["G", RANK, 2]
+    prepare_abort(made, monkeypatch)
 
     def abort(comm):
         made.driver.calls.append(("abort", comm))
@@ -182,6 +191,7 @@ def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, poison, mon
     made._nccl = SimpleNamespace(abort=abort)
     begun = time.monotonic()
     made.abort("a peer is gone", poison)
+    made._poisoner.begin(lambda: None)
     words = made._host_words.data_ptr()
     fills = [
         call
@@ -197,8 +207,8 @@ def test_over_nccl_what_goes_on_after_a_failure_finds_nan(transport, poison, mon
 @pytest.mark.parametrize("wrong", ["blocks", "raises"])
 def test_over_nccl_messages_end_even_if_nothing_can_be_filled(transport, wrong, monkeypatch):
     made, aborted, over = over_nccl(transport), [], threading.Event()
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     made._memory, made._poison_handles, made._lock = torch.zeros(32, dtype=torch.uint8), [], threading.Lock()
+    prepare_abort(made, monkeypatch)
 
     def stream(priority):
         if wrong == "raises":
