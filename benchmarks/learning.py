@@ -1,4 +1,6 @@
-"""Compares how the rules learn: trains every (dataset, learning rate, rule, seed), and compares the rules pair by pair.
+"""Compares how rules and delay corrections learn: trains every case, and compares pair by pair with dp.
+
+A case is a (dataset, optimizer, ranks, learning rate, rule, correction, seed). dp has nothing to correct, so it runs once.
 
     python -m benchmarks.learning --seeds 5 --out benchmarks/results/DATE_HARDWARE_learning
 
@@ -24,12 +26,14 @@ import torch
 from tqdm import tqdm
 
 from benchmarks import learning_report, rows
-from benchmarks.learning_tasks import RULES, SIZES, Case, run
+from benchmarks.learning_tasks import CORRECTIONS, OPTIMIZERS, RATES, RULES, SIZES, Case, run
 
 FIELDS = (
     "dataset",
+    "optimizer",
     "rate",
     "rule",
+    "correction",
     "seed",
     "step",
     "steps",
@@ -63,18 +67,18 @@ class Rows:
     def __init__(self, path: Path, cases: list[Case]):
         """
         Raises:
-            ValueError: the file has rows of these cases with other steps, ranks or micro-batches.
+            ValueError: the file has rows of these cases with other steps or micro-batches.
         """
         self.path = path
         there = learning_report.read(path) if path.exists() else []
         by_key = {c.key: c for c in cases}
         for row in there:
             case = by_key.get(learning_report.key(row))
-            ours = case and (str(case.spans.steps), str(case.ranks), str(case.spans.micro_batch))
-            if case and ours != (row["steps"], row["ranks"], row["micro_batch"]):
+            ours = case and (str(case.spans.steps), str(case.spans.micro_batch))
+            if case and ours != (row["steps"], row["micro_batch"]):
                 raise ValueError(
-                    f"--out has rows of {' '.join(case.key)} with {row['steps']} steps, {row['ranks']} ranks and "
-                    f"micro-batch {row['micro_batch']}; choose another folder"
+                    f"--out has rows of {' '.join(case.key)} with {row['steps']} steps and micro-batch {row['micro_batch']}; "
+                    "choose another folder"
                 )
         self.finished = {learning_report.key(row) for row in there if row["step"] == row["steps"]}
         kept = [row for row in there if learning_report.key(row) in self.finished]
@@ -157,11 +161,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     gpu = torch.cuda.is_available()
     parser.add_argument("--datasets", default="digits,gpt")
+    parser.add_argument("--optimizers", default="", help="comma-separated; default: each dataset's own")
     parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--corrections", default="none", help="comma-separated; predict:a:c has coefficients")
     parser.add_argument("--seeds", default="5", help="how many; or one number per dataset, comma-separated")
     parser.add_argument("--rates", default="1", help="multiply the learning rates; comma-separated")
-    parser.add_argument("--simulate-ranks", type=int, default=4, help="ranks, and stages")
-    parser.add_argument("--size", default="full", choices=("full", "tiny"), help="tiny: to see that everything works")
+    parser.add_argument("--simulate-ranks", default="4", help="ranks, and stages; comma-separated")
+    parser.add_argument("--first-seed", type=int, default=0, help="to add seeds to some cases only")
+    parser.add_argument(
+        "--size", default="full", choices=("full", "small", "tiny"), help="small: for a CPU; tiny: to see that everything works"
+    )
     parser.add_argument(
         "--processes",
         type=int,
@@ -175,16 +184,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--docs", action="store_true", help="train nothing; docs/learning.md gets the tables and plots of --out")
     parser.add_argument("--out", default="", help="default: benchmarks/results/DATE_HARDWARE_learning")
     args = parser.parse_args(argv)
-    args.datasets, args.rules = args.datasets.split(","), args.rules.split(",")
-    for option, given, known in (("--datasets", args.datasets, SIZES), ("--rules", args.rules, RULES)):
+    for option, known in (("datasets", SIZES), ("optimizers", RATES), ("rules", RULES), ("corrections", CORRECTIONS)):
+        given = [name for name in getattr(args, option).split(",") if name]
+        setattr(args, option, given)
         for name in given:
-            if name not in known:
-                parser.error(f"{option} has {name!r}; allowed are {', '.join(known)}")
+            if (name.partition(":")[0] if option == "corrections" else name) not in known:
+                parser.error(f"--{option} has {name!r}; allowed are {', '.join(known)}")
     try:
         args.rates = [float(r) for r in args.rates.split(",")]
+        args.simulate_ranks = [int(n) for n in args.simulate_ranks.split(",")]
         seeds = [int(s) for s in args.seeds.split(",")]
     except ValueError as error:
-        parser.error(f"--seeds and --rates are numbers, comma-separated ({error})")
+        parser.error(f"--seeds, --rates and --simulate-ranks are numbers, comma-separated ({error})")
     if len(seeds) not in (1, len(args.datasets)) or min(seeds) < 1 or min(args.rates) <= 0 or args.processes < 1:
         parser.error("--seeds takes one number or one per dataset, of at least 1; --rates are above 0; --processes is at least 1")
     args.seeds = dict(zip(args.datasets, seeds * len(args.datasets)))
@@ -194,12 +205,30 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def grid(args: argparse.Namespace) -> list[Case]:
     """All cases, seed by seed, so that an interrupted run has complete pairs."""
-    every = itertools.product(range(max(args.seeds.values())), args.datasets, args.rates, args.rules)
-    return [
-        Case(dataset, rate, rule, seed, args.simulate_ranks, args.size)
-        for seed, dataset, rate, rule in every
-        if seed < args.seeds[dataset]
+    every = itertools.product(
+        range(args.first_seed, max(args.seeds.values())),
+        args.datasets,
+        args.simulate_ranks,
+        args.rates,
+        args.optimizers or [""],
+        args.rules,
+        args.corrections,
+    )
+    cases = [
+        Case(
+            dataset,
+            rate,
+            rule,
+            seed,
+            ranks,
+            args.size,
+            optimizer or OPTIMIZERS[dataset][0],
+            "none" if rule == "dp" else correction,
+        )
+        for seed, dataset, ranks, rate, optimizer, rule, correction in every
+        if seed < args.seeds[dataset] and optimizer in ("", *OPTIMIZERS[dataset])
     ]
+    return list(dict.fromkeys(cases))
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,7 +1,7 @@
-"""Tasks of the learning experiments. A case is a dataset, a learning rate, a rule and a seed.
+"""Tasks of the learning experiments. A case is a dataset, an optimizer, ranks, a learning rate, a rule, a correction and a seed.
 
-Cases of one seed start from the same weights and see the same micro-batches in the same order, whatever their rule. So rules are
-compared pair by pair. One process simulates all ranks (deepspeed_cdp/analysis/learning_simulator.py).
+Cases of one seed and as many ranks start from the same weights and see the same micro-batches in the same order. So rules and
+corrections are compared pair by pair. One process simulates all ranks (deepspeed_cdp/analysis/learning_simulator.py).
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from examples.images import digits
 from examples.resnet import resnet
 
 RULES = ("dp", "cdp-v1", "cdp-v2", "cdp-v2-warmup")
+CORRECTIONS = ("none", "extrapolate", "predict", "auto")  # or predict:a:c, with coefficients
 _EAGER_STEPS = 4  # before a graph is captured, so that libraries have set themselves up
 
 
@@ -37,14 +39,18 @@ class Size:
 
 BETA1 = {"gpt": 0.9, "gpt-beta1-0.5": 0.5, "gpt-beta1-0": 0.0}  # AdamW's momentum: what it does to stale gradients
 SIZES = {
-    "digits": {"full": Size(32, 440, 11), "tiny": Size(8, 12, 4)},
-    **dict.fromkeys(BETA1, {"full": Size(8, 1000, 50), "tiny": Size(2, 12, 4)}),
+    "digits": {"full": Size(32, 440, 11), "small": Size(32, 440, 11), "tiny": Size(8, 12, 4)},
+    **dict.fromkeys(BETA1, {"full": Size(8, 1000, 50), "small": Size(4, 800, 40), "tiny": Size(2, 12, 4)}),
 }
+# Layers, width, bytes per sequence, test windows
+GPTS = {"full": (4, 256, 256, 64), "small": (6, 96, 64, 128), "tiny": (2, 32, 32, 8)}
+RATES = {"adamw": 1e-3, "nadamw": 1e-3, "muon": 3e-3, "sgd": 0.1}  # of the GPTs
+OPTIMIZERS = {"digits": ("sgd",), **dict.fromkeys(BETA1, tuple(RATES))}  # the first is the dataset's own
 
 
 @dataclass(frozen=True)
 class Case:
-    """``rate`` multiplies the task's learning rate; ``cdp-v2-warmup`` makes the first tenth of the steps under dp."""
+    """``rate`` multiplies the optimizer's learning rate; ``cdp-v2-warmup`` makes the first tenth of the steps under dp."""
 
     dataset: str
     rate: float
@@ -52,10 +58,19 @@ class Case:
     seed: int
     ranks: int = 4
     size: str = "full"
+    optimizer: str = "adamw"
+    correction: str = "none"
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
-        return self.dataset, f"{self.rate:g}", self.rule, str(self.seed)
+    def key(self) -> tuple[str, ...]:
+        """As ``learning_report.key`` of its rows."""
+        return self.dataset, self.optimizer, str(self.ranks), f"{self.rate:g}", self.rule, self.correction, str(self.seed)
+
+    @property
+    def delay_correction(self) -> str | dict[str, Any]:
+        """As ``cyclic.delay_correction``."""
+        method, *numbers = self.correction.split(":")
+        return {"method": method, **dict(zip(("momentum", "gradient"), map(float, numbers)))} if numbers else method
 
     @property
     def spans(self) -> Size:
@@ -64,6 +79,34 @@ class Case:
     @property
     def warmup_steps(self) -> int:
         return self.spans.steps // 10 if self.rule.endswith("-warmup") else 0
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """Muon for hidden matrices, AdamW for the rest. Both take each group's own ``lr``."""
+
+    def __init__(self, matrices: list[nn.Parameter], rest: list[nn.Parameter], lr: float):
+        self._parts = (
+            torch.optim.Muon(matrices, lr, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(rest, lr, betas=(0.9, 0.95), weight_decay=0.1),
+        )
+        super().__init__(list(chain(*(part.param_groups for part in self._parts))), {})
+
+    def step(self, closure: Any = None) -> None:
+        for part in self._parts:
+            part.step()
+
+
+def optimizer_of(name: str, module: GPT, beta1: float) -> torch.optim.Optimizer:
+    """Of a GPT. ``nadamw`` has a momentum that does not grow: its step is that of b1 m + (1 - b1) g."""
+    every, betas, decay = list(module.parameters()), (beta1, 0.95), 0.1
+    if name == "adamw":
+        return torch.optim.AdamW(every, betas=betas, weight_decay=decay)
+    if name == "nadamw":
+        return torch.optim.NAdam(every, betas=betas, weight_decay=decay, decoupled_weight_decay=True, momentum_decay=1e6)
+    if name == "sgd":
+        return torch.optim.SGD(every, momentum=0.9)
+    hidden = [p for p in module.blocks.parameters() if p.ndim == 2]
+    return MuonAndAdamW(hidden, [p for p in every if all(p is not h for h in hidden)], RATES[name])
 
 
 @dataclass
@@ -132,17 +175,16 @@ def _digits(case: Case, device: torch.device) -> Task:
 
 
 def _gpt(case: Case, device: torch.device) -> Task:
-    """A byte-level GPT on the sources of Python's standard library; AdamW, linear warm-up, cosine to a tenth."""
-    layers, width, length = (4, 256, 256) if case.size == "full" else (2, 32, 32)
+    """A byte-level GPT on the sources of Python's standard library; linear warm-up, cosine to a tenth."""
+    layers, width, length, windows = GPTS[case.size]
     train, held_out = read_text(8.0)
     data = hashlib.sha256(train.numpy().tobytes()).hexdigest()[:12]
     module, spans = GPT(layers, width, 4, length), case.spans
-    windows = 64 if case.size == "full" else 8
     fixed = sample(held_out, windows, length, torch.Generator().manual_seed(0), torch.device("cpu"))
     stages = stages_of(module, case.ranks, Example(tuple(t[:1] for t in fixed)))
     module.to(device)
     fixed = tuple(t.to(device) for t in fixed)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3, betas=(BETA1[case.dataset], 0.95), weight_decay=0.1)
+    optimizer = optimizer_of(case.optimizer, module, BETA1[case.dataset])
     generator = torch.Generator().manual_seed(case.seed)
 
     def loss(module: nn.Module, batch: Any) -> torch.Tensor:
@@ -156,7 +198,7 @@ def _gpt(case: Case, device: torch.device) -> Task:
     def rate(step: int) -> float:
         warm = max(1, spans.steps // 20)
         progress = max(0.0, (step - warm) / (spans.steps - warm))
-        return 1e-3 * case.rate * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * progress))
+        return RATES[case.optimizer] * case.rate * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * progress))
 
     return Task(module, stages, optimizer, batches, loss, lambda: (loss(module, fixed).item(), None), rate, data)
 
@@ -181,6 +223,7 @@ def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any
         case.rule.removesuffix("-warmup"),
         warmup_steps=case.warmup_steps,
         clip=1.0 if case.dataset in BETA1 else 0.0,
+        delay_correction=case.delay_correction,
     )
     parameters = sum(p.numel() for p in task.module.parameters())
     began, captured, captured_for, losses = time.perf_counter(), None, None, []
@@ -194,8 +237,10 @@ def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any
             losses = []
             yield {
                 "dataset": case.dataset,
+                "optimizer": case.optimizer,
                 "rate": f"{case.rate:g}",
                 "rule": case.rule,
+                "correction": case.correction,
                 "seed": case.seed,
                 "step": step,
                 "steps": spans.steps,

@@ -198,7 +198,8 @@ def _gpt(run: str) -> dict[tuple[str, str], dict[str, list[dict[str, str]]]]:
     from benchmarks import learning_report
 
     some = learning_report.finished(learning_report.read(rows.RESULTS / run / "rows.csv"))
-    return {key: by_rule for key, by_rule in learning_report.settings(some).items() if key[0].startswith("gpt")}
+    every = learning_report.settings(some).items()
+    return {(data, rate): by_rule for (data, optimizer, ranks, rate), by_rule in every if (optimizer, ranks) == ("adamw", "4")}
 
 
 def _test_loss(some: Sequence[dict[str, str]]) -> float:

@@ -79,7 +79,9 @@ def simulate(
     stages = stages_of(model, args.stages or ranks, example_of(model))
     device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     data, model = data.to(device), model.to(device)
-    ring = Simulator(model, optimizer, stages, args.rule, ranks=ranks, warmup_steps=args.warmup_steps)
+    ring = Simulator(
+        model, optimizer, stages, args.rule, ranks=ranks, warmup_steps=args.warmup_steps, delay_correction=args.delay_correction
+    )
     results = []
     for epoch in range(args.epochs):
         by_rank = [data.epoch(args.seed, epoch, rank, ranks, args.micro_batch) for rank in range(ranks)]
@@ -143,6 +145,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--stages", type=int, default=0, help="with --simulate-ranks; default: as many as ranks")
     parser.add_argument("--rule", default="cdp-v2", help="with --simulate-ranks; else it is in the config")
     parser.add_argument("--warmup-steps", type=int, default=0, help="with --simulate-ranks: first steps under dp")
+    parser.add_argument("--delay-correction", default="auto", help="with --simulate-ranks: what stale readers read")
     parser.add_argument("--micro-batch", type=int, default=0, help="with --simulate-ranks; default: the recipe's")
     parser.add_argument("--device", default="", help="with --simulate-ranks")
     parser.add_argument("--local_rank", type=int, default=-1, help="set by the launcher")

@@ -51,6 +51,7 @@ def simulate(args: argparse.Namespace, model: GPT, train: torch.Tensor, held_out
         stages_of(model, args.simulate_ranks),
         config["cyclic"].get("rule", "cdp-v2"),
         clip=config["gradient_clipping"],
+        delay_correction=config["cyclic"].get("delay_correction", "auto"),
     )
     generators = [windows(args, rank) for rank in range(args.simulate_ranks)]
     before = evaluate(model, held_out, args, batch, device)

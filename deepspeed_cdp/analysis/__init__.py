@@ -1,4 +1,4 @@
 """The paper's results: the oracle, the learning simulator, activation memory, the cost table, and predicted step times.
 
-It imports ``plan`` and ``model``. No part of training imports it.
+It imports ``plan``, ``model`` and ``optim``. No part of training imports it.
 """

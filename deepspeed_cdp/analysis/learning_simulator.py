@@ -2,12 +2,13 @@
 
     theta_{t+1} = opt(theta_t, 1/N sum_r grad f_r(theta_hat_{r,t}))
 
-where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K, and theta_{t-1}^s otherwise. It simulates learning exactly, and not
-time. A step runs the ranks' micro-batches one after the other, with the same results as the oracle, ``reference.train``.
+where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K, and theta_{t-1}^s, or its delay correction, otherwise. It simulates
+learning exactly, and not time. A step runs the ranks' micro-batches one after the other, with the same results as the oracle,
+``reference.train``.
 
 Unlike the oracle, it is made for users: it takes an ordinary module, optimizer and scheduler on any device. It keeps two
-copies of the parameters, and makes none per micro-batch. On GPUs it never synchronizes the host, and can run as a CUDA graph
-(``captured``).
+copies of the parameters, three with a delay correction, and makes none per micro-batch. On GPUs it never synchronizes the host,
+and can run as a CUDA graph (``captured``).
 
     stages = stages_of(model, ranks=4)
     ring = Simulator(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), stages, "cdp-v2")
@@ -18,7 +19,7 @@ It does not need DeepSpeed. Two things are not simulated: fp16 loss scaling, and
 ``cdp-v1``.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from deepspeed_cdp.model import discover
+from deepspeed_cdp.optim.delay_correction import Corrector, resolve
 from deepspeed_cdp.plan.schedule import RULES
 
 Loss = Callable[[nn.Module, Any], Tensor]
@@ -76,6 +78,7 @@ class Simulator:
         ranks: R, the number of micro-batches in flight.
         stages: S, the number of stages.
         threshold: K.
+        correction: what stale readers read.
         steps: updates so far (t).
     """
 
@@ -89,6 +92,7 @@ class Simulator:
         ranks: int | None = None,
         warmup_steps: int = 0,
         clip: float = 0.0,
+        delay_correction: str | Mapping[str, Any] = "auto",
     ):
         """
         Args:
@@ -100,9 +104,11 @@ class Simulator:
             warmup_steps: number of first steps under ``dp``; the step after them reads one version, as after a flush.
             clip: the largest gradient norm; 0: no clipping. Under rules other than ``dp`` and ``cdp-v1``, a stage is clipped by
                 this step's norms of stages >= its own and the last step's norms of the others (docs/algorithm.md#norms).
+            delay_correction: as ``cyclic.delay_correction``; ``"none"`` is the paper's rule.
 
         Raises:
-            ValueError: a parameter is in no stage or in two, the rule is unknown, or a number is out of range.
+            ValueError: a parameter is in no stage or in two, the rule is unknown, a number is out of range, or ``predict`` does
+                not know this optimizer's formula.
         """
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         listed = [n for stage in stages for n in stage if n in trained]
@@ -120,7 +126,11 @@ class Simulator:
         self.warmup_steps, self.clip, self.steps = warmup_steps, clip, 0
         self._parameters = [[trained[n] for n in stage if n in trained] for stage in stages]
         self._fresh = [[p.data for p in stage] for stage in self._parameters]  # theta_t
-        self._stale = [[p.detach().clone() for p in stage] for stage in self._parameters]  # theta_{t-1}; theta_0 at first
+        # The correction of theta_{t-1} ("none": theta_{t-1} itself); theta_0 at first
+        self._stale = [[p.detach().clone() for p in stage] for stage in self._parameters]
+        self._corrected = _flat(self._fresh)  # the correction of theta_t, which the next update makes stale
+        self.correction = resolve(delay_correction, optimizer, self.threshold)
+        self._corrector = Corrector(self.correction, optimizer)
         self._buffers = [b for b in module.buffers()]
         own = [b.data for b in self._buffers]
         self._ranks_buffers = [own, *([b.clone() for b in own] for _ in range(self.ranks - 1))]
@@ -156,7 +166,8 @@ class Simulator:
     @torch.no_grad()
     def flush(self) -> None:
         """The next step reads theta_t everywhere, as it does when the engine evaluates or saves."""
-        torch._foreach_copy_(_flat(self._stale), _flat(self._fresh))
+        self._corrected = _flat(self._fresh)
+        torch._foreach_copy_(_flat(self._stale), self._corrected)
 
     def captured(self, batches: Sequence[Any], loss: Loss) -> Callable[[Sequence[Any]], Tensor]:
         """``step`` with all forwards and backwards in one CUDA graph, for small models, which are bound by the host.
@@ -236,8 +247,12 @@ class Simulator:
     def _update(self) -> None:
         if self.clip > 0:
             self._clip()
-        torch._foreach_copy_(_flat(self._stale), _flat(self._fresh))
+        torch._foreach_copy_(_flat(self._stale), self._corrected)
+        corrects, parameters = self.correction and self.delayed, _flat(self._parameters)
+        before = self._corrector.before(parameters) if corrects else []
         self.optimizer.step()
+        if corrects:
+            self._corrected = self._corrector.after(parameters, [p.grad for p in parameters], before)
         self.steps += 1
 
     def _clip(self) -> None:

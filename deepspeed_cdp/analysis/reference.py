@@ -7,6 +7,9 @@ the paper's definition line by line::
 
 where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K and theta_{t-1}^s otherwise. K = 0 is plain data parallelism,
 K = N-1 is CDP-v2, K = 2N-1 is CDP-v1. All indices count from 0 (the paper's i = rank + 1, j = stage + 1).
+
+With a delay correction, stale readers of theta_{t-1} read ``_corrected`` instead: an estimate of theta_t, made as soon as
+theta_{t-1} is.
 """
 
 import functools
@@ -19,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 
 _EPSILON = 1e-6  # as in DeepSpeed's ZeRO-3 (stage3.py, unscale_and_clip_grads)
 
@@ -50,9 +55,13 @@ class Trained:
 
 @dataclass
 class _Versions:
-    """Masters after ``number`` updates (fresh), and after one update less (stale); after a flush, both are the same."""
+    """Masters after ``number`` updates (fresh), their correction, and that of one update less (stale).
+
+    After a flush, all three are the same. Without a delay correction, a version is its own correction.
+    """
 
     fresh: dict[str, Tensor]
+    corrected: dict[str, Tensor]
     stale: dict[str, Tensor]
     number: int = 0
     flushed_at: int = 0
@@ -87,6 +96,7 @@ def train(
     scaler: Any = None,
     warmup_steps: int = 0,
     rings: int = 1,
+    delay_correction: DelayCorrection | None = None,
 ) -> Trained:
     """Train as N = len(stages) ranks (times ``rings``) do under threshold K, one micro-batch after the other.
 
@@ -113,6 +123,8 @@ def train(
         rings: number of rings of N ranks. World rank w is rank w % N of ring w // N and reads that rank's versions; ``batches``
             and the result have world ranks. The sums of the rings are added in order, then divided by N times ``rings``.
         warmup_steps: number of first steps with K = 0; a flush follows, then steps with ``threshold``.
+        delay_correction: what stale readers read; default: the old version. ``predict`` needs numbers for ``momentum`` and
+            ``gradient``.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     listed = [name for stage in stages for name in stage if name in trained]
@@ -126,7 +138,7 @@ def train(
     optimizer = make_optimizer(list(masters.items()))
     buffers = [{name: buffer.detach().clone() for name, buffer in module.named_buffers()} for _ in range(ranks * rings)]
     start = _snapshot(masters)
-    versions = _Versions(fresh=start, stale=start)
+    versions = _Versions(start, start, start)
     last_squares = [0.0] * ranks
     result = Trained({}, {}, [], [], buffers, optimizer)
 
@@ -178,16 +190,50 @@ def train(
         overflow = not math.isfinite(sum(squares)) and threshold in (0, 2 * ranks - 1)
         if not overflow:  # a step without a finite norm is skipped, as in ZeRO-3
             optimizer.step()
+        before, versions.stale = versions.fresh, versions.corrected
+        versions.fresh = versions.corrected = _snapshot(masters)
+        versions.number = step + 1
+        if delay_correction and not overflow:
+            versions.corrected = {n: _corrected(delay_correction, optimizer, p, before[n]) for n, p in masters.items()}
         unheard.append(overflow)
         result.scales.append(scale)
         result.overflows.append(overflow)
         optimizer.zero_grad(set_to_none=True)
-        versions.stale, versions.fresh, versions.number = versions.fresh, _snapshot(masters), step + 1
         if step in flush_after or step == warmup_steps - 1:
-            versions.stale, versions.flushed_at = versions.fresh, step + 1
+            versions.stale = versions.corrected = versions.fresh
+            versions.flushed_at = step + 1
 
     result.masters = {name: master.detach().clone() for name, master in masters.items()}
     return result
+
+
+@torch.no_grad()
+def _corrected(correction: DelayCorrection, optimizer: torch.optim.Optimizer, theta: nn.Parameter, before: Tensor) -> Tensor:
+    """What stale readers read for theta, right after the update that made it from ``before`` with ``theta.grad``.
+
+    m, v, u and the number of updates are the optimizer's own. The order of the operations is that of the runtime, to the bit.
+    """
+    if correction.method == "extrapolate":
+        return theta + (theta - before) * correction.updates
+    a, c = correction.momentum, correction.gradient
+    if a is None or c is None:
+        raise ValueError(f"delay_correction is {correction}; 'predict' needs numbers for momentum and gradient here")
+    state, group = optimizer.state[theta], next(g for g in optimizer.param_groups if any(p is theta for p in g["params"]))
+    assert theta.grad is not None
+    lr, gradient = group["lr"], -theta.grad if group.get("maximize") else theta.grad
+    if "exp_avg" not in state:  # SGD: its buffer is m / (1 - mu)
+        ahead = gradient * (c / (1.0 - group["momentum"]))
+        return theta - (torch.add(ahead, state["momentum_buffer"], alpha=a) if group["momentum"] else ahead) * lr
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+    if group["weight_decay"] and not decoupled:  # part of the gradient, so of m and v
+        gradient = torch.add(gradient, before, alpha=group["weight_decay"])
+    beta1, beta2 = group["betas"]
+    first, second = 1.0 - beta1 ** float(state["step"]), 1.0 - beta2 ** float(state["step"])
+    if "exp_inf" in state:  # Adamax
+        return theta - torch.add(state["exp_avg"] * a, gradient, alpha=c) / state["exp_inf"] * (lr / first)
+    square = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]  # Adam, AdamW, NAdam
+    denominator = square.sqrt() / second**0.5 + group["eps"]
+    return theta - torch.add(state["exp_avg"] * (a / first), gradient, alpha=c) / denominator * lr
 
 
 def _clip_norms(threshold: int, now: Sequence[float], last: Sequence[float]) -> list[float]:

@@ -72,6 +72,7 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
         },
         "rule": p.config.settings.rule,
         "threshold": s.threshold,
+        "delay_correction": p.config.settings.delay_correction.method if plan.corrects else "none",
         "ranks": s.ranks,
         "rounds": s.rounds,
         "rings": plan.rings,
@@ -300,7 +301,8 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
     if most > device_memory:
         found.append(
             f"a rank needs {human(most)} of {human(device_memory)}; use more ranks, a smaller micro-batch, activation "
-            "checkpointing, or offload_optimizer"
+            "checkpointing, offload_optimizer"
+            + (', or cyclic.delay_correction "none"' if r["delay_correction"] != "none" else "")
         )
     if r["rings"] > 1 and r["exchange"] > 0.05 * r["time"]["step"] and r["threshold"] == n - 1:
         found.append(
@@ -323,7 +325,8 @@ def text(r: dict[str, Any]) -> str:
     lines = [
         f"{m['name']}: {m['parameters']:,} parameters, {human(m['bytes'])} in {m['dtype']}, {len(r['units'])} units{persistent}; "
         f"micro-batch {m['batch']}",
-        f"{r['ranks']} ranks{rings}, rule {r['rule']} (K = {r['threshold']}), {r['rounds']} micro-batch(es) per rank and step",
+        f"{r['ranks']} ranks{rings}, rule {r['rule']} (K = {r['threshold']}), delay correction {r['delay_correction']}, "
+        f"{r['rounds']} micro-batch(es) per rank and step",
         "",
     ]
     rows: list[tuple] = [("stage", "owner", "units", "parameters", "of FLOPs", "passes", "from", "to")]

@@ -5,6 +5,7 @@ import contextlib
 import io
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -165,7 +166,8 @@ def predict(args: argparse.Namespace) -> Prediction:
         work.append(Work(sum(flops.get(p, 0) for p in unit.modules) if traced else 2.0 * every, elements, fused[i]))
     persistent = sum(s.shape.numel() for s in layouts[PERSISTENT].trained) if plan.persistent else 0
     compute = None if args.step_ms is None else args.step_ms / 1e3
-    given = times(plan, work, hardware, persistent, compute)
+    ours = replace(hardware, update_bytes=hardware.update_bytes + 2 * plan.corrects)  # the update writes corrections, too
+    given = times(plan, work, ours, persistent, compute)
     total = sum(w.forward for w in work) * 3
     what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"
     assumed = [k for k in config.assumed if k != "train_micro_batch_size_per_gpu" or args.micro_batch is None]

@@ -9,8 +9,10 @@ import torch
 from deepspeed_cdp.cli.output import UserError
 from deepspeed_cdp.integration.config import CYCLIC, CyclicConfig, parse_cyclic
 from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.optim.delay_correction import chosen
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+FAMILIES = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd"}  # as optim.delay_correction.family
 STATES = {"adam": 2, "adamw": 2, "fusedadam": 2, "lamb": 2, "lion": 1, "muon": 1, "sgd": 1, "adagrad": 1, "rmsprop": 1}
 UPDATE_BYTES = {2: 28, 1: 20, 0: 12}  # per parameter: fp32 master and states read and written, the sum read, the copy written
 
@@ -130,6 +132,7 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
         cyclic.keep_after_forward,
         int(cyclic.min_unit_mb * 2**20),
         warmup_steps=cyclic.warmup_steps,
+        delay_correction=chosen(cyclic.correction, FAMILIES.get(optimizer.lower(), "")),
     )
     micro = _number(config, "train_micro_batch_size_per_gpu", None)
     if micro is None and (batch := _number(config, "train_batch_size", None)):

@@ -10,7 +10,7 @@ import re
 from typing import Annotated, Any, Literal, NamedTuple
 
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError, field_validator
 
 CYCLIC = "cyclic"
 
@@ -38,6 +38,17 @@ class Words(NamedTuple):
 
     allowed: str
     fix: str
+
+
+class CorrectionConfig(BaseModel):
+    """A correction with its coefficients (plan/delay_correction.py)."""
+
+    model_config = ConfigDict(title="delay_correction", extra="forbid", strict=True, allow_inf_nan=False)
+
+    method: Literal["none", "extrapolate", "predict"]
+    updates: float = Field(1.0, description="`extrapolate`: how often the last update is expected to happen again.")
+    momentum: float | None = Field(None, description="`predict`: the factor of the optimizer's momentum. null: from its beta1.")
+    gradient: float | None = Field(None, description="`predict`: the factor of the last gradient. null: from its beta1.")
 
 
 class CyclicConfig(DeepSpeedConfigModel):
@@ -110,6 +121,18 @@ class CyclicConfig(DeepSpeedConfigModel):
         description="Train this many first steps under `dp`, then flush and change to `rule`. Checkpoints keep the count. "
         "Buffers hold one more stage throughout.",
     )
+    delay_correction: Annotated[
+        Literal["auto", "none", "extrapolate", "predict"] | CorrectionConfig,
+        Words(
+            '"auto", "none", "extrapolate", "predict" or a block with "method" and numbers "updates", "momentum", "gradient"',
+            'use "auto", or "none" for the paper\'s rule',
+        ),
+    ] = Field(
+        "auto",
+        description="What stale readers read. `none`: the old parameters, the paper's rule. `extrapolate`: the old ones moved on "
+        "by the last update. `predict`: moved on by the step that the optimizer is expected to make. `auto`: `predict` for "
+        "optimizers of Adam's family, `none` for SGD, `extrapolate` for others.",
+    )
     placement: Annotated[
         Literal["auto", "pyramid", "pipeline", "single"], Words('"auto", "pyramid", "pipeline" and "single"', 'use "auto"')
     ] = Field(
@@ -154,6 +177,12 @@ class CyclicConfig(DeepSpeedConfigModel):
         except ValidationError as error:
             key = str(error.errors()[0]["loc"][0])
             raise ValueError(_sentence(key, data.get(key))) from None
+
+    @property
+    def correction(self) -> str | dict[str, Any]:
+        """``delay_correction`` as ``optim.delay_correction.resolve`` takes it."""
+        setting = self.delay_correction
+        return setting if isinstance(setting, str) else setting.model_dump()
 
     @field_validator("partition_method")
     @classmethod

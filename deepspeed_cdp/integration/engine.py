@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import log_dist
 
 from deepspeed_cdp.checkpoint import save_load
 from deepspeed_cdp.errors import HandoffError
@@ -21,7 +22,9 @@ from deepspeed_cdp.integration.throughput import on_stream
 from deepspeed_cdp.integration.zero3_params import Access, offload_stub
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.model.materialize import Initial
+from deepspeed_cdp.optim.delay_correction import resolve
 from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.schedule import threshold
 from deepspeed_cdp.runtime import trace
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.transport.connect import connect
@@ -97,25 +100,27 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         optimizer = self._checked(optimizer)
         config = self._config.cyclic_config
         _, sum_dtype = self.get_data_types()
-        settings = Settings(
-            rule=config.rule,
-            partition_method=config.partition_method,
-            units=config.units,
-            rounds=self.gradient_accumulation_steps(),
-            clip=float(self.gradient_clipping()),
-            sum_dtype=sum_dtype if self._config.grad_accum_dtype else None,
-            keep_after_forward=config.keep_after_forward,
-            min_unit_bytes=int(config.min_unit_mb * 2**20),
-            loss_scale=self._loss_scale(),
-            warmup_steps=config.warmup_steps,
-            **self._offloading(),
-            replicated=self.zero_optimization_stage() < 3,
-            gradient_accumulation_fusion=config.gradient_accumulation_fusion,
-            check_divergence=config.check_divergence,
-        )
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         try:
+            correction = resolve(config.correction, optimizer, threshold(config.rule, self._transport.size))
+            settings = Settings(
+                rule=config.rule,
+                partition_method=config.partition_method,
+                units=config.units,
+                rounds=self.gradient_accumulation_steps(),
+                clip=float(self.gradient_clipping()),
+                sum_dtype=sum_dtype if self._config.grad_accum_dtype else None,
+                keep_after_forward=config.keep_after_forward,
+                min_unit_bytes=int(config.min_unit_mb * 2**20),
+                loss_scale=self._loss_scale(),
+                warmup_steps=config.warmup_steps,
+                **self._offloading(),
+                replicated=self.zero_optimization_stage() < 3,
+                gradient_accumulation_fusion=config.gradient_accumulation_fusion,
+                check_divergence=config.check_divergence,
+                delay_correction=correction,
+            )
             self._runtime = Runtime(
                 self.module,
                 optimizer,
@@ -142,6 +147,11 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             warn(f"gradients are added after the products that make them, which is slower: {why}")
         if warning := self.cyclic_plan.schedule.warning:
             warn(warning)
+        schedule = self.cyclic_plan.schedule
+        log_dist(
+            f"cyclic: {schedule.ranks} ranks and stages, K = {schedule.threshold}, delay correction {correction.method}",
+            ranks=[0],
+        )
         self._destroy_at_exit()
         return surface
 

@@ -20,6 +20,7 @@ from deepspeed_cdp.checkpoint.common import refuse_custom_load, save_location
 from deepspeed_cdp.integration import agreement
 from deepspeed_cdp.integration.engine_base import EngineBase, warn
 from deepspeed_cdp.integration.pipe_module import bounds_of, layers_of, only_stage, placement_of, ties_of
+from deepspeed_cdp.optim.delay_correction import resolve
 from deepspeed_cdp.pipeline.evaluate import evaluate
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
 from deepspeed_cdp.pipeline.state import PipelineStage
@@ -152,12 +153,14 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
         self._agree_on_stages(optimizer)
         optimizer = self._checked(optimizer)
-        rank, schedule, device = dist.get_rank(), self.pipe_schedule, self.device
+        config, rank, device = self._config.cyclic_config, dist.get_rank(), self.device
         _, sum_dtype = self.get_data_types()
-        stages = {s: self._stage(s) for s in schedule.stages_of(rank)}
+        stages = {s: self._stage(s) for s in self.pipe_schedule.stages_of(rank)}
         trained = {p: n for stage in stages.values() for named in stage.units.values() for n, p in named}
         self.optimizer_group_names = [[trained[p] for p in g["params"] if p in trained] for g in optimizer.param_groups]
         try:
+            correction = resolve(config.correction, optimizer, self.pipe_schedule.threshold)
+            self.pipe_schedule = schedule = replace(self.pipe_schedule, delay_corrected=bool(correction))
             self._runtime = PipeRuntime(
                 schedule,
                 rank,
@@ -170,12 +173,13 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
                 float(self.gradient_clipping()),
                 sum_dtype if self._config.grad_accum_dtype else None,
                 self.module.dynamic_shape,
-                self._config.cyclic_config.warmup_steps,
+                config.warmup_steps,
                 **self._offloading(),
                 read=(self._read_inputs, self._read_labels),
-                check_divergence=self._config.cyclic_config.check_divergence,
+                check_divergence=config.check_divergence,
+                correction=correction,
             )
-            warmup = self._config.cyclic_config.warmup_steps > 0
+            warmup = config.warmup_steps > 0
             schedules = [schedule, *([replace(schedule, threshold=0, exact_norm=self.gradient_clipping() > 0)] if warmup else [])]
             self._dry_run(sum(map(pipeline_actions, schedules)), lambda: check_pipelines(schedules))
         except BaseException:
@@ -184,7 +188,11 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
             raise
         self.enable_backward_allreduce = False
         self._log_warnings()
-        log_dist(f"cyclic pipeline: {schedule.stages} stages, placement {self.placement}, K = {schedule.threshold}", ranks=[0])
+        log_dist(
+            f"cyclic pipeline: {schedule.stages} stages, placement {self.placement}, K = {schedule.threshold}, "
+            f"delay correction {correction.method}",
+            ranks=[0],
+        )
         self._destroy_at_exit()
         return PipeOptimizer(optimizer, self._runtime)
 

@@ -10,6 +10,7 @@ import torch
 from deepspeed_cdp.model import discover
 from deepspeed_cdp.model.flat_layout import FlatLayout, lay_out, plan_unit
 from deepspeed_cdp.plan.constants import PERSISTENT
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.partition import merged
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
@@ -23,6 +24,7 @@ class Settings:
 
     Attributes:
         rule, partition_method, units, keep_after_forward, warmup_steps, gradient_accumulation_fusion: of the ``cyclic`` block.
+        delay_correction: of the ``cyclic`` block, with "auto" already decided.
         min_unit_bytes: its ``min_unit_mb`` in bytes.
         rounds: gradient_accumulation_steps.
         clip: gradient_clipping; 0: no clipping.
@@ -49,6 +51,7 @@ class Settings:
     replicated: bool = False
     gradient_accumulation_fusion: bool | str = "auto"
     check_divergence: int = 1
+    delay_correction: DelayCorrection = DelayCorrection()
 
 
 def make_plan(
@@ -88,5 +91,11 @@ def make_plan(
         persistent = plan_unit((), 0, layouts[PERSISTENT])
     make = ReplicatedPlan if settings.replicated else Plan
     return make(
-        schedule, tuple(units), persistent, settings.keep_after_forward, rings, separate_sums=settings.warmup_steps > 0
+        schedule,
+        tuple(units),
+        persistent,
+        settings.keep_after_forward,
+        rings,
+        separate_sums=settings.warmup_steps > 0,
+        delay_corrected=bool(settings.delay_correction),
     ), layouts

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import Version
 
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
+
 try:
     import triton
     import triton.language as tl
@@ -41,7 +43,7 @@ if triton is not None:
 
     @triton.jit
     def _pointer(table, tensor, column, kind):
-        return tl.multiple_of(tl.load(table + 6 * tensor + column).to(tl.pointer_type(kind)), 16)
+        return tl.multiple_of(tl.load(table + 7 * tensor + column).to(tl.pointer_type(kind)), 16)
 
     @triton.jit
     def _read(at, inside, MASKED: tl.constexpr):
@@ -59,7 +61,7 @@ if triton is not None:
         """This program's tensor, its elements, and a mask of elements inside the tensor."""
         tensor = tl.load(chunks + 2 * tl.program_id(0))
         at = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-        return tensor, at, at < tl.load(table + 6 * tensor + 5)
+        return tensor, at, at < tl.load(table + 7 * tensor + 6)
 
     @triton.jit
     def _adam(
@@ -76,9 +78,12 @@ if triton is not None:
         root,
         eps,
         decay,
+        ahead1,
+        ahead2,
         DECOUPLED: tl.constexpr,
         CLIPPED: tl.constexpr,
         PUBLISH: tl.constexpr,
+        CORRECT: tl.constexpr,
         SUM: tl.constexpr,
         PARAMETER: tl.constexpr,
         SIZE: tl.constexpr,
@@ -89,6 +94,7 @@ if triton is not None:
         v_at = _pointer(table, tensor, 3, tl.float32) + at
         gradient = _read(_pointer(table, tensor, 0, SUM) + at, inside, MASKED).to(tl.float32) * scale
         master, m, v = _read(master_at, inside, MASKED), _read(m_at, inside, MASKED), _read(v_at, inside, MASKED)
+        before = master
         tl.store(squares + tl.program_id(0), tl.sum(gradient * gradient))
         if CLIPPED:
             gradient = gradient * tl.load(clip)
@@ -98,12 +104,19 @@ if triton is not None:
             gradient = gradient + decay * master
         m = keep1 * m + gain1 * gradient
         v = keep2 * v + gain2 * gradient * gradient
-        master = master - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+        denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
+        master = master - step * tl.div_rn(m, denominator)
         _write(master_at, master, inside, MASKED)
         _write(m_at, m, inside, MASKED)
         _write(v_at, v, inside, MASKED)
         if PUBLISH:
             _write(_pointer(table, tensor, 4, PARAMETER) + at, master.to(PARAMETER), inside, MASKED)
+        if CORRECT == 1:  # predict: ahead1 is lr a / (1 - beta1^t), ahead2 is lr c
+            ahead = master - tl.div_rn(ahead1 * m + ahead2 * gradient, denominator)
+        if CORRECT == 2:  # extrapolate
+            ahead = master + ahead1 * (master - before)
+        if CORRECT:
+            _write(_pointer(table, tensor, 5, PARAMETER) + at, ahead.to(PARAMETER), inside, MASKED)
 
     @triton.jit
     def _square(table, chunks, squares, scale, SUM: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
@@ -119,8 +132,9 @@ class Batch:
 
     Args:
         group: index of the optimizer's group.
-        sums: finished gradient sums; masters, m, v: fp32; published: by copy, what the masters are written to in the parameters'
-            dtype. All contiguous and aligned to 16 bytes; the lists are parallel.
+        sums: finished gradient sums; masters, m, v: fp32; published, corrected: by copy, what the masters and their corrections
+            are written to in the parameters' dtype. All contiguous and aligned to 16 bytes; the lists are parallel.
+        correction: what ``corrected`` gets; None if it is empty.
     """
 
     def __init__(
@@ -131,20 +145,26 @@ class Batch:
         m: Sequence[torch.Tensor],
         v: Sequence[torch.Tensor],
         published: Sequence[Sequence[torch.Tensor]],
+        corrected: Sequence[Sequence[torch.Tensor]] = (),
+        correction: DelayCorrection | None = None,
     ):
         columns = (sums, masters, m, v)
-        assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for column in (*columns, *published) for x in column)
+        every = (*columns, *published, *corrected)
+        assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for column in every for x in column)
         assert all(x.dtype == torch.float32 for column in columns[1:] for x in column)
-        device, self.group, self.count = masters[0].device, group, 0
+        device, self.group, self.count, self._correction = masters[0].device, group, 0, correction
         self._sum, self._parameter = KINDS[sums[0].dtype], KINDS[published[0][0].dtype]
         sizes = [x.numel() for x in masters]
+        # where fresh readers are none, both may have one place
+        self._publishes = not corrected or corrected[0][0].data_ptr() != published[0][0].data_ptr()
+        tables = [(*columns, copy, ahead) for copy, ahead in zip(published, corrected or published)]
         self._tables = [
             torch.tensor(
-                [[*(column[i].data_ptr() for column in columns), copy[i].data_ptr(), sizes[i]] for i in range(len(sizes))],
+                [[*(column[i].data_ptr() for column in table), sizes[i]] for i in range(len(sizes))],
                 dtype=torch.int64,
                 device=device,
             )
-            for copy in published
+            for table in tables
         ]
         full = torch.cat(
             [torch.stack([torch.full((size // BLOCK,), i), torch.arange(size // BLOCK)], 1) for i, size in enumerate(sizes)]
@@ -190,6 +210,7 @@ class Batch:
         keep1, keep2 = hyper.beta1, hyper.beta2  # the kernel's fp32 scalars are computed in double precision
         correction, root = 1 - keep1**self.count, (1 - keep2**self.count) ** 0.5
         decay = 1 - hyper.lr * hyper.decay if hyper.decoupled else hyper.decay
+        method, ahead1, ahead2 = self._ahead(hyper, correction) if copy is not None else (0, 0.0, 0.0)
         self._launch(
             _adam,
             self._tables[copy or 0],
@@ -204,10 +225,21 @@ class Batch:
                 root,
                 hyper.eps,
                 decay,
+                ahead1,
+                ahead2,
             ),
-            (hyper.decoupled, clip is not None, copy is not None, self._sum, self._parameter, BLOCK),
+            (hyper.decoupled, clip is not None, copy is not None and self._publishes, method, self._sum, self._parameter, BLOCK),
         )
         return self._squares
+
+    def _ahead(self, hyper: Hyper, first: float) -> tuple[int, float, float]:
+        """The kernel's CORRECT, ahead1 and ahead2; ``first`` is 1 - beta1^t."""
+        if not self._correction:
+            return 0, 0.0, 0.0
+        if self._correction.method == "extrapolate":
+            return 2, self._correction.updates, 0.0
+        a, c = self._correction.weights(hyper.beta1)
+        return 1, hyper.lr * a / first, hyper.lr * c
 
 
 class Adam:
@@ -215,7 +247,8 @@ class Adam:
 
     Args:
         optimizer: one that ``suits`` accepts.
-        masters: by name; fp32. sums: by unit and name; published: by copy and name.
+        masters: by name; fp32. sums: by unit and name; published, corrected: by copy and name.
+        correction: as for ``Batch``.
     """
 
     def __init__(
@@ -224,8 +257,11 @@ class Adam:
         masters: dict[str, torch.nn.Parameter],
         sums: Mapping[Any, Mapping[str, torch.Tensor]],
         published: Sequence[Mapping[str, torch.Tensor]],
+        corrected: Sequence[Mapping[str, torch.Tensor]] | None = None,
+        correction: DelayCorrection | None = None,
     ):
         self.optimizer, self.masters, self._sums, self._published = optimizer, masters, sums, published
+        self._corrected, self._correction = corrected or (), correction
         self._batches: dict[
             Hashable, tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]
         ] = {}  # by unit: the exp_avg tensors that the batches read, the batches with their names
@@ -312,6 +348,8 @@ class Adam:
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
                 [[copy[n] for n in names] for copy in self._published],
+                [[copy[n] for n in names] for copy in self._corrected],
+                self._correction,
             )
             batch.count = count
             batches.append((batch, names))

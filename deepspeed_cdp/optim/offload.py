@@ -5,7 +5,8 @@ Per trained parameter that the rank owns, the host keeps an fp32 master, the opt
 compute on CPUs make the same copies within host memory.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class OffloadedOwner(StageOwner):
         """
         self._pin = pin
         self._grad_buffers: dict[Hashable, list[torch.Tensor]] = {}
-        self._value_buffers: dict[str, torch.Tensor] = {}
+        self._value_buffers: dict[tuple[str, bool], torch.Tensor] = {}  # by name; of the correction?
         self._grads_arrived: dict[Hashable, torch.cuda.Event | None] = {}  # by unit: its gradients are in host memory
         self._value_buffers_read: torch.cuda.Event | None = None  # the value buffers have been read
         self._norm2: torch.Tensor | None = None  # squared norm that clips this step's update, on the host
@@ -63,21 +64,21 @@ class OffloadedOwner(StageOwner):
             event.synchronize()
 
     @torch.no_grad()
-    def publish(self, slot: int, unit: Hashable = None) -> None:
+    def publish(self, slot: int, names: Collection[str], ahead: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
         """As ``StageOwner``'s; the values are cast on the host, so that only the parameters' own dtype is copied."""
-        names = list(self.masters if unit is None else self._sums[unit])
-        if not names:
-            return
-        for name in names:
-            if name not in self._value_buffers:
-                view = self._published[slot][name]
-                self._value_buffers[name] = self._buffer(view.shape, view.dtype)
-        self._wait(self._value_buffers_read if unit is None else None)
-        values = [self._value_buffers[n] for n in names]
-        torch._foreach_copy_(values, [self.masters[n] for n in names])
-        for name, value in zip(names, values):
-            self._published[slot][name].copy_(value, non_blocking=True)
+        if len(names) == len(self.masters):  # else other units' buffers may still be read, but not these
+            self._wait(self._value_buffers_read)
+        super().publish(slot, names, ahead)
         self._value_buffers_read = self._record()
+
+    def _write(self, copy: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], corrected: bool = False) -> None:
+        buffers = self._value_buffers
+        for name in values:
+            if (name, corrected) not in buffers:
+                buffers[name, corrected] = self._buffer(copy[name].shape, copy[name].dtype)
+        torch._foreach_copy_([buffers[n, corrected] for n in values], list(values.values()))
+        for name in values:
+            copy[name].copy_(buffers[name, corrected], non_blocking=True)
 
     @torch.no_grad()
     def average(self, step: int, unit: Hashable, tied: Sequence[Sequence[torch.Tensor]] = (), keep: bool = False) -> torch.Tensor:

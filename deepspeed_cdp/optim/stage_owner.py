@@ -4,14 +4,17 @@ Rings and pipelines use the same owner. ``engine.step()`` records a step's hyper
 later, when the step's sums have arrived.
 """
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
 from deepspeed_cdp.optim import fused_adam
+from deepspeed_cdp.optim.delay_correction import Corrector
 from deepspeed_cdp.optim.options import numbers
 from deepspeed_cdp.optim.state import fit_counts, moved
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 
 EPSILON = 1e-6  # added to the norm when clipping, as in DeepSpeed's ZeRO-3
 
@@ -50,6 +53,8 @@ class StageOwner:
         divisor: Callable[[int], float],
         clip: float,
         device: torch.device,
+        corrected: Sequence[Mapping[str, torch.Tensor]] | None = None,
+        correction: DelayCorrection = DelayCorrection(),  # noqa: B008  (it is frozen)
     ):
         """
         Args:
@@ -61,6 +66,8 @@ class StageOwner:
             divisor: of a step: the number that turns its sums of scaled gradients into averages.
             clip: ``gradient_clipping``; 0 for none.
             device: of sums and published copies.
+            corrected: by copy and name, what stale readers read; updates write it too. None: they read ``published``.
+            correction: how it is made.
         """
         self.clip, self._divisor, self._device, self._published = clip, divisor, device, published
         self.master_device, self.copies = self.master_device or device, len(published)
@@ -76,6 +83,7 @@ class StageOwner:
             else:
                 self.frozen[name] = value.to(self.master_device, copy=True)
         self.user_optimizer, self.optimizer = optimizer, make_optimizer(optimizer, self.masters)
+        self._corrected, self._corrector = corrected, Corrector(correction, self.optimizer) if corrected else None
         # averaged gradients of units not updated yet; None where fused Adam reads the sums again
         self._grads: dict[Hashable, list[torch.Tensor] | None] = {}
         self._fused: fused_adam.Adam | None = None
@@ -92,7 +100,9 @@ class StageOwner:
         self._sums = sums
         dtypes = {t.dtype for views in (*sums.values(), self._published[0]) for n, t in views.items() if n in self.masters}
         suits = fused_adam.Adam.suits(self.optimizer, self.master_device or self._device, dtypes)
-        self._fused = fused_adam.Adam(self.optimizer, self.masters, sums, self._published) if suits else None
+        correction = self._corrector.correction if self._corrector else None
+        written = self._published, self._corrected, correction
+        self._fused = fused_adam.Adam(self.optimizer, self.masters, sums, *written) if suits else None
 
     @property
     def updates_eagerly(self) -> bool:
@@ -110,16 +120,25 @@ class StageOwner:
 
     # ---- publishing -----------------------------------------------------------------------------------------------------
     @torch.no_grad()
-    def publish(self, slot: int, unit: Hashable = None) -> None:
-        """Write the masters (of one unit, or all) in the parameters' dtype into published copy ``slot``."""
-        names = list(self.masters if unit is None else self._sums[unit])
+    def publish(self, slot: int, names: Collection[str], ahead: Mapping[str, torch.Tensor] = MappingProxyType({})) -> None:
+        """Write these masters in the parameters' dtype into published copy ``slot``.
+
+        Args:
+            ahead: by name, their corrections; a correction that is not there is the master itself.
+        """
         if names:
-            torch._foreach_copy_([self._published[slot][n] for n in names], [self.masters[n] for n in names])
+            self._write(self._published[slot], {n: self.masters[n] for n in names})
+            if self._corrected:
+                self._write(self._corrected[slot], {n: ahead.get(n, self.masters[n]) for n in names}, True)
+
+    def _write(self, copy: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], corrected: bool = False) -> None:
+        torch._foreach_copy_([copy[n] for n in values], list(values.values()))
 
     def publish_all(self) -> None:
-        """Write masters and frozen parameters into every published copy."""
-        for copy, views in enumerate(self._published):
-            self.publish(copy)
+        """Write masters and frozen parameters into every published copy, and into every correction."""
+        for copy in range(self.copies):
+            self.publish(copy, self.masters)
+        for views in (*self._published, *(self._corrected or ())):
             for name, value in self.frozen.items():
                 views[name].copy_(value)
 
@@ -201,7 +220,7 @@ class StageOwner:
             factor = (1.0 / torch.clamp((norm2.sqrt() + EPSILON) / self.clip, min=1.0)).to(torch.float32).squeeze()
         units = [i for i in ([unit] if unit is not None else list(self._grads)) if i in self._grads]
         grads: dict[str, torch.Tensor] = {}
-        common = not units  # a skipped step is published, too
+        ahead: dict[str, torch.Tensor] = {}
         for i in units:
             averaged = self._grads.pop(i)
             if averaged is None:
@@ -209,18 +228,18 @@ class StageOwner:
                 self._fused.update(i, self._recorded[step], 1 / self._divisor(step), factor, slot)
             else:
                 grads |= dict(zip(self._sums[i], averaged))
-                common = True
         if grads:
             if factor is not None:
                 torch._foreach_mul_(list(grads.values()), factor)
             for name, grad in grads.items():
                 self.masters[name].grad = grad
-            with torch.enable_grad():
-                self._step(self._recorded[step])
+            ahead = self._step(self._recorded[step], grads)
             for name in grads:
                 self.masters[name].grad = None
-        if slot is not None and common:
-            self.publish(slot, unit)
+        if slot is not None and not units:  # a skipped step is published, too
+            self.publish(slot, self.masters if unit is None else self._sums[unit])
+        elif slot is not None:
+            self.publish(slot, grads, ahead)
 
     def discard(self) -> None:
         """Forget the averaged gradients: the step is skipped."""
@@ -235,13 +254,19 @@ class StageOwner:
         if self._fused:
             self._fused.write_step_counts()
 
-    def _step(self, recorded: list[dict[str, Any]]) -> None:
+    def _step(self, recorded: list[dict[str, Any]], grads: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Step the optimizer. Returns the corrections by name, if stale readers read them."""
         groups = self.optimizer.param_groups
         current = [{k: v for k, v in g.items() if k != "params"} for g in groups]
         for group, options in zip(groups, recorded):
             group.update({k: v for k, v in options.items() if k not in self._kept_by_optimizer})
         before = [dict(g) for g in groups]
-        self.optimizer.step()
+        stepped, corrector = [self.masters[n] for n in grads], self._corrector
+        old_values = corrector.before(stepped) if corrector else []
+        with torch.enable_grad():
+            self.optimizer.step()
+        ahead = dict(zip(grads, corrector.after(stepped, list(grads.values()), old_values))) if corrector else {}
         for group, old, now in zip(groups, before, current):
             self._kept_by_optimizer |= {k for k, v in group.items() if k != "params" and (k not in old or old[k] is not v)}
             group.update({k: v for k, v in now.items() if k not in self._kept_by_optimizer})
+        return ahead

@@ -22,6 +22,7 @@ from deepspeed_cdp.pipeline.initial_values import broadcast_initial_values
 from deepspeed_cdp.pipeline.state import FinishedStep, MicroBatchReader, Pass, PipelineStage
 from deepspeed_cdp.pipeline.weights import UnitWeights
 from deepspeed_cdp.plan.constants import OPTIONS
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, ProgramCursor
 from deepspeed_cdp.transport.base import Ticket, Transport
 
@@ -53,6 +54,7 @@ class PipeRuntime:
         pin: bool = True,
         read: tuple[Callable[[Any], Any], Callable[[Any], Any]] = (lambda x: x, lambda x: x),
         check_divergence: int = 1,
+        correction: DelayCorrection = DelayCorrection(),  # noqa: B008  (it is frozen)
     ):
         """Collective: replicas and tied copies take the values of the lowest rank that has them.
 
@@ -65,10 +67,12 @@ class PipeRuntime:
             offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
             check_divergence: steps from one comparison of the ranks' optimizer options to the next; 0: none.
             read: functions that move a micro-batch's inputs, and its labels, to the device.
+            correction: what stale readers read; ``schedule.delay_corrected`` says whether there is one.
         """
+        assert schedule.delay_corrected == bool(correction), (schedule, correction)
         self.schedule, self.rank, self.local_stages, self.loss_fn = schedule, rank, dict(stages), loss
         self.user_optimizer, self.transport, self.device, self.clip = optimizer, transport, device, clip
-        self.warmup_steps, self._threshold = warmup_steps, schedule.threshold
+        self.warmup_steps, self._configured = warmup_steps, schedule
         self.dynamic, (self.read_inputs, self.read_labels) = dynamic, read
         self.global_step, self.skipped = 0, 0
         self.finished: FinishedStep | None = None
@@ -88,26 +92,41 @@ class PipeRuntime:
         self._start, self._sent = 0, deque[Ticket]()  # first step of this run; pushes from memory that is not written again
         mine = [s for s in self.local_stages if schedule.owner(s) == rank]
         self._landing = self._make_landing(mine)
-        self.owners = {s: self._make_owner(s, names, offload, pin) for s in mine}
+        self.owners = {s: self._make_owner(s, names, offload, pin, correction) for s in mine}
 
-    def _make_owner(self, stage: int, names: dict[nn.Parameter, str], offload: bool, pin: bool) -> StageOwner:
+    def _make_owner(
+        self, stage: int, names: dict[nn.Parameter, str], offload: bool, pin: bool, correction: DelayCorrection
+    ) -> StageOwner:
         """Masters of the units whose home the stage is."""
-        units = [self.units[u] for u in self.schedule.homed(stage)]
-        copies = max((len(unit.flats) for unit in units), default=1)
-        published = [
-            {n: v for unit in units for n, v in zip(unit.names, unit.values[c % len(unit.flats)])} for c in range(copies)
-        ]
+        published = self._written(stage, False)
         make_owner: Callable[..., StageOwner] = partial(OffloadedOwner, pin=pin) if offload else StageOwner
         return make_owner(
             values=published[0],
             sums=self._finished_sums(stage),
             published=published,
+            corrected=self._written(stage, True) if True in self.schedule.read_forms(stage) else None,
+            correction=correction,
             optimizer=self.user_optimizer,
             make_optimizer=lambda optimizer, masters: part_of(optimizer, masters, names),
             divisor=lambda step: self.schedule.stages,
             clip=self.clip,
             device=self.device,
         )
+
+    def _written(self, stage: int, corrected: bool) -> list[dict[str, Tensor]]:
+        """By the owner's slot, the memory of the stage's units that updates write.
+
+        Where passes read corrections only, these overwrite the versions, which have the same memory.
+        """
+        schedule = self.schedule
+        return [
+            {
+                name: value
+                for u in schedule.homed(stage)
+                for name, value in zip(self.units[u].names, self.units[u].values[schedule.copy(u, slot, corrected)])
+            }
+            for slot in range(schedule.slots(stage))
+        ]
 
     def _finished_sums(self, stage: int) -> dict[tuple[int, bool], dict[str, Tensor]]:
         """Places of the finished sums of the stage's units: (unit, whether it is in ``_landing``) -> by name."""
@@ -166,6 +185,8 @@ class PipeRuntime:
             self._totals[-1] = torch.cat([self.finished.squares, self.finished.loss.reshape(1)])
         self._waits: dict[Any, Ticket] = {}  # by buffer: the message that must arrive before its use
         self._pushes: dict[Any, list[Ticket]] = {}  # by buffer: pushes that still read it
+        for u, unit in self.units.items():
+            unit.fill(self.schedule.copy(u, 0, True))
 
     def train(self, batches: Iterator[Any] | None) -> Tensor:
         """One step.
@@ -176,7 +197,7 @@ class PipeRuntime:
             The mean loss of the last step that is finished everywhere (float64, on the device): under ``dp`` and in the very
             first call of this step, else of the step before.
         """
-        wanted = 0 if self.global_step < self.warmup_steps else self._threshold
+        wanted = 0 if self.global_step < self.warmup_steps else self._configured.threshold
         if wanted != self.schedule.threshold:  # versions kept are as many as the rule after the warm-up needs
             self.flush()
             exact = self.clip > 0 and wanted in (0, 2 * self.schedule.stages - 1)
@@ -215,8 +236,8 @@ class PipeRuntime:
             ticket.wait(f"rank {self.rank}, step {self._start + last}, flush")
         self._sent.clear()
         assert not self._passes and not self._labels, "a flush leaves nothing under way"
-        for unit in self.units.values():
-            unit.restart(self._cursor.step)
+        for u, unit in self.units.items():
+            unit.restart(self.schedule.copy(u, self._cursor.step, False))
         for owner in self.owners.values():
             owner.sync_optimizer_state()
         self._cursor = None
@@ -267,11 +288,13 @@ class PipeRuntime:
         return (i.stage, i.step, i.micro)
 
     def _bind(self, i: Instruction) -> None:
-        """Point the stage's parameters at the version that this micro-batch reads."""
+        """Point the stage's parameters at what this micro-batch reads: a version or its correction."""
         for u in self.schedule.units_at(i.stage):
-            version = self.schedule.version(i.step, i.micro, self.schedule.units[u][0])
-            self._wait_for(("weights", u, version), i)
-            self.units[u].bind(version)
+            home = self.schedule.units[u][0]
+            version, corrected = self.schedule.version(i.step, i.micro, home), self.schedule.corrected(i.micro, home)
+            copy = self.schedule.copy(u, version, corrected)
+            self._wait_for(("weights", u, copy), i)
+            self.units[u].bind(copy)
 
     def _load(self, i: Instruction) -> None:
         first, last = i.stage == 0, i.stage == self.schedule.stages - 1
@@ -454,13 +477,28 @@ class PipeRuntime:
         norm2 = self._norm_to_clip_by(i) if self.clip > 0 else None
         skip = schedule.exact_norm and norm2 is not None and not bool(torch.isfinite(norm2))
         self.skipped += skip and i.stage == max(self.owners)
-        for u in schedule.homed(i.stage):
-            self._wait_pushes(("weights", u, i.version % len(self.units[u].flats)), i)
-        owner = self.owners[i.stage]
+        forms, owner = schedule.read_forms(i.stage), self.owners[i.stage]
+        self._wait_readers(i, forms)
         if skip:
             owner.discard()
-        owner.update(i.step, norm2, None, i.version % owner.copies)
+        slot = i.version % schedule.slots(i.stage)
+        if forms == self._configured.read_forms(i.stage):
+            owner.update(i.step, norm2, None, slot)
+        else:  # in the warm-up passes read no corrections
+            owner.update(i.step, norm2)
+            owner.publish(slot, owner.masters)
         owner.finish(i.step)
+
+    def _publish(self, i: Instruction) -> None:
+        self._wait_readers(i, (False,))
+        owner = self.owners[i.stage]
+        owner.publish(i.version % self.schedule.slots(i.stage), owner.masters)
+
+    def _wait_readers(self, i: Instruction, forms: Iterable[bool]) -> None:
+        """Wait for the pushes that read the copies that this instruction writes."""
+        for u in self.schedule.homed(i.stage):
+            for form in forms:
+                self._wait_pushes(("weights", u, self.schedule.copy(u, i.version, form)), i)
 
     def _norm_to_clip_by(self, i: Instruction) -> Tensor:
         """Squared: the step's, if it is waited for; else this step's stages >= this one and last step's before it."""
@@ -474,13 +512,14 @@ class PipeRuntime:
         return now + self._totals[i.step - 1][: i.stage].sum()
 
     def _send_weights(self, i: Instruction) -> None:
-        unit = self.units[i.unit]
-        self._push("weights", i, unit.flats[i.version % len(unit.flats)], ("weights", i.unit, i.version % len(unit.flats)))
+        copy = self.schedule.copy(i.unit, i.version, i.corrected)
+        self._push("weights", i, self.units[i.unit].flats[copy], ("weights", i.unit, copy))
 
     def _recv_weights(self, i: Instruction) -> None:
-        unit = self.units[i.unit]
-        ticket = self.link.post("weights", i.peer, unit.flats[i.version % len(unit.flats)])
-        self._waits["weights", i.unit, i.version] = ticket
+        copy = self.schedule.copy(i.unit, i.version, i.corrected)
+        key = "weights", i.unit, copy
+        self._wait_for(key, i)  # what was in this copy before, if no pass of this rank has read it
+        self._waits[key] = self.link.post("weights", i.peer, self.units[i.unit].flats[copy])
 
     def close(self, drain: bool) -> None:
         """Close the transport.

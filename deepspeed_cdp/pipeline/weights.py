@@ -1,8 +1,9 @@
-"""Weights of a rank of the cyclic pipeline: versions and gradient sums.
+"""Weights of a rank of the cyclic pipeline: copies and gradient sums.
 
 A *unit* (``PipeSchedule.units``) is a stage's own trained parameters, or those of a tied group. A rank that uses a unit
-keeps one or two versions of it as flat memory, of which ``param.data`` is a view during a pass. For each of its stages that uses
-the unit it keeps one flat sum of the step's gradients, to which autograd adds in place.
+keeps one to three copies of it as flat memory, of which ``param.data`` is a view during a pass. ``PipeSchedule.copy`` says which
+version or correction each copy holds. For each of its stages that uses the unit the rank keeps one flat sum of the step's
+gradients, to which autograd adds in place.
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ class UnitWeights:
     """One rank's copies of a unit, and its sums by stage.
 
     Attributes:
-        params: the trained parameters, in the layout's order; their ``data`` are views of a version.
-        flats: uint8, one per version kept; sums: uint8, one per stage of this rank that uses the unit.
+        params: the trained parameters, in the layout's order; their ``data`` are views of a copy.
+        flats: uint8, one per copy; sums: uint8, one per stage of this rank that uses the unit.
     """
 
     def __init__(self, named: Named, copies: int, stages: Sequence[int], sum_dtype: torch.dtype | None, device: torch.device):
@@ -44,9 +45,9 @@ class UnitWeights:
         """The sums in ``flat`` (uint8, ``layout.g_bytes``), by parameter."""
         return [s.sum(flat) for s in self.layout.slots]
 
-    def bind(self, version: int) -> None:
-        """Point the parameters at ``version``, for forwards and for backwards that read saved parameters."""
-        for p, value in zip(self.params, self.values[version % len(self.flats)]):
+    def bind(self, copy: int) -> None:
+        """Point the parameters at a copy, for forwards and for backwards that read saved parameters."""
+        for p, value in zip(self.params, self.values[copy]):
             p.data = value
 
     def begin_backward(self, stage: int) -> None:
@@ -61,8 +62,13 @@ class UnitWeights:
                 view.add_(p.grad)
             p.grad = None
 
-    def restart(self, version: int) -> None:
-        """Renumber ``version`` as version 0."""
-        if version % len(self.flats):
-            self.flats[0].copy_(self.flats[version % len(self.flats)])
+    def restart(self, copy: int) -> None:
+        """The version in this copy is version 0 from now on."""
+        if copy:
+            self.flats[0].copy_(self.flats[copy])
         self.bind(0)
+
+    def fill(self, copy: int) -> None:
+        """Write version 0 into a copy."""
+        if copy:
+            self.flats[copy].copy_(self.flats[0])

@@ -80,9 +80,10 @@ class Builder:
         src = s.source(self.step, m, self.rank, unit.stage)
         stream, region = ("H", "H") if i == PERSISTENT else ("P", "PG")
         place: dict[str, Any] = dict(region=region, offset=offset)
+        version = s.version(self.step, m, self.rank, unit.stage) - self.step
         if src is None:
-            place = dict(region="V", offset=self.plan.v_layout(unit.stage)[0][i])
-        place |= dict(nbytes=unit.p_bytes, version=s.version(self.step, m, self.rank, unit.stage) - self.step)
+            place = dict(region=self.plan.published_region(-version), offset=self.plan.published_offsets(unit.stage, -version)[i])
+        place |= dict(nbytes=unit.p_bytes, version=version)
         if backward and self.plan.kept(i):  # still there from the forward
             yield Action(time, START, Kind.WAIT_PARAM, m, i, True, **place)
             return
@@ -140,7 +141,7 @@ class Builder:
                 if step:  # version 0 is published before step 0, but the later steps share one program
                     time = self._not_before_update(time, step, version, stage)
                 place = ("H0", src, "H", 0) if i == PERSISTENT else ("P0", src, "PG", self.inbox.offsets[i, backward])
-                origin, nbytes = plan.v_layout(stage)[0][i], plan.unit(i).p_bytes
+                origin, nbytes = plan.published_offsets(stage, step - version)[i], plan.unit(i).p_bytes
                 post = Post(*place, nbytes, step - self.step, m, i, backward, origin, version - step)
                 yield Action(time, START, Kind.PULL_PARAM, m, i, backward, src, post.stream, posts=(post,))
 
@@ -187,14 +188,14 @@ class Builder:
         for step in (version, version + 1):
             for v, m, reader in self.schedule.first_readers(step, self.stage):
                 if v == version:
-                    yield from self._publish_to(time, m, reader, version - self.step)
+                    yield from self._publish_to(time, m, reader, version - self.step, step - version)
 
-    def _publish_to(self, time: int, m: int, reader: int, version: int) -> Iterator[Action]:
-        offsets = self.plan.v_layout(self.stage)[0]
+    def _publish_to(self, time: int, m: int, reader: int, version: int, lag: int) -> Iterator[Action]:
+        region, offsets = self.plan.published_region(lag), self.plan.published_offsets(self.stage, lag)
         messages = [v for v in self.plan.messages if v[0] in offsets]
         for i, backward in ([(PERSISTENT, False)] if PERSISTENT in offsets else []) + messages:
             stream, nbytes = "H0" if i == PERSISTENT else "P0", self.plan.unit(i).p_bytes
-            place = ("V", offsets[i], nbytes, version)
+            place = (region, offsets[i], nbytes, version)
             yield Action(time, START, Kind.PUBLISH_PARAM, m, i, backward, reader, stream, *place)
 
     # ---- credits --------------------------------------------------------------------------------------------------------

@@ -39,7 +39,8 @@ class Instruction(NamedTuple):
     """One instruction of a rank.
 
     Attributes:
-        name: ``load``, ``forward``, ``backward``, ``norm``, ``update``, or ``send_X`` and ``recv_X`` for a message X:
+        name: ``load``, ``forward``, ``backward``, ``norm``, ``update``, ``publish`` (write the newest version where updates write
+            corrections only), or ``send_X`` and ``recv_X`` for a message X:
 
             ==========  ======================================================================
             activation  a stage's output, to the next stage
@@ -48,13 +49,14 @@ class Instruction(NamedTuple):
             finished    a step's gradient sum, to the unit's owner (to itself: the owner keeps it)
             norms       norms so far, from owner to owner
             totals      norms of all stages, and the loss, to all ranks
-            weights     a new version
+            weights     a new version, or its correction
             ==========  ======================================================================
         stage, step: steps count from the last flush.
         micro: micro-batch of the step, or -1.
         version: the version that a pass reads, or that an update or message produces, or -1.
         unit: weights that travel as one message (see ``PipeSchedule.units``), or -1.
         peer: the other rank, or -1.
+        corrected: a pass reads, or a message holds, the correction of the version (delay_correction.py).
     """
 
     name: str
@@ -64,10 +66,11 @@ class Instruction(NamedTuple):
     version: int = -1
     unit: int = -1
     peer: int = -1
+    corrected: bool = False
 
     def __str__(self) -> str:
-        said = [f"{k}={v}" for k, v in zip(self._fields[1:], self[1:]) if v >= 0]
-        return f"{self.name}({', '.join(said)})"
+        said = [f"{k}={v}" for k, v in zip(self._fields[1:-1], self[1:-1]) if v >= 0]
+        return f"{self.name}({', '.join(said + ['corrected'] * self.corrected)})"
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,7 @@ class PipeSchedule:
         ties: for each group of tied weights, the stages that use it: ascending, two or more.
         exact_norm: updates wait for the norm of the whole step (clipping under K = 0 and K = 2N-1).
         alone: step 0 ends before step 1 begins, so that ``train_batch`` can return its loss; versions are the rule's.
+        delay_corrected: stale readers read the correction of their version.
     """
 
     stages: int
@@ -91,6 +95,7 @@ class PipeSchedule:
     ties: tuple[tuple[int, ...], ...] = ()
     exact_norm: bool = False
     alone: bool = False
+    delay_corrected: bool = False
 
     def __post_init__(self) -> None:
         assert self.placement in PLACEMENTS, self.placement
@@ -111,6 +116,10 @@ class PipeSchedule:
     def version(self, step: int, micro: int, stage: int) -> int:
         """The version of a stage's weights that both passes of a micro-batch read."""
         return self.rule.version(step, *divmod(micro, self.stages), stage)
+
+    def corrected(self, micro: int, stage: int) -> bool:
+        """Whether they read the version's correction. That of version 0 is version 0 itself."""
+        return self.delay_corrected and not self.rule.fresh(*divmod(micro, self.stages), stage)
 
     # ---- logical time -----------------------------------------------------------------------------------------------------
     @property
@@ -197,9 +206,32 @@ class PipeSchedule:
         """The units whose home is this stage."""
         return tuple(u for u, used in enumerate(self.units) if used[0] == stage)
 
+    def stale(self, unit: int) -> bool:
+        """Whether some micro-batch reads a stale version of a unit."""
+        return self.threshold > self.units[unit][0]
+
+    def read_forms(self, unit: int) -> tuple[bool, ...]:
+        """What passes read of a unit, and so what updates write: versions (False), corrections (True), or both."""
+        if not (self.delay_corrected and self.stale(unit)):
+            return (False,)
+        return (True,) if self.threshold == 2 * self.stages - 1 else (False, True)
+
+    def slots(self, stage: int) -> int:
+        """How many versions, and corrections, the owner of a stage writes in turn."""
+        return 2 if self.stale(stage) else 1
+
     def copies(self, unit: int) -> int:
-        """Versions of a unit that a rank keeps: 2 if some micro-batch reads a stale version, else 1."""
-        return 2 if self.threshold > self.units[unit][0] else 1
+        """Copies of a unit's weights that a rank keeps: two of what stale readers read, in turn.
+
+        Versions that only fresh readers read need one copy. Such a version is out of use when the next one is made.
+        """
+        return self.slots(self.units[unit][0]) + len(self.read_forms(unit)) - 1
+
+    def copy(self, unit: int, version: int, corrected: bool) -> int:
+        """The copy that holds a version or its correction; both in turn where passes read one form only."""
+        if self.copies(unit) == 3:
+            return 1 + version % 2 if corrected else 0
+        return version % self.copies(unit)
 
     def holders(self, unit: int) -> tuple[int, ...]:
         """The ranks that keep a copy of a unit."""
@@ -218,7 +250,7 @@ class PipeSchedule:
                 if self.rank_of(t, q, s) != rank:
                     continue
                 f, b = base + 2 * q + s, base + 2 * q + 2 * n - 1 - s
-                at = {"stage": s, "step": t, "micro": q, "version": self.version(t, q, s)}
+                forward = Instruction("forward", s, t, q, self.version(t, q, s), corrected=self.corrected(q, s))
                 before = self.rank_of(t, q, s - 1) if s else rank
                 after = self.rank_of(t, q, s + 1) if s < last else rank
                 if s in (0, last):
@@ -226,11 +258,11 @@ class PipeSchedule:
                 if before != rank:
                     yield self._message(f, "activation", before, rank), Instruction("recv_activation", s, t, q, peer=before)
                     yield self._message(b + 1, "grad", rank, before), Instruction("send_grad", s, t, q, peer=before)
-                yield (f, _PASS, 2, s, 1), Instruction("forward", **at)
+                yield (f, _PASS, 2, s, 1), forward
                 if after != rank:
                     yield self._message(f + 1, "activation", rank, after), Instruction("send_activation", s, t, q, peer=after)
                     yield self._message(b, "grad", after, rank), Instruction("recv_grad", s, t, q, peer=after)
-                yield (b, _PASS, 1, s, 1), Instruction("backward", **at)
+                yield (b, _PASS, 1, s, 1), forward._replace(name="backward")
                 yield from self._sums(rank, t, q, s, b)
 
     def _sums(self, rank: int, t: int, q: int, s: int, b: int) -> Iterator[tuple[Key, Instruction]]:
@@ -263,12 +295,8 @@ class PipeSchedule:
                     yield key, Instruction("send_norms", s, t, peer=peer)
                 yield (update, _WORK, 1, s), Instruction("update", s, t, version=t + 1)
             for u in self.homed(s):
-                for peer in self.holders(u):
-                    key = self._message(update, "weights", owner, peer, u, phase=_LATE)
-                    if peer != owner and rank == owner:
-                        yield key, Instruction("send_weights", s, t, version=t + 1, unit=u, peer=peer)
-                    elif peer != owner and rank == peer:
-                        yield key, Instruction("recv_weights", s, t, version=t + 1, unit=u, peer=owner)
+                for form in self.read_forms(u):
+                    yield from self._weights(rank, t, u, form)
         first = self.owner(0)
         for peer in range(self.ranks):
             key = self._message(self.finished(t, 0), "totals", first, peer, phase=_LATE)
@@ -276,6 +304,26 @@ class PipeSchedule:
                 yield key, Instruction("send_totals", 0, t, peer=peer)
             elif peer != first and rank == peer:
                 yield key, Instruction("recv_totals", 0, t, peer=first)
+
+    def _weights(self, rank: int, t: int, unit: int, corrected: bool) -> Iterator[tuple[Key, Instruction]]:
+        """The owner sends what the update of step t wrote to the other holders."""
+        s = self.units[unit][0]
+        owner, send = self.owner(s), Instruction("send_weights", s, t, version=t + 1, unit=unit, corrected=corrected)
+        for peer in self.holders(unit):
+            key = self._message(self.update_time(t, s), "weights", owner, peer, unit, int(corrected), phase=_LATE)
+            if peer != owner and rank == owner:
+                yield key, send._replace(peer=peer)
+            elif peer != owner and rank == peer:
+                yield key, send._replace(name="recv_weights", peer=owner)
+
+    def closing(self, rank: int, t: int) -> Iterator[Instruction]:
+        """After all passes of step t, the last one: its new version to all holders that have the correction only."""
+        for s in range(self.stages):
+            units = [u for u in self.homed(s) if False not in self.read_forms(u)]
+            if units and self.owner(s) == rank:
+                yield Instruction("publish", s, t, version=t + 1)
+            for u in units:
+                yield from (i for _, i in self._weights(rank, t, u, False))
 
     @staticmethod
     def _message(time: int, kind: str, src: int, dst: int, unit: int = 0, stage: int = 0, phase: int = _EARLY) -> Key:
@@ -324,4 +372,4 @@ class ProgramCursor:
     def rest(self) -> list[Instruction]:
         """The remaining instructions, if no step follows."""
         left, self._ahead = [i for _, i in self._ahead], []
-        return left
+        return [*left, *self.schedule.closing(self.rank, self.step - 1)]

@@ -80,6 +80,32 @@ class Plan(UnitSchedule):
         """The region in which owners publish this version (counted from the last flush)."""
         return f"V{version % self.copies}"
 
+    @property
+    def corrects(self) -> bool:
+        """Whether stale readers read a correction of their version, published in a region of its own."""
+        return self.delay_corrected and self.schedule.threshold > 0
+
+    def is_corrected(self, lag: int) -> bool:
+        """Whether readers in step version + ``lag`` read the version's correction."""
+        return lag > 0 and self.corrects
+
+    def published_region(self, lag: int) -> str:
+        """The region of published versions that are read in step version + ``lag``, as actions name it."""
+        return "W" if self.is_corrected(lag) else "V"
+
+    def published_offsets(self, stage: int, lag: int) -> dict[int, int]:
+        """Offsets of the stage's units in that region."""
+        return self.v_layout(stage)[0] if self.is_corrected(lag) else self.copy_layout(stage)[0]
+
+    def region_of(self, region: str, version: int) -> str:
+        """The region that an action means by ``V`` (a published version) or ``W`` (its correction); others are as they are."""
+        return self.copy_region(version) if region == "V" else f"W{version % self.copies}" if region == "W" else region
+
+    def written(self, version: int, stage: int) -> list[tuple[str, dict[int, int]]]:
+        """Regions that the update to ``version`` writes, and the units' offsets in each."""
+        lags = (0, 1) if self.corrects else (0,)
+        return [(self.region_of(self.published_region(x), version), self.published_offsets(stage, x)) for x in lags]
+
     def copy_layout(self, stage: int) -> tuple[dict[int, int], int, int]:
         """In that region: offsets of the stage's units, the offset of the first one, and the bytes of all."""
         offsets, nbytes = self.v_layout(stage)
@@ -89,7 +115,8 @@ class Plan(UnitSchedule):
         """Bytes of the regions that are addressed by offset, on the owner of ``stage``."""
         in_flight = self.p_layouts[self.schedule.owner(stage)].nbytes
         separate = 0 if self.sums_in_gaps else self.x_layout(stage)[1]
-        return {"PG": in_flight + separate, "V": self.v_layout(stage)[1]}
+        published = self.v_layout(stage)[1]
+        return {"PG": in_flight + separate, "V": published, "W": published}
 
     @cached_property
     def copies(self) -> int:
@@ -154,6 +181,7 @@ class Plan(UnitSchedule):
         H0, H1     persistent parameters, of two rounds in turn; a post names them as ``H``
         GH         their running gradient sum
         V0 (, V1)  published versions of the owned stage; an action names them as ``V``
+        W0 (, W1)  their corrections, if stale readers read these; an action names them as ``W``
         X          several rings: gradient sums of the rings so far, then of all of them
         S          scalars
         =========  ==================================================================================
@@ -170,7 +198,10 @@ class Plan(UnitSchedule):
         return self._with_common_regions(sizes)
 
     def _with_common_regions(self, sizes: dict[str, int]) -> dict[str, int]:
-        """Add the regions of every type of plan: ``X``, and ``S`` with room for a vector of scalars and for the global norm."""
+        """Add regions that every type of plan has: ``W``, ``X``, and ``S`` for a vector of scalars and for the global norm."""
+        if self.corrects:
+            largest = max(self.v_layout(s)[1] for s in range(self.schedule.ranks))
+            sizes |= {f"W{c}": largest for c in range(self.copies)}
         if self.rings > 1:
             sizes["X"] = max(self.x_layout(s)[1] for s in range(self.schedule.ranks)) + aligned(self.across_nbytes)
         return sizes | {"S": 2 * aligned(8 * self.scalars)}
@@ -191,11 +222,12 @@ class Plan(UnitSchedule):
         =========  ==================================================================================
         in flight  parameters and running sums, about two stages each
         sums       finished sums that have a place of their own, and sums of other rings
-        published  copies of the owned stage
+        published  copies of the owned stage, and their corrections
         scalars    under a kilobyte on few ranks
         =========  ==================================================================================
         """
-        kinds = {"P": "in flight", "G": "in flight", "H": "in flight", "X": "sums", "V": "published", "S": "scalars"}
+        published = dict.fromkeys("VW", "published")
+        kinds = dict.fromkeys("PGH", "in flight") | published | {"X": "sums", "S": "scalars"}
         total = dict.fromkeys(kinds.values(), 0)
         for name, nbytes in self.regions.items():
             total[kinds[name[0]]] += nbytes

@@ -67,46 +67,60 @@ class ReplicatedPlan(Plan):
 
     # ---- versions and their senders -------------------------------------------------------------------------------------
     @cached_property
-    def first_reads(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """(rank, stage) -> (ahead, m): the rank first reads version v in round m of step v + ahead."""
+    def first_reads(self) -> dict[tuple[int, int, bool], tuple[int, int]]:
+        """(rank, stage, corrected) -> (ahead, m): the rank first reads version v so in round m of step v + ahead.
+
+        A rank that reads versions stale in one round and fresh in the next has both entries.
+        """
         s = self.schedule
         return {
-            (r, stage): next(
-                (step - 2, m) for step in (2, 3) for m in range(min(s.rounds, 2)) if s.version(step, m, r, stage) == 2
-            )
+            (r, stage, self.is_corrected(step - 2)): (step - 2, m)
+            for step in (3, 2)  # the earlier one counts
+            for m in reversed(range(min(s.rounds, 2)))
             for r in range(s.ranks)
             for stage in range(s.ranks)
+            if s.version(step, m, r, stage) == 2
         }
 
     @cached_property
-    def first_readers(self) -> tuple[int, ...]:
-        """By stage, the rank that reads each version first."""
-        ranks = range(self.schedule.ranks)
-        return tuple(min(ranks, key=lambda r: (*self.first_reads[r, stage], r)) for stage in ranks)
+    def first_readers(self) -> dict[tuple[int, bool], int]:
+        """(stage, corrected) -> the rank that reads each version, or its correction, first; nobody: no entry."""
+        found: dict[tuple[int, bool], int] = {}
+        for (r, stage, corrected), _ in sorted(self.first_reads.items(), key=lambda x: (x[1], x[0][0])):
+            found.setdefault((stage, corrected), r)
+        return found
 
     def refreshed_version(self, step: int, round: int, rank: int, stage: int) -> int | None:
         """The version that the replica changes to before this micro-batch; None if it stays at its version."""
-        ahead, m = self.first_reads[rank, stage]
-        return step - ahead if step > 0 and m == round else None
+        for corrected in (False, True):
+            ahead, m = self.first_reads.get((rank, stage, corrected), (0, -1))
+            if step > 0 and m == round:
+                return step - ahead
+        return None
 
-    def sender(self, rank: int, stage: int) -> int | None:
-        """The rank that sends the stage's versions to this rank; None for the stage's owner."""
+    def sender(self, rank: int, stage: int, lag: int) -> int | None:
+        """The rank that sends this rank the stage's versions that it reads ``lag`` steps later; None for the stage's owner."""
         owner = self.schedule.owner(stage)
-        if rank == owner:
-            return None
-        return owner if self.first_readers[stage] == rank else (rank - 1) % self.schedule.ranks
+        return None if rank == owner else owner if self.reads_first(rank, stage, lag) else (rank - 1) % self.schedule.ranks
+
+    def reads_first(self, rank: int, stage: int, lag: int) -> bool:
+        """Whether no rank reads them earlier than this one."""
+        return self.first_readers[stage, self.is_corrected(lag)] == rank
 
     def forwarded(self, step: int, round: int, rank: int, stage: int) -> tuple[int, int, int] | None:
         """The version that the rank forwards when it begins to read the stage in this round: (version, steps ahead, round).
 
         The last two say when its neighbour reads it. None: the rank forwards nothing.
         """
-        s, (ahead, m), after = self.schedule, self.first_reads[rank, stage], (rank + 1) % self.schedule.ranks
-        if round != m or after in (rank, s.owner(stage), self.first_readers[stage]):
-            return None
-        version = step - ahead
-        later, n = self.first_reads[after, stage]
-        return (version, version + later - step, n) if version >= 0 and version + later > 0 else None
+        after = (rank + 1) % self.schedule.ranks
+        for corrected in (False, True):
+            (ahead, m), (later, n) = (self.first_reads.get((r, stage, corrected), (0, -1)) for r in (rank, after))
+            if round != m or n < 0 or after in (rank, self.schedule.owner(stage), self.first_readers[stage, corrected]):
+                continue
+            version = step - ahead
+            if version >= 0 and version + later > 0:
+                return version, version + later - step, n
+        return None
 
     def double_buffered(self, unit: int) -> bool:
         """Whether new versions of the unit land in ``L``, since it is read again as soon as the old version is out of use."""
@@ -141,7 +155,8 @@ class ReplicatedPlan(Plan):
 
     @property
     def copies(self) -> int:
-        return 1
+        """Of corrections; what fresh readers read has one place. Rules that stall update before stale readers have pulled."""
+        return 2 if self.corrects and self.schedule.stalls else 1
 
     @cached_property
     def replica(self) -> tuple[dict[int, int], tuple[int, ...], int]:
@@ -171,6 +186,9 @@ class ReplicatedPlan(Plan):
     def copy_region(self, version: int) -> str:
         return "V0" if self.publishes_separate_copy else "R"
 
+    def published_region(self, lag: int) -> str:
+        return super().published_region(lag) if self.publishes_separate_copy or self.is_corrected(lag) else "R"
+
     def copy_layout(self, stage: int) -> tuple[dict[int, int], int, int]:
         offsets, nbytes = self.v_layout(stage)
         start = 0 if self.publishes_separate_copy else self.replica[1][stage]
@@ -185,6 +203,7 @@ class ReplicatedPlan(Plan):
             "G": self.g_layouts[0].nbytes,
             "O": self.x_layout(stage)[1],
             "V": self.v_layout(stage)[1],
+            "W": self.v_layout(stage)[1],
             "L": self.v_layout(0)[1],
             "R": self.replica[2],
         }
@@ -207,18 +226,21 @@ class ReplicatedPlan(Plan):
             "replica": regions["R"],
             "in flight": sum(regions.get(x, 0) for x in ("L", "G", "GH")),
             "sums": regions["O"] + regions.get("X", 0),
-            "published": regions.get("V0", 0),
+            "published": sum(regions.get(x, 0) for x in ("V0", "W0", "W1")),
             "scalars": regions["S"],
         }
 
     def received_bytes(self, rank: int) -> dict[str, int]:
-        """As ``Plan.received_bytes``, but F = Psi minus the owned stage, once a step whatever the rounds, and B = 0."""
-        units = [self.unit(i) for i in self.every_unit]
-        return {
-            **super().received_bytes(rank),
-            "B": 0,
-            "F": sum(u.p_bytes for u in units if self.schedule.owner(u.stage) != rank),
-        }
+        """As ``Plan.received_bytes``, but B = 0 and F = Psi minus the owned stage, once a step whatever the rounds.
+
+        With corrections and several rounds, stages that the first round reads stale come twice.
+        """
+        received = 0
+        for i in self.every_unit:
+            unit = self.unit(i)
+            if self.schedule.owner(unit.stage) != rank:
+                received += unit.p_bytes * sum((rank, unit.stage, corrected) in self.first_reads for corrected in (False, True))
+        return {**super().received_bytes(rank), "B": 0, "F": received}
 
 
 class ReplicaBuilder(Builder):
@@ -251,12 +273,12 @@ class ReplicaBuilder(Builder):
         for i in reversed(plan.members(stage)):
             end = begin + (plan.round_ticks if i == PERSISTENT else plan.spans[i, True][1])
             time, phase = max((end, END), update)
-            yield self._refresh_own(time, phase, m, i, True, version - self.step)
+            yield self._refresh_own(time, phase, m, i, True, version - self.step, self.step + ahead - version)
 
-    def _refresh_own(self, time: int, phase: int, m: int, i: int, backward: bool, version: int) -> Action:
-        """The owner copies one unit of its published version into its replica."""
-        plan = self.plan
-        place: dict[str, Any] = dict(region="V", offset=plan.copy_layout(self.stage)[0][i], nbytes=plan.unit(i).p_bytes)
+    def _refresh_own(self, time: int, phase: int, m: int, i: int, backward: bool, version: int, lag: int) -> Action:
+        """The owner copies one unit of its published version into its replica, and reads it ``lag`` steps after the version."""
+        plan, offsets = self.plan, self.plan.published_offsets(self.stage, lag)
+        place: dict[str, Any] = dict(region=plan.published_region(lag), offset=offsets[i], nbytes=plan.unit(i).p_bytes)
         into = ("R", plan.replica[0][i], m)
         return Action(time, phase, Kind.REFRESH_PARAM, m, i, backward, version=version, into=into, **place)
 
@@ -273,14 +295,15 @@ class ReplicaBuilder(Builder):
         if backward:
             yield Action(time, START, Kind.WAIT_PARAM, m, i, True, **place)
             return
-        src, refreshed = plan.sender(self.rank, stage), plan.refreshed_version(self.step, m, self.rank, stage) is not None
+        refreshed = plan.refreshed_version(self.step, m, self.rank, stage) is not None
+        src = plan.sender(self.rank, stage, -version) if refreshed else None
         landed = place
         if refreshed and src is not None:
             landed = place | dict(zip(("region", "offset"), plan.landing_place(i)))
-            stream, into = "P0" if plan.first_readers[stage] == self.rank else "P", ("R", place["offset"], m)
+            stream, into = "P0" if plan.reads_first(self.rank, stage, -version) else "P", ("R", place["offset"], m)
             yield Action(time, START, Kind.REFRESH_PARAM, m, i, False, src, stream, into=into, **landed)
         elif refreshed and plan.publishes_separate_copy and m == 0 and self._updates_in_step_of_read(self.step + version, 0):
-            yield self._refresh_own(time, START, m, i, False, version)
+            yield self._refresh_own(time, START, m, i, False, version, -version)
         posts = tuple(self._landing_posts(m, True)) if i == self._first_of_stage_1 else ()
         yield Action(time, START, Kind.WAIT_PARAM, m, i, False, posts=posts, **place)
         if forwarded := plan.forwarded(self.step, m, self.rank, stage):
@@ -304,16 +327,18 @@ class ReplicaBuilder(Builder):
             if plan.double_buffered(i) != double_buffered or not self._receives(self.step + ahead, round, i):
                 continue
             stage = plan.unit(i).stage
-            if plan.first_readers[stage] != self.rank:
-                src, place = plan.sender(self.rank, stage), plan.landing_place(i)
+            version = plan.refreshed_version(self.step + ahead, round, self.rank, stage)
+            assert version is not None
+            lag = self.step + ahead - version
+            if not plan.reads_first(self.rank, stage, lag):
+                src, place = plan.sender(self.rank, stage, lag), plan.landing_place(i)
                 assert src is not None, "the owner receives no version of its own stage"
                 yield Post("P", src, *place, plan.unit(i).p_bytes, ahead, round, i, False)
 
     def _receives(self, step: int, round: int, i: int) -> bool:
         """Whether another rank sends this one a new version of the unit for this micro-batch."""
         stage = self.plan.unit(i).stage
-        refreshed = self.plan.refreshed_version(step, round, self.rank, stage) is not None
-        return refreshed and self.plan.sender(self.rank, stage) is not None
+        return self.plan.refreshed_version(step, round, self.rank, stage) is not None and self.rank != self.schedule.owner(stage)
 
     def _pulls(self, step: int) -> Iterator[Action]:
         """As a first reader, pull from the owner: two positions before the pass, but not before the version is published."""
@@ -321,26 +346,26 @@ class ReplicaBuilder(Builder):
         for m in range(self.schedule.rounds):
             for i in plan.every_unit:
                 stage = plan.unit(i).stage
-                version, src = plan.refreshed_version(step, m, self.rank, stage), plan.sender(self.rank, stage)
-                if version is None or src is None or plan.first_readers[stage] != self.rank:
+                version, src = plan.refreshed_version(step, m, self.rank, stage), self.schedule.owner(stage)
+                if version is None or src == self.rank or not plan.reads_first(self.rank, stage, step - version):
                     continue
                 time = self._pull_time(step, m, 0 if i == PERSISTENT else plan.spans[i, False][0])
                 time = self._not_before_update(time, step, version, stage)
-                origin, ahead = plan.copy_layout(stage)[0][i], step - self.step
+                origin, ahead = plan.published_offsets(stage, step - version)[i], step - self.step
                 place = (src, *plan.landing_place(i), plan.unit(i).p_bytes)
                 post = Post("P0", *place, ahead, m, i, False, origin, version - step)
                 yield Action(time, START, Kind.PULL_PARAM, m, i, False, src, "P0", posts=(post,))
 
     def _publish(self, version: int, time: int) -> Iterator[Action]:
         plan = self.plan
-        reader = plan.first_readers[self.stage]
-        ahead, m = plan.first_reads[reader, self.stage]
-        if reader == self.rank or version + ahead == 0:
-            return
-        offsets, region = plan.copy_layout(self.stage)[0], plan.copy_region(version)[0]
-        for i in plan.members(self.stage):
-            place = (region, offsets[i], plan.unit(i).p_bytes, version - self.step)
-            yield Action(time, START, Kind.PUBLISH_PARAM, m, i, False, reader, "P0", *place)
+        for (stage, corrected), reader in plan.first_readers.items():
+            if stage != self.stage or reader == self.rank:
+                continue
+            ahead, m = plan.first_reads[reader, stage, corrected]
+            offsets, region = plan.published_offsets(stage, ahead), plan.published_region(ahead)
+            for i in plan.members(stage) if version + ahead else ():
+                place = (region, offsets[i], plan.unit(i).p_bytes, version - self.step)
+                yield Action(time, START, Kind.PUBLISH_PARAM, m, i, False, reader, "P0", *place)
 
 
 def grid(schedule: Schedule, rank: int, steps: int = 2) -> str:

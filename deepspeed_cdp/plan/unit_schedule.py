@@ -44,6 +44,7 @@ class UnitSchedule:
         rings: number of rings that average their gradients (cross_ring.py); all have this plan.
         separate_sums: finished sums have a place of their own in the buffer, so that two rules can share it (warmup.py).
         layout_schedule: the buffers are laid out for this schedule's messages (``Plan.under``); None: for ``schedule``.
+        delay_corrected: stale readers read corrections (delay_correction.py).
     """
 
     schedule: Schedule
@@ -53,6 +54,7 @@ class UnitSchedule:
     rings: int = 1
     separate_sums: bool = False
     layout_schedule: Schedule | None = None
+    delay_corrected: bool = False
 
     def __post_init__(self) -> None:
         stages = [u.stage for u in self.units]

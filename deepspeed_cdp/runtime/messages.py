@@ -92,7 +92,7 @@ class Messages:
     def _region(self, region: str, step: int, round: int, version: int) -> str:
         if region == "H":
             return f"H{(step * self.state.schedule.rounds + round) % 2}"
-        return self.state.plan.copy_region(step + version) if region == "V" else region
+        return self.state.plan.region_of(region, step + version)
 
     def place(self, a: Action) -> tuple[str, torch.Tensor]:
         """Region and bytes (uint8, 1-D) of the action's unit in this step."""
@@ -107,7 +107,9 @@ class Messages:
         readers = self.reads.take(region, post.offset, post.nbytes)
         origin = -1
         if post.origin >= 0:
-            origin = self.buffers.address(self.state.plan.copy_region(step + post.version), post.origin)
+            plan = self.state.plan
+            published = plan.region_of(plan.published_region(-post.version), step + post.version)
+            origin = self.buffers.address(published, post.origin)
         view = self.buffers.view(region, post.offset, post.nbytes)
         ticket = self.transport.post(post.stream, post.src, view, readers, where, origin)
         message = (post.stream, step, post.round % 2, post.unit, post.backward)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
+from deepspeed_cdp.model.flat_layout import FlatLayout
 from deepspeed_cdp.runtime.state import RankState
 
 
@@ -13,6 +13,7 @@ class OwnedStage:
 
     Attributes:
         published: by published copy, every parameter in its own dtype.
+        corrected: the same of the corrections that stale readers read; None if these read the versions themselves.
         sums: by unit, the finished gradient sum of every trained parameter, over all rings, in the dtype of sums.
         ring_sums: by unit, the sums of this ring alone, in the same order; the same tensors if there is one ring.
     """
@@ -35,10 +36,13 @@ class OwnedStage:
                 for i in units
             }
 
-        def published(copy: int, i: int, s: Slot) -> torch.Tensor:
-            return s.value(buffers.view(plan.copy_region(copy), plan.copy_layout(stage)[0][i], plan.unit(i).p_bytes))
+        def values(region: str, offsets: Mapping[int, int]) -> dict[str, torch.Tensor]:
+            flats = {i: buffers.view(region, offsets[i], plan.unit(i).p_bytes) for i in units}
+            return {s.name: s.value(flats[i]) for i in units for s in layouts[i].slots}
 
-        self.published = [{s.name: published(c, i, s) for i in units for s in layouts[i].slots} for c in range(plan.copies)]
+        copies = [[values(*place) for place in plan.written(copy, stage)] for copy in range(plan.copies)]
+        self.published = [written[0] for written in copies]
+        self.corrected = [written[1] for written in copies] if plan.corrects else None
         own = views(plan.o_region, plan.o_layout(stage))
         self.sums = own if plan.rings == 1 else views("X", plan.x_layout(stage)[0])
         self.ring_sums = {i: list(sums.values()) for i, sums in own.items()}

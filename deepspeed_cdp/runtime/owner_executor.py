@@ -222,10 +222,9 @@ class OwnerExecutor:
 
     def _copy_readers(self, a: Action, units: list[int]) -> list[Any]:
         """Tickets of pushes that may still read from those copies; the caller waits for them."""
-        plan = self.state.plan
-        region = plan.copy_region(self.state.step + a.version + 1)
-        offsets = plan.copy_layout(self.state.owned_stage)[0]
-        return [t for i in units for t in self.messages.reads.take(region, offsets[i], plan.unit(i).p_bytes)]
+        plan, take = self.state.plan, self.messages.reads.take
+        written = plan.written(self.state.step + a.version + 1, self.state.owned_stage)
+        return [t for i in units for region, offsets in written for t in take(region, offsets[i], plan.unit(i).p_bytes)]
 
     def send_norm(self, a: Action) -> None:
         """SEND_NORM: the last owner sends the finished norm to all others."""

@@ -95,6 +95,8 @@ class Runtime:
                 divisor=lambda step: self.plan.rings * self.plan.schedule.ranks * self.scale.of(step),
                 clip=settings.clip,
                 device=state.buffers.arena.device,
+                corrected=stage.corrected,
+                correction=settings.delay_correction,
             )
         compares = settings.check_divergence and transport.size * transport.rings > 1
         self.divergence = Divergence(state, self.owner, settings.check_divergence) if compares else None

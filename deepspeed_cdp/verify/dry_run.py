@@ -134,13 +134,17 @@ class DryRun:
         """Region and offset of an action's bytes in this step."""
         if a.region == "H":
             return "H", (rank.step * self.schedule.rounds + a.round) % 2
-        return (self.plan.copy_region(rank.step + a.version) if a.region == "V" else a.region), a.offset
+        return self.plan.region_of(a.region, rank.step + a.version), a.offset
+
+    def _params(self, unit: int, step: int, version: int) -> Tag:
+        """The parameters that a reader of this version needs in ``step``."""
+        return "corrected" if self.plan.is_corrected(step - version) else "p", unit, version
 
     def _expected(self, r: int, step: int, post: Post) -> Tag:
         """The content that must land there by the schedule."""
         n, m = self.schedule.ranks, post.round
         if post.stream[0] in "PH":
-            return "p", post.unit, self.schedule.version(step, m, r, self.plan.unit(post.unit).stage)
+            return self._params(post.unit, step, self.schedule.version(step, m, r, self.plan.unit(post.unit).stage))
         return "g", post.unit, step, n * self.schedule.rounds if post.stream == "O" else m * n + r
 
     # ---- one action -----------------------------------------------------------------------------------------------------
@@ -175,7 +179,7 @@ class DryRun:
 
     def _leave(self, rank: Rank, a: Action, place: Place) -> None:
         """The end of a pass that has read from this place."""
-        if place[0][0] != "V":
+        if place[0][0] not in "VW":
             self._free(rank, *place)
 
     def _end_step(self, rank: Rank) -> None:
@@ -196,7 +200,7 @@ class DryRun:
             return False
         place, version, stage = self._at(rank, a), rank.step + a.version, self.plan.unit(a.unit).stage
         got, want = rank.content.get(place), self.schedule.version(rank.step, a.round, rank.number, stage)
-        if version != want or got != ("p", a.unit, want):
+        if version != want or got != self._params(a.unit, rank.step, want):
             raise self._error(rank, f"reads {got} as version {version} where the schedule says {want}")
         if self.order[rank.reads : rank.reads + 1] != [(a.round, a.unit, a.backward)]:
             raise self._error(rank, f"is out of order; next is (round, unit, backward) {self.order[rank.reads : rank.reads + 1]}")
@@ -269,16 +273,18 @@ class DryRun:
 
     def _overwritable(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
         """Whether no push still reads from these units' next published copies."""
-        copy, places = self.plan.copy_region(rank.step + a.version + 1), self.v_layouts[rank.number]
-        return not any(self._still_read(rank, copy, places[i], self.plan.unit(i).p_bytes) for i in units)
+        places = self._written(rank, a)
+        return not any(self._still_read(rank, copy, at[i], self.plan.unit(i).p_bytes) for copy, at in places for i in units)
+
+    def _written(self, rank: Rank, a: Action) -> list[tuple[str, dict[int, int]]]:
+        """The places that the update of ``a`` writes."""
+        return self.plan.written(rank.step + a.version + 1, self.schedule.owned(rank.number))
 
     def _overwrite(self, rank: Rank, a: Action, units: Sequence[int]) -> None:
         """From here to the end of the update, these copies hold neither the old version nor the new one."""
-        version = rank.step + a.version + 1
-        copy, places = self.plan.copy_region(version), self.v_layouts[rank.number]
-        for i in units:
+        for (copy, places), i in itertools.product(self._written(rank, a), units):
             place = copy, places[i]
-            if copy[0] == "V" and place in rank.using.values():
+            if copy[0] in "VW" and place in rank.using.values():
                 raise self._error(rank, f"overwrites published copy {copy} of unit {i} while a pass of this rank reads it")
             self._earlier(rank, a, rank.pulled.pop(place, BEFORE), "a reader")
             rank.content.pop(place, None)
@@ -306,8 +312,8 @@ class DryRun:
         return True
 
     def _new_version(self, rank: Rank, version: int) -> None:
-        copy = self.plan.copy_region(version)
-        rank.content.update({(copy, offset): ("p", i, version) for i, offset in self.v_layouts[rank.number].items()})
+        for lag, (copy, places) in enumerate(self.plan.written(version, self.schedule.owned(rank.number))):
+            rank.content.update({(copy, offset): self._params(i, version + lag, version) for i, offset in places.items()})
 
     def _scalar(self, rank: Rank, a: Action, stream: str, step: int) -> bool:
         if a.peer is None or not rank.scalars.get((stream, a.peer)):
@@ -362,14 +368,15 @@ class DryRun:
 
     def _forward_param(self, rank: Rank, a: Action) -> bool:
         place, used = self._at(rank, a), rank.using.get((a.round, a.unit, a.backward))
-        self._check_content(rank, a, ("p", a.unit, rank.step + a.version))
+        self._check_content(rank, a, self._params(a.unit, rank.step, rank.step + a.version))
         if not self._may_forward(rank, a, place, used):
             raise self._error(rank, "forwards parameters that this rank does not use")
         self._push(rank, a)
         return True
 
     def _publish_param(self, rank: Rank, a: Action) -> bool:
-        self._check_content(rank, a, ("p", a.unit, rank.step + a.version))
+        version = rank.step + a.version
+        self._check_content(rank, a, self._params(a.unit, version + (a.region == "W"), version))
         self._push(rank, a)
         return True
 

@@ -3,8 +3,9 @@
 It trusts nothing that the schedule says. It checks that
 
 - the run ends, also with a barrier after every ``train_batch``, and messages match;
-- both passes of every micro-batch read the rule's version;
-- no version is overwritten while it is in use, and no rank keeps more versions than the schedule says;
+- both passes of every micro-batch read the rule's version, or its correction if that is stale and the schedule corrects it;
+- no version is overwritten while it is in use, and no rank keeps more copies than the schedule says;
+- after the last step every holder has the newest version itself;
 - an update holds every micro-batch of its step once, in order, from every stage that uses the unit.
 """
 
@@ -13,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from deepspeed_cdp.plan.pipeline_schedule import Instruction, PipeSchedule, ProgramCursor
+
+_Weights = tuple[int, bool]  # a version, or (True) its correction; that of version 0 is version 0
 
 
 class ScheduleError(AssertionError):
@@ -28,8 +31,8 @@ class _PipelineRank:
     outputs: set[tuple[int, int, int]] = field(default_factory=set)
     output_grads: set[tuple[int, int, int]] = field(default_factory=set)
     input_grads: set[tuple[int, int, int]] = field(default_factory=set)
-    graphs: dict[tuple[int, int, int], dict[int, int]] = field(default_factory=dict)  # pass -> version by unit
-    weights: dict[tuple[int, int], int] = field(default_factory=dict)  # (unit, slot) -> version
+    graphs: dict[tuple[int, int, int], dict[int, tuple[int, _Weights]]] = field(default_factory=dict)  # pass -> unit -> copy
+    weights: dict[tuple[int, int], _Weights] = field(default_factory=dict)  # (unit, copy) -> what it holds
     sums: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))  # (unit, stage)
     finished: dict[tuple[int, int, int], list[tuple[int, int]]] = field(default_factory=dict)  # (unit, stage, step)
     norms: dict[int, list[int]] = field(default_factory=dict)  # step -> stages
@@ -63,7 +66,8 @@ def dry_run(
     for r, rank in enumerate(ranks):
         for u in range(len(schedule.units)):
             if r in schedule.holders(u):
-                rank.weights[u, 0] = 0
+                for form in schedule.read_forms(u):
+                    rank.weights[u, schedule.copy(u, 0, form)] = 0, False
     run = _DryRun(schedule, ranks)
     queues = [[c.call() for _ in range(calls)] + [c.rest()] for c in cursors]
     if change:
@@ -79,7 +83,7 @@ def dry_run(
         run.run()
     for r, rank in enumerate(ranks):
         for u in range(len(schedule.units)):
-            if r in schedule.holders(u) and calls not in [v for (unit, _), v in rank.weights.items() if unit == u]:
+            if r in schedule.holders(u) and rank.weights.get((u, schedule.copy(u, calls, False))) != (calls, False):
                 raise ScheduleError(f"rank {r} ends without version {calls} of unit {u}")
         if rank.totals != set(range(calls)):
             raise ScheduleError(f"rank {r} knows the losses of steps {sorted(rank.totals)} of {calls}")
@@ -98,6 +102,7 @@ class _DryRun:
             "send_finished": self._keep_finished,  # to itself
             "norm": self._norm,
             "update": self._update,
+            "publish": self._publish,
         }
 
     def run(self) -> None:
@@ -152,18 +157,19 @@ class _DryRun:
             need(a.norms.get(i.step) == list(range(self.schedule.stages))[::-1], r, i, f"norms of {a.norms.get(i.step)} only")
             b.totals.add(i.step)
         elif kind == "weights":
-            slot = i.version % self.schedule.copies(i.unit)
-            need(a.weights.get((i.unit, slot)) == i.version == j.version, r, i, "is not the version it says")
-            self._write(i.peer, b, j, i.unit, i.version)
+            sent = a.weights.get((i.unit, self.schedule.copy(i.unit, i.version, i.corrected)))
+            need(sent == (i.version, i.corrected) == (j.version, j.corrected), r, i, f"holds {_text(sent)}, for {j}")
+            self._write(i.peer, b, j, i.unit, (i.version, i.corrected))
 
-    def _write(self, r: int, rank: _PipelineRank, i: Instruction, unit: int, version: int) -> None:
-        """A new version overwrites the one in its slot, which no pass may still need."""
-        slot = version % self.schedule.copies(unit)
-        old = rank.weights.get((unit, slot), -1)
-        for at, versions in rank.graphs.items():
-            self._need(versions.get(unit, -2) != old, r, i, f"version {old} of unit {unit} is in use by {at}")
-        self._need(version > max(v for (u, _), v in rank.weights.items() if u == unit), r, i, "is older than the version in use")
-        rank.weights[unit, slot] = version
+    def _write(self, r: int, rank: _PipelineRank, i: Instruction, unit: int, new: _Weights) -> None:
+        """A new version overwrites the content of its copy, which no pass may still need."""
+        copy = self.schedule.copy(unit, *new)
+        self._need(copy < self.schedule.copies(unit), r, i, f"there is no copy {copy} of unit {unit}")
+        for at, read in rank.graphs.items():
+            self._need(read.get(unit, (-1,))[0] != copy, r, i, f"copy {copy} of unit {unit} is in use by {at}")
+        held = [version for (u, _), (version, form) in rank.weights.items() if u == unit and form == new[1]]
+        self._need(new[0] > max(held, default=-1), r, i, "is older than the version in use")
+        rank.weights[unit, copy] = new
 
     # ---- local instructions -----------------------------------------------------------------------------------------------
     def _local(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
@@ -176,16 +182,27 @@ class _DryRun:
         if i.stage == 0:
             rank.inputs.add((i.stage, i.step, i.micro))
 
+    def _rule(self, i: Instruction, stage: int) -> _Weights:
+        """What the micro-batch reads of units whose home is this stage."""
+        version = self.schedule.version(i.step, i.micro, stage)
+        return version, self.schedule.delay_corrected and 0 < version < i.step
+
+    def _need_rule(self, r: int, i: Instruction) -> None:
+        said = (i.version, i.corrected and i.version > 0)
+        self._need(said == self._rule(i, i.stage), r, i, "does not say the rule's version")
+
     def _forward(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
         schedule, need, at = self.schedule, self._need, (i.stage, i.step, i.micro)
         need(at in rank.inputs, r, i, "has no input")
         rank.inputs.discard(at)
-        rank.graphs[at] = versions = {}
+        rank.graphs[at] = read = {}
         for u in schedule.units_at(i.stage):
-            wanted = schedule.version(i.step, i.micro, schedule.units[u][0])
-            need(rank.weights.get((u, wanted % schedule.copies(u))) == wanted, r, i, f"lacks version {wanted} of unit {u}")
-            versions[u] = wanted
-        need(i.version == schedule.version(i.step, i.micro, i.stage), r, i, "does not say the rule's version")
+            home = schedule.units[u][0]
+            wanted = self._rule(i, home)
+            copy = schedule.copy(u, wanted[0], schedule.corrected(i.micro, home))
+            need(rank.weights.get((u, copy)) == wanted, r, i, f"lacks {_text(wanted)} of unit {u}")
+            read[u] = copy, wanted
+        self._need_rule(r, i)
         rank.outputs.add(at)
         if i.stage < schedule.stages - 1 and schedule.rank_of(i.step, i.micro, i.stage + 1) == r:
             rank.inputs.add((i.stage + 1, i.step, i.micro))
@@ -194,9 +211,10 @@ class _DryRun:
     def _backward(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
         schedule, need, at = self.schedule, self._need, (i.stage, i.step, i.micro)
         need(at in rank.graphs, r, i, "has no forward")
+        self._need_rule(r, i)
         need(i.stage == schedule.stages - 1 or at in rank.output_grads, r, i, "has no gradient")
-        for u, version in rank.graphs.pop(at).items():
-            need(rank.weights.get((u, version % schedule.copies(u))) == version, r, i, f"version {version} is gone")
+        for u, (copy, read) in rank.graphs.pop(at).items():
+            need(rank.weights.get((u, copy)) == read, r, i, f"{_text(read)} is gone")
             so_far = rank.sums[u, i.stage]
             if i.micro == 0:
                 so_far.clear()
@@ -228,4 +246,15 @@ class _DryRun:
         self._need(not self.schedule.exact_norm or i.step in rank.totals, r, i, "does not know the step's norm")
         self._need(i.step in rank.norms, r, i, "comes before its norm")
         for u in self.schedule.homed(i.stage):
-            self._write(r, rank, i, u, i.version)
+            for form in self.schedule.read_forms(u):
+                self._write(r, rank, i, u, (i.version, form))
+
+    def _publish(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
+        for u in self.schedule.homed(i.stage):
+            self._write(r, rank, i, u, (i.version, False))
+
+
+def _text(weights: _Weights | None) -> str:
+    if weights is None:
+        return "nothing"
+    return f"{'the correction of ' if weights[1] else ''}version {weights[0]}"

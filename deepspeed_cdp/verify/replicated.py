@@ -19,19 +19,19 @@ from deepspeed_cdp.verify.state import Place, Rank
 
 
 class ReplicaDryRun(DryRun):
-    """See ``DryRun``; ``holds`` is the version that each replica has of each unit, by (rank, unit)."""
+    """See ``DryRun``; ``holds``, by (rank, unit), is the version that each replica has, and whether it is corrected."""
 
     plan: ReplicatedPlan
 
     def __init__(self, plan: ReplicatedPlan, *args: Any, **kwargs: Any):
-        self.holds: dict[tuple[int, int], int] = {}
+        self.holds: dict[tuple[int, int], tuple[int, bool]] = {}
         super().__init__(plan, *args, **kwargs)
         self.handlers[Kind.REFRESH_PARAM] = self._refresh_param
         for rank in self.ranks:
             for i, offset in plan.replica[0].items():
                 rank.content["R", offset] = ("p", i, 0)
                 rank.busy.setdefault("R", {})[offset] = plan.unit(i).p_bytes
-                self.holds[rank.number, i] = 0
+                self.holds[rank.number, i] = (0, False)
 
     def _stage(self, a: Action) -> int:
         return self.plan.unit(a.unit).stage
@@ -53,9 +53,8 @@ class ReplicaDryRun(DryRun):
             return False
         if a.into[0] != "R" or to[1] != self.plan.replica[0].get(a.unit):
             raise self._error(rank, "refreshes another place than the unit's in the replica")
-        if rank.content.get(place) != ("p", a.unit, version):
-            raise self._error(rank, f"copies {rank.content.get(place)} as version {version}")
-        if a.peer is None and (place[0] != self.plan.copy_region(version) or self._stage(a) != self.schedule.owned(rank.number)):
+        published = self.plan.written(version, self.schedule.owned(rank.number))
+        if a.peer is None and place not in [(region, offsets.get(a.unit)) for region, offsets in published]:
             raise self._error(rank, "copies a unit that this rank neither owns nor was sent")
         current = self.order[rank.reads - 1][0]  # the round under way
         wanted = (
@@ -65,6 +64,10 @@ class ReplicaDryRun(DryRun):
         )
         if a.peer is None and (wanted != version or a.round != (current if a.backward else 0)):
             raise self._error(rank, "copies a version that the next micro-batch does not read")
+        ahead = a.backward and a.round + 1 == self.schedule.rounds  # the copy is for the next step
+        if rank.content.get(place) != self._params(a.unit, rank.step + ahead, version):
+            raise self._error(rank, f"copies {rank.content.get(place)} as version {version}")
+        refreshed = version, self.plan.is_corrected(rank.step + ahead - version)
         if place[0] != "R":
             self._claim(rank, *to, a.nbytes)
             rank.content[to] = rank.content[place]
@@ -72,9 +75,9 @@ class ReplicaDryRun(DryRun):
                 self._free(rank, *place)
         elif place != to:
             raise self._error(rank, "has landed in another unit's place")
-        if version < self.holds[rank.number, a.unit]:
+        if refreshed < self.holds[rank.number, a.unit]:
             raise self._error(rank, f"goes back to version {version} from {self.holds[rank.number, a.unit]}")
-        self.holds[rank.number, a.unit] = version
+        self.holds[rank.number, a.unit] = refreshed
         return True
 
     def _wait_param(self, rank: Rank, a: Action) -> bool:
@@ -82,14 +85,14 @@ class ReplicaDryRun(DryRun):
             raise self._error(rank, "reads another place than the replica")
         if not super()._wait_param(rank, a):
             return False
-        if self.holds[rank.number, a.unit] != rank.step + a.version:
+        if self.holds[rank.number, a.unit] != (rank.step + a.version, self.plan.is_corrected(-a.version)):
             raise self._error(
                 rank, f"reads a version that has landed, but the replica has version {self.holds[rank.number, a.unit]}"
             )
         return True
 
     def _may_forward(self, rank: Rank, a: Action, place: Place, used: Place | None) -> bool:
-        if used is None or self.holds[rank.number, a.unit] != rank.step + a.version:
+        if used is None or self.holds[rank.number, a.unit] != (rank.step + a.version, self.plan.is_corrected(-a.version)):
             return False
         if place[0] == "L":
             self._free(rank, *place)  # its next message waits until the neighbour has received this one
@@ -99,11 +102,11 @@ class ReplicaDryRun(DryRun):
         for i in units:
             if not self.plan.publishes_separate_copy:
                 self._claim(rank, "R", self.v_layouts[rank.number][i], self.plan.unit(i).p_bytes)
-            elif self.holds[rank.number, i] != rank.step + a.version:
+            elif self.holds[rank.number, i][0] != rank.step + a.version:
                 raise self._error(rank, f"overwrites a version of unit {i} that is not in its owner's replica yet")
         super()._overwrite(rank, a, units)
 
     def _new_version(self, rank: Rank, version: int) -> None:
         super()._new_version(rank, version)
         if not self.plan.publishes_separate_copy:
-            self.holds.update({(rank.number, i): version for i in self.v_layouts[rank.number]})
+            self.holds.update({(rank.number, i): (version, False) for i in self.v_layouts[rank.number]})

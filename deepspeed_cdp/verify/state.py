@@ -8,8 +8,8 @@ from typing import NamedTuple
 from deepspeed_cdp.plan.actions import Action, Post
 
 Key = tuple[int, bool, int, int]  # (step, after the step's passes, logical time, phase), compared lexicographically
-Tag = tuple  # ("p", unit, version) or ("g", unit, step, micro-batches summed)
-Place = tuple[str, int]  # region and offset; slots of H have offsets 0 and 1, published copies are regions V0 and V1
+Tag = tuple  # ("p" or "corrected", unit, version) or ("g", unit, step, micro-batches summed)
+Place = tuple[str, int]  # region and offset; slots of H have offsets 0 and 1, published copies are regions V0, V1, W0, W1
 BEFORE: Key = (-1, False, 0, 0)  # earlier than the first action
 
 

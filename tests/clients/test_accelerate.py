@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_linear_schedule_with
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
 from support.client_results import same
+from support.engine_work import explicit
 
 pytestmark = pytest.mark.slow
 
@@ -128,6 +129,7 @@ def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
         clip=0.5,
         flush_after=range(PER_EPOCH - 1, STEPS, PER_EPOCH),
         on_step=advance,
+        delay_correction=explicit("predict"),  # cyclic.delay_correction is "auto"
     )
 
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
 from support.client_results import Results, same, same_run
+from support.engine_work import explicit
 
 pytestmark = pytest.mark.slow
 
@@ -101,6 +102,7 @@ def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
         rounds=ROUNDS,
         clip=0.1,
         on_step=lambda step, _: schedulers[0].step() if step else None,
+        delay_correction=explicit("predict"),  # cyclic.delay_correction is "auto"
     )
 
 

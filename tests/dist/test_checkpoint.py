@@ -15,11 +15,11 @@ from support.checkpoint_work import equal, resumes, snapshot
 from support.engine_work import Job, pack, same, start, train, unpack, whole
 
 RESUME = [
-    Job("mlp", "cdp-v2", 2, optimizer="sgd", schedule="lambda", clip=0.3),
-    Job("conv", "cdp-v1", 1, optimizer="groups", schedule="lambda", clip=0.3),
+    Job("mlp", "cdp-v2", 2, optimizer="sgd", schedule="lambda", clip=0.3, correction="predict"),
+    Job("conv", "cdp-v1", 1, optimizer="groups", schedule="lambda", clip=0.3, correction="predict"),
     Job("llama-tied", "dp", 1, schedule="warmup", clip=0.3),
     Job("rooted", "cdp-v2", 1, schedule="warmup", clip=0.3),
-    Job("llama-tied", "cdp-v1", 2, optimizer="sgd", bf16=True),
+    Job("llama-tied", "cdp-v1", 2, optimizer="sgd", bf16=True, correction="extrapolate"),
 ]
 
 

@@ -22,8 +22,8 @@ def offloaded(job: Job, **more: Any) -> Job:
 
 
 JOBS = [
-    Job("mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda", flush_after=(2,)),
-    Job("llama-tied", "cdp-v1", 1, clip=0.5, bf16=True, style="accelerate"),
+    Job("mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda", flush_after=(2,), correction="predict"),
+    Job("llama-tied", "cdp-v1", 1, clip=0.5, bf16=True, style="accelerate", correction="extrapolate"),
     Job("rooted", "dp", 1, optimizer="sgd", eval_after=(1, 3)),
 ]
 
@@ -115,7 +115,8 @@ def chosen(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
 
 
 def test_adam_in_the_config_is_deepspeeds_for_cpus(pool, tmp_path):
-    job = offloaded(Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,), config={"optimizer": ADAMW}), pin_memory=True)
+    predicting = Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,), config={"optimizer": ADAMW}, correction="predict")
+    job = offloaded(predicting, pin_memory=True)
     results = pool.run(2, chosen, job, str(tmp_path), timeout=240)
     want = oracle(job, results[0]["stages"], 2)
     for result in results:

@@ -12,22 +12,24 @@ COVER: dict[int, list[Job]] = {
         Job("llama-tied", "cdp-v1", 1, clip=0.5, bf16=True),
     ],
     2: [
-        Job("mlp", "cdp-v2", 1, clip=0.3, optimizer="sgd", schedule="lambda", flush_after=(2,)),
-        Job("mlp", "cdp-v1", 2, optimizer="muon", style="accelerate"),
-        Job("rooted", 2, 2, clip=0.2, schedule="warmup", style="accelerate", eval_after=(1, 3)),
-        Job("conv", "cdp-v1", 1, clip=0.3, optimizer="groups", schedule="lambda", eval_after=(2,)),
+        Job("mlp", "cdp-v2", 1, clip=0.3, optimizer="sgd", schedule="lambda", flush_after=(2,), correction="predict"),
+        Job("mlp", "cdp-v1", 2, optimizer="muon", style="accelerate", correction="extrapolate"),
+        Job("rooted", 2, 2, clip=0.2, schedule="warmup", style="accelerate", eval_after=(1, 3), correction="predict"),
+        Job("conv", "cdp-v1", 1, clip=0.3, optimizer="groups", schedule="lambda", eval_after=(2,), correction="predict"),
         Job("routed", "cdp-v2", 2, optimizer="sgd", style="loss"),
         Job("llama", "dp", 2, clip=0.3, optimizer="callable"),
-        Job("llama-tied", "cdp-v2", 1, clip=0.5, bf16=True, style="accelerate"),
+        Job("llama-tied", "cdp-v2", 1, clip=0.5, bf16=True, style="accelerate", correction="predict"),
+        Job("llama-tied", "cdp-v2", 2, correction="extrapolate"),
         Job("llama-tied", "cdp-v1", 2, clip=0.5, bf16=True, sum_fp32=True, optimizer="groups"),
     ],
     3: [
         Job("mlp", "dp", 1, clip=0.3, optimizer="muon", style="loss", flush_after=(3,)),
         Job("rooted", "cdp-v1", 2, clip=0.2, optimizer="groups", schedule="lambda", flush_after=(1,)),
-        Job("conv", "cdp-v2", 2, clip=0.3, optimizer="sgd", schedule="warmup", eval_after=(1,)),
-        Job("routed", 3, 1, optimizer="callable", steps=8),
+        Job("conv", "cdp-v2", 2, clip=0.3, optimizer="sgd", schedule="warmup", eval_after=(1,), correction="extrapolate"),
+        Job("routed", 3, 1, optimizer="callable", steps=8, correction="predict"),
         Job("routed", "cdp-v1", 1, optimizer="sgd", style="accelerate"),
         Job("llama", "cdp-v2", 1, clip=0.3, schedule="warmup"),
+        Job("llama-tied", "cdp-v2", 1, correction="predict"),
         Job("llama-tied", 3, 2, clip=0.3, optimizer="groups"),
         Job("llama", "cdp-v1", 1, clip=0.3, style="loss"),
     ],
@@ -38,7 +40,16 @@ COVER: dict[int, list[Job]] = {
         Job("routed", "cdp-v2", 1, optimizer="sgd", clip=0.3, barriers=True),
         Job("llama", "cdp-v1", 2, clip=0.3, barriers=True),
         Job("llama-tied", "cdp-v2", 1, clip=0.3, optimizer="sgd", eval_after=(2,), flush_after=(4,)),
-        Job("rooted", "cdp-v2", 2, clip=0.3, optimizer="groups", barriers=True, cyclic={"keep_after_forward": True}),
+        Job(
+            "rooted",
+            "cdp-v2",
+            2,
+            clip=0.3,
+            optimizer="groups",
+            barriers=True,
+            cyclic={"keep_after_forward": True},
+            correction="predict",
+        ),
         Job("llama", "cdp-v1", 1, clip=0.3, eval_after=(2,), cyclic={"keep_after_forward": True}),
     ],
 }
@@ -60,6 +71,16 @@ def test_every_weight_and_loss_equals_the_oracle(pool, world):
         assert ranks[-1]["norm"] == pytest.approx(want.norms[-1], rel=1e-5), job
         if job.kind == "routed":
             assert len({tuple(r["visited"]) for r in ranks}) > 1, "the test needs ranks that use different experts"
+
+
+def test_deepspeeds_adam_is_predicted_too(pool):
+    """It counts steps in one parameter's state only, and rounds otherwise than torch's."""
+    adam = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}}
+    job = Job("mlp", "cdp-v2", 2, clip=0.3, flush_after=(3,), config={"optimizer": adam}, correction="predict")
+    results = pool.run(2, run_jobs, [job], timeout=240)
+    want = oracle(job, results[0][0]["stages"], 2)
+    for (result,) in results:
+        same(unpack(result["state"]), want.masters, rtol=1e-5, atol=1e-6)
 
 
 FUSED = {"gradient_accumulation_fusion": True}

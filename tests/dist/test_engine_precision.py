@@ -12,7 +12,7 @@ import torch
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
 from support import models
-from support.engine_work import ORACLES, SCHEDULES, Job, farthest, pack, same, start, train, unpack, whole
+from support.engine_work import ORACLES, SCHEDULES, Job, explicit, farthest, pack, same, start, train, unpack, whole
 
 
 def fp16(power: int = 18, window: int = 2, **more: Any) -> dict[str, Any]:
@@ -35,9 +35,18 @@ def autocast(dtype: str = "bfloat16", **more: Any) -> dict[str, Any]:
 FP16 = {
     1: [Job("mlp", "dp", 1, steps=9, schedule="lambda", config=fp16()), Job("mlp", "cdp-v1", 1, steps=9, config=fp16())],
     2: [
-        Job("mlp", "cdp-v1", 2, steps=12, clip=0.3, schedule="lambda", config=fp16(), flush_after=(4,)),
+        Job("mlp", "cdp-v1", 2, steps=12, clip=0.3, schedule="lambda", config=fp16(), flush_after=(4,), correction="predict"),
         Job("mlp", "dp", 1, steps=10, optimizer="sgd", schedule="lambda", config=fp16(hysteresis=2), style="scaled"),
-        Job("llama-tied", "cdp-v1", 1, steps=8, clip=0.5, sum_fp32=True, config=fp16(auto_cast=False, loss_scale_window=3)),
+        Job(
+            "llama-tied",
+            "cdp-v1",
+            1,
+            steps=8,
+            clip=0.5,
+            sum_fp32=True,
+            config=fp16(auto_cast=False, loss_scale_window=3),
+            correction="extrapolate",
+        ),
         Job(
             "mlp",
             "cdp-v1",
@@ -133,6 +142,7 @@ def oracle(job: Job, stages: Any, world: int) -> reference.Trained:
             flush_after={*job.flush_after, *job.eval_after},
             on_step=on_step,
             scaler=scaler,
+            delay_correction=explicit(job.correction),
             grad_dtype=torch.float32 if job.sum_fp32 else None,
         )
 

@@ -21,20 +21,20 @@ COVER: dict[int, list[Job]] = {
         at(0, "llama-tied", "cdp-v1", clip=0.5, bf16=True),
     ],
     2: [
-        at(2, clip=0.3, optimizer="sgd", schedule="lambda", flush_after=(2,)),
-        at(1, "mlp", "cdp-v1", 2, optimizer="muon", style="accelerate"),
-        at(0, "rooted", 2, 2, clip=0.2, schedule="warmup", style="accelerate", eval_after=(1, 3)),
+        at(2, clip=0.3, optimizer="sgd", schedule="lambda", flush_after=(2,), correction="predict"),
+        at(1, "mlp", "cdp-v1", 2, optimizer="muon", style="accelerate", correction="extrapolate"),
+        at(0, "rooted", 2, 2, clip=0.2, schedule="warmup", style="accelerate", eval_after=(1, 3), correction="predict"),
         at(None, "conv", "cdp-v1", clip=0.3, optimizer="groups", schedule="lambda", eval_after=(2,)),
         at(2, "routed", "cdp-v2", 2, optimizer="sgd", style="loss"),
         at(1, "llama", "dp", 2, clip=0.3, optimizer="callable"),
-        at(0, "llama-tied", "cdp-v2", clip=0.5, bf16=True, style="accelerate"),
+        at(0, "llama-tied", "cdp-v2", 2, clip=0.5, bf16=True, style="accelerate", correction="predict"),
         at(1, "llama-tied", "cdp-v1", 2, clip=0.5, bf16=True, sum_fp32=True, optimizer="groups"),
     ],
     3: [
         at(0, "mlp", "dp", clip=0.3, optimizer="muon", style="loss", flush_after=(3,)),
         at(2, "rooted", "cdp-v1", 2, clip=0.2, optimizer="groups", schedule="lambda", flush_after=(1,)),
-        at(1, "conv", "cdp-v2", 2, clip=0.3, optimizer="sgd", schedule="warmup", eval_after=(1,)),
-        at(2, "routed", 3, optimizer="callable", steps=8),
+        at(1, "conv", "cdp-v2", 2, clip=0.3, optimizer="sgd", schedule="warmup", eval_after=(1,), correction="extrapolate"),
+        at(2, "routed", 3, optimizer="callable", steps=8, correction="predict"),
         at(1, "llama-tied", 3, 2, clip=0.3, optimizer="groups"),
     ],
     4: [
@@ -43,6 +43,8 @@ COVER: dict[int, list[Job]] = {
         at(1, "routed", "cdp-v2", optimizer="sgd", clip=0.3, barriers=True),
         at(2, "llama", "cdp-v1", 2, clip=0.3, barriers=True),
         at(0, "llama-tied", "cdp-v2", clip=0.3, optimizer="sgd", eval_after=(2,), flush_after=(4,)),
+        at(2, "rooted", "cdp-v2", optimizer="groups", correction="predict"),
+        at(1, "mlp", 1, correction="predict"),
     ],
 }
 

@@ -15,11 +15,11 @@ def job(rule, ring: int, **options) -> Job:
 
 COVER = {
     4: [
-        job("cdp-v2", 2, kind="llama-tied", rounds=2, clip=0.3, schedule="warmup", eval_after=(2,)),
-        job("cdp-v1", 2, kind="conv", clip=0.3, optimizer="groups", schedule="lambda", barriers=True),
+        job("cdp-v2", 2, kind="llama-tied", rounds=2, clip=0.3, schedule="warmup", eval_after=(2,), correction="predict"),
+        job("cdp-v1", 2, kind="conv", clip=0.3, optimizer="groups", schedule="lambda", barriers=True, correction="extrapolate"),
         job("dp", 2, kind="mlp", optimizer="sgd", flush_after=(2,)),
         job("cdp-v2", 1, kind="mlp", optimizer="sgd"),
-        job("cdp-v2", 2, kind="llama-tied", bf16=True, clip=0.5, cyclic={"warmup_steps": 2}),
+        job("cdp-v2", 2, kind="llama-tied", bf16=True, clip=0.5, cyclic={"warmup_steps": 2}, correction="predict"),
     ],
     6: [
         job("cdp-v2", 2, kind="mlp", optimizer="sgd", clip=0.3, barriers=True),  # three rings of two

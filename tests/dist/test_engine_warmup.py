@@ -15,12 +15,12 @@ def job(rule, warmup: int, **options) -> Job:
 
 COVER = {
     2: [
-        job("cdp-v1", 2, kind="mlp", rounds=2, optimizer="sgd", eval_after=(0,)),
-        job("cdp-v2", 3, kind="llama-tied", clip=0.3, schedule="warmup"),
+        job("cdp-v1", 2, kind="mlp", rounds=2, optimizer="sgd", eval_after=(0,), correction="extrapolate"),
+        job("cdp-v2", 3, kind="llama-tied", clip=0.3, schedule="warmup", correction="predict"),
     ],
     3: [
         job("cdp-v2", 2, kind="rooted", rounds=2, clip=0.3, optimizer="groups", schedule="lambda", flush_after=(4,)),
-        job(3, 4, kind="mlp", style="accelerate", barriers=True),
+        job(3, 4, kind="mlp", style="accelerate", barriers=True, correction="predict"),
     ],
 }
 

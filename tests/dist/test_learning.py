@@ -72,7 +72,7 @@ def done(tmp_path_factory) -> Path:
 
 def test_rows_table_and_plots(done, capsys) -> None:
     rows = learning_report.read(done / "rows.csv")
-    keys = [("gpt", "1", rule, str(seed)) for seed in range(2) for rule in ("dp", "cdp-v1", "cdp-v2")]
+    keys = [("gpt", "adamw", "4", "1", rule, "none", str(seed)) for seed in range(2) for rule in ("dp", "cdp-v1", "cdp-v2")]
     assert [learning_report.key(r) for r in rows] == [k for k in keys for _ in range(4)]
     assert [r["step"] for r in rows[:4]] == ["0", "4", "8", "12"] and all(r["graph"] == "False" for r in rows)
     starts = {(r["rule"], r["seed"]): r["test_loss"] for r in rows if r["step"] == "0"}
@@ -93,16 +93,41 @@ def test_it_goes_on_where_it_stopped(done, capsys) -> None:
     old, new = (learning_report.read(p) for p in (path, path))
     learned = [[{k: v for k, v in r.items() if k not in ("seconds", "time")} for r in rows] for rows in (old, new)]
     assert learned[0] == learned[1] and len(old) == 24
-    assert path.read_bytes().startswith(before[: before.rfind(b"gpt,1,cdp-v2,1,0,")]), "finished cases are kept as they were"
-    assert run(done, "--datasets", "gpt", "--rules", "dp", "--seeds", "1", "--simulate-ranks", "2") == 2
-    assert "--out has rows of gpt 1 dp 0 with 12 steps, 4 ranks" in capsys.readouterr().err
+    assert path.read_bytes().startswith(before[: before.rfind(b"gpt,adamw,1,cdp-v2,none,1,0,")]), (
+        "finished cases are kept as they were"
+    )
+    assert run(done, "--datasets", "gpt", "--rules", "dp", "--seeds", "1", "--size", "small") == 2
+    assert "--out has rows of gpt adamw 4 1 dp none 0 with 12 steps and micro-batch 2" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_corrections_ranks_and_optimizers(tmp_path) -> None:
+    """dp once per setting; digits take SGD only; the second seed alone."""
+    arguments = (
+        "--datasets",
+        "digits,gpt",
+        "--rules",
+        "dp,cdp-v2",
+        "--seeds",
+        "2",
+        "--first-seed",
+        "1",
+        "--simulate-ranks",
+        "2,3",
+    )
+    assert run(tmp_path, *arguments, "--optimizers", "nadamw,muon,sgd", "--corrections", "none,auto") == 0
+    keys = {learning_report.key(r) for r in learning_report.read(tmp_path / "rows.csv")}
+    both = [("digits", "sgd"), ("gpt", "nadamw"), ("gpt", "muon"), ("gpt", "sgd")]
+    variants = [("dp", "none"), ("cdp-v2", "none"), ("cdp-v2", "auto")]
+    assert keys == {(*which, ranks, "1", *variant, "1") for which in both for ranks in "23" for variant in variants}
+    assert (tmp_path / "gpt-muon.png").exists()
 
 
 @pytest.mark.slow
 def test_a_case_that_fails_is_told_and_others_go_on(tmp_path, capsys) -> None:
     """Fifty ranks need fifty units; the tiny GPT has fewer. The time limit ends a run too."""
     assert run(tmp_path, "--datasets", "gpt", "--rules", "dp", "--seeds", "1", "--simulate-ranks", "50") == 1
-    assert "gpt 1 dp 0: ValueError: this GPT has" in capsys.readouterr().err
+    assert "gpt adamw 50 1 dp none 0: ValueError: this GPT has" in capsys.readouterr().err
     assert run(tmp_path, "--datasets", "gpt", "--seeds", "1", "--seconds", "0.1") == 1
     assert "0.1 s are over and 4 of 4 cases are not finished" in capsys.readouterr().err
 
@@ -111,6 +136,8 @@ def test_a_case_that_fails_is_told_and_others_go_on(tmp_path, capsys) -> None:
     "wrong, told",
     [
         (("--datasets", "mnist"), "--datasets has 'mnist'; allowed are digits, gpt"),
+        (("--corrections", "guess"), "--corrections has 'guess'; allowed are none, extrapolate, predict, auto"),
+        (("--optimizers", "lion"), "--optimizers has 'lion'; allowed are adamw, nadamw, muon, sgd"),
         (("--seeds", "0"), "of at least 1"),
         (("--rates", "x"), "are numbers"),
     ],

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
 from support import pipe_work as work
 from support.optimizers import two_groups
@@ -19,6 +20,8 @@ COVER: dict[int, list[Job]] = {
         Job(3, "cdp-v1", clip=0.5),
         Job(4, 1, checkpointing=1, config=FREE),
         Job(1, "cdp-v2", rounds=2),
+        Job(2, "cdp-v2", clip=0.5, cyclic={"delay_correction": "none"}),
+        Job(2, "cdp-v1", eval_after=(0, 2), cyclic={"delay_correction": {"method": "predict", "momentum": 0.2}}),
         Job(3, "cdp-v2", bf16=True, eval_after=(1,)),
         Job(3, "cdp-v1", clip=0.5, tied=True, cyclic={"warmup_steps": 2}),
     ],
@@ -28,6 +31,8 @@ COVER: dict[int, list[Job]] = {
         Job(2, "dp", 2, tied=True, clip=0.5, eval_after=(2,)),
         Job(2, "cdp-v2", checkpointing=1, config=FREE, cyclic={"placement": "pipeline"}),
         Job(2, 2, 2, bf16=True, clip=0.5),
+        Job(2, 2, 2, tied=True, clip=0.5, cyclic={"delay_correction": "none", "warmup_steps": 2}),
+        Job(2, "cdp-v1", clip=0.5, cyclic={"delay_correction": "extrapolate", "warmup_steps": 2}, eval_after=(3,)),
         Job(2, "cdp-v1", bf16=True, sum_fp32=True, config={"zero_optimization": {"stage": 1}}),
     ],
     3: [
@@ -37,6 +42,8 @@ COVER: dict[int, list[Job]] = {
         Job(2, "cdp-v1", 2, clip=0.5),
         Job(2, "dp", cyclic={"placement": "pyramid"}),
         Job(2, "cdp-v2", clip=0.5, cyclic={"warmup_steps": 2}),
+        Job(2, "cdp-v1", eval_after=(1,), cyclic={"delay_correction": "none"}),
+        Job(2, "cdp-v2", tied=True, cyclic={"delay_correction": {"method": "extrapolate", "updates": 0.5}}),
     ],
     4: [Job(4, "cdp-v2", clip=0.5), Job(4, 4, tied=True)],
     6: [
@@ -93,8 +100,10 @@ def test_dp_equals_stock_deepspeed(pool, job):
         (2, Job(2, clip=0.5, warmup=True, tied=True, steps=6)),
         (3, Job(2, "cdp-v1", steps=6)),
         (1, Job(3, clip=0.5, bf16=True, steps=6)),
+        (2, Job(2, "cdp-v1", tied=True, steps=6, cyclic={"delay_correction": "extrapolate"})),
+        (3, Job(2, clip=0.5, steps=6, cyclic={"delay_correction": "none"})),
     ],
-    ids=["pipeline", "pyramid", "single"],
+    ids=["pipeline", "pyramid", "single", "extrapolated", "uncorrected"],
 )
 def test_resuming_is_bitwise_continuing(pool, tmp_path, world, job):
     on = pool.run(world, work.resume, job, job, str(tmp_path / "a"), 3, False)
@@ -102,6 +111,27 @@ def test_resuming_is_bitwise_continuing(pool, tmp_path, world, job):
     assert farthest(merged(again), merged(on)) == 0.0
     for a, b in zip(again, on):
         assert a["told"] == b["told"] and a["lr"] == b["lr"]
+
+
+def rewind(rank: int, world: int, job: Job, folder: str) -> list[tuple[list[float], dict]]:
+    """Steps 2 and 3, and again after a checkpoint of step 2 is loaded into the same engine."""
+    engine = work.initialize(job)
+    for step in range(2):
+        engine.train_batch(work.data(job, step))
+    engine.save_checkpoint(folder)
+    runs = []
+    for _ in range(2):
+        told = [float(engine.train_batch(work.data(job, step))) for step in (2, 3)]
+        runs.append((told, work.weights(engine)))
+        engine.load_checkpoint(folder)
+    engine.destroy()
+    return runs
+
+
+@pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
+def test_loading_leaves_no_correction_of_before(pool, tmp_path, rule):
+    for (told, weights), (retold, again) in pool.run(3, rewind, Job(2, rule, tied=True, clip=0.5), str(tmp_path)):
+        assert told == retold and all(torch.equal(again[n], w) for n, w in weights.items())
 
 
 def load_elsewhere(rank: int, world: int, job: Job, folder: str) -> dict:
@@ -154,6 +184,11 @@ def fail_to_start(rank: int, world: int, job: Job) -> str:
         (2, Job(2, config={"fp16": {"enabled": True}}), "fp16.enabled is true under cyclic.rule cdp-v2: "),
         (2, Job(2, "dp", config={"fp16": {"enabled": True}}), "fp16.enabled is true: "),
         (2, Job(2, cyclic={"min_unit_mb": 1.0}), "cyclic.min_unit_mb is 1.0: it is about models that are no PipelineModule"),
+        (
+            2,
+            Job(2, config={"optimizer": {"type": "Adagrad"}}, cyclic={"delay_correction": "predict"}),
+            "cyclic.delay_correction is 'predict' and the optimizer ",
+        ),
         (2, Job(2, cyclic={"transport": "peer"}), "cyclic.transport is 'peer'"),
         (2, Job(1), "has 2 ranks along 'data', and a cyclic pipeline has one rank per stage; start 1 ranks."),
         (6, Job(3), "pass topology=deepspeed_cdp.integration.pipe_module.pyramid_topology(3) to PipelineModule."),
@@ -222,13 +257,13 @@ def test_another_number_of_micro_batches(pool):
     assert a == b and len(a) == 3
 
 
-def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dict, list[float]]:
+def over_groups(rank: int, world: int, stages: int, placement: str, method: str) -> tuple[dict, list[float]]:
     """The runtime over torch.distributed's groups, as on GPUs, with gloo for NCCL."""
     from deepspeed_cdp.pipeline.runtime import PipeRuntime
     from deepspeed_cdp.transport.nccl_group import NcclGroupTransport
     from support import pipe_threads as threads
 
-    case = threads.Case(stages, stages - 1, placement, tied=True, clip=0.05)
+    case = threads.Case(stages, stages - 1, placement, tied=True, clip=0.05, correction=DelayCorrection(method))
     model, schedule = threads.build(stages, True), case.schedule
     parts = {s: model.part(s, schedule) for s in schedule.stages_of(rank)}
     named = [(n, p) for part in parts.values() for u in sorted(part.units) for n, p in part.units[u]]
@@ -242,6 +277,7 @@ def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dic
         NcclGroupTransport(rank, world, 30.0, torch.device("cpu"), backend="gloo"),
         torch.device("cpu"),
         case.clip,
+        correction=case.correction,
     )
     told = []
     for step in range(case.steps):
@@ -253,12 +289,15 @@ def over_groups(rank: int, world: int, stages: int, placement: str) -> tuple[dic
     return masters, told
 
 
-@pytest.mark.parametrize(("world", "stages", "placement"), [(3, 3, "pipeline"), (3, 2, "pyramid")])
-def test_the_transport_of_gpus_carries_the_same(pool, world, stages, placement):
+@pytest.mark.parametrize(
+    ("world", "stages", "placement", "method"), [(3, 3, "pipeline", "none"), (3, 2, "pyramid", "extrapolate")]
+)
+def test_the_transport_of_gpus_carries_the_same(pool, world, stages, placement, method):
     from support import pipe_threads as threads
 
-    results = pool.run(world, over_groups, stages, placement)
-    want, means = threads.oracle(threads.Case(stages, stages - 1, placement, tied=True, clip=0.05))
+    results = pool.run(world, over_groups, stages, placement, method)
+    case = threads.Case(stages, stages - 1, placement, tied=True, clip=0.05, correction=DelayCorrection(method))
+    want, means = threads.oracle(case)
     assert farthest({n: m for r in results for n, m in r[0].items()}, want) < 1e-6
     assert all(r[1] == pytest.approx(threads.told(means, stages - 1), rel=1e-6) for r in results)
 

@@ -35,11 +35,19 @@ def mixed(module, batch):
         return module(batch).float().square().mean()
 
 
-def train(kind: str, rule: str, loss, warmup: int, clip: float, capture: bool) -> tuple[list, dict[str, torch.Tensor]]:
+def train(
+    kind: str, rule: str, loss, warmup: int, clip: float, capture: bool, correction: str = "none"
+) -> tuple[list, dict[str, torch.Tensor]]:
     """Losses by step and rank, and the weights at the end."""
     module = build(kind).cuda()
     ring = Simulator(
-        module, torch.optim.AdamW(module.parameters(), lr=0.01), stages_of(module, 3), rule, warmup_steps=warmup, clip=clip
+        module,
+        torch.optim.AdamW(module.parameters(), lr=0.01),
+        stages_of(module, 3),
+        rule,
+        warmup_steps=warmup,
+        clip=clip,
+        delay_correction=correction,
     )
     captured, delayed, losses = None, None, []
     for step in range(STEPS):
@@ -52,11 +60,20 @@ def train(kind: str, rule: str, loss, warmup: int, clip: float, capture: bool) -
 
 
 @pytest.mark.parametrize("kind, loss", [("mlp", plain), ("mlp", mixed), ("conv", plain)])
-@pytest.mark.parametrize("rule, warmup, clip", [("dp", 0, 0.0), ("cdp-v1", 0, 0.1), ("cdp-v2", 0, 0.1), ("cdp-v2", 6, 0.0)])
-def test_captured_equals_eager(kind, loss, rule, warmup, clip) -> None:
+@pytest.mark.parametrize(
+    "rule, warmup, clip, correction",
+    [
+        ("dp", 0, 0.0, "none"),
+        ("cdp-v1", 0, 0.1, "none"),
+        ("cdp-v1", 0, 0.1, "extrapolate"),
+        ("cdp-v2", 0, 0.1, "predict"),
+        ("cdp-v2", 6, 0.0, "predict"),
+    ],
+)
+def test_captured_equals_eager(kind, loss, rule, warmup, clip, correction) -> None:
     torch.backends.cudnn.deterministic = True
-    eager, weights = train(kind, rule, loss, warmup, clip, False)
-    captured, again = train(kind, rule, loss, warmup, clip, True)
+    eager, weights = train(kind, rule, loss, warmup, clip, False, correction)
+    captured, again = train(kind, rule, loss, warmup, clip, True, correction)
     for a, b in zip(eager, captured):
         assert a == pytest.approx(b, rel=1e-5, abs=1e-7)
     for name, value in weights.items():

@@ -9,6 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
+from support.engine_work import explicit
 
 RANKS, BATCH, ROUNDS, STEPS, LENGTH, WINDOWS, HELD_OUT = 2, 2, 2, 10, 32, 44, 11
 EVERY, PER_EPOCH = 4, 6  # 11 micro-batches per rank and epoch: the sixth step has one only
@@ -65,4 +66,5 @@ def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
         clip=0.5,
         flush_after=(3, 7),
         on_step=lambda step, _: schedulers[0].step() if step else None,
+        delay_correction=explicit("predict"),  # cyclic.delay_correction is "auto"
     )

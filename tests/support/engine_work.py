@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.delay_correction import DelayCorrection, coefficients
 from deepspeed_cdp.plan.schedule import threshold
 from support import models
 from support.optimizers import adamw, muon, sgd, two_groups
@@ -25,6 +26,7 @@ class Job:
         optimizer: a key of CONFIGURED or CLIENTS; schedule: "", "lambda" (the client's) or "warmup" (the config's).
         flush_after, eval_after: steps at whose end engine.flush() is called, or rank r evaluates r + 1 batches.
         style: "engine"; "accelerate" (step() only at boundaries); "loss" (loss.backward()).
+        correction: of the cyclic block's delay_correction.
         config, cyclic: added to the config and to its cyclic block.
     """
 
@@ -41,6 +43,7 @@ class Job:
     eval_after: tuple[int, ...] = ()
     style: str = "engine"
     barriers: bool = False
+    correction: str = "none"
     config: dict[str, Any] = field(default_factory=dict)
     cyclic: dict[str, Any] = field(default_factory=dict)
     timeout: float = 30.0
@@ -86,7 +89,8 @@ def ds_config(job: Job, world: int) -> dict[str, Any]:
     if job.rule is None:
         config["zero_allow_untested_optimizer"] = True
     else:
-        config["cyclic"] = {"enabled": True, "rule": job.rule, "timeout_seconds": job.timeout, **job.cyclic}
+        ours = {"rule": job.rule, "timeout_seconds": job.timeout, "delay_correction": job.correction}
+        config["cyclic"] = {"enabled": True, **ours, **job.cyclic}
     if job.bf16:
         config["bf16"] = {"enabled": True}
     if job.sum_fp32:
@@ -245,7 +249,13 @@ def oracle(
         grad_dtype=torch.float32 if job.sum_fp32 else None,
         warmup_steps=job.cyclic.get("warmup_steps", 0),
         rings=world // len(stages),
+        delay_correction=explicit(job.correction),
     )
+
+
+def explicit(method: str, beta1: float = 0.9) -> DelayCorrection:
+    """A correction with the numbers that the engine takes for this beta1."""
+    return DelayCorrection(method, 1.0, *coefficients(beta1))
 
 
 def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 0.0, atol: float = 0.0) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
 from deepspeed_cdp.pipeline.state import PipelineStage
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 from support.local_ring import run_ranks
 from support.optimizers import two_groups
@@ -106,6 +107,7 @@ class Case:
 
     Attributes:
         split: layers hand on tuples; flush_after: steps at whose end the run is flushed.
+        infinite: the step whose gradients are not finite.
     """
 
     stages: int
@@ -122,13 +124,23 @@ class Case:
     frozen: tuple[str, ...] = ()
     delay: float = 0.0
     offload: bool = False
+    warmup_steps: int = 0
+    infinite: int = -1
+    correction: DelayCorrection = DelayCorrection()  # noqa: RUF009  (it is frozen)
+    optimizer: Any = two_groups
     change: Any = field(default=None)
 
     @property
     def schedule(self) -> PipeSchedule:
         exact = self.clip > 0 and self.threshold in (0, 2 * self.stages - 1)
         ties = ((0, self.stages - 1),) if self.tied and self.stages > 1 else ()
-        return PipeSchedule(self.stages, self.threshold, self.rounds, self.placement, ties, exact)
+        return PipeSchedule(
+            self.stages, self.threshold, self.rounds, self.placement, ties, exact, delay_corrected=bool(self.correction)
+        )
+
+    def batch(self, step: int, q: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs, labels = batch(step, q, dtype=self.dtype)
+        return inputs, labels * (torch.inf if step == self.infinite else 1.0)
 
 
 def decay(step: int, optimizer: torch.optim.Optimizer) -> None:
@@ -158,20 +170,22 @@ def train(case: Case) -> tuple[dict[str, torch.Tensor], list[list[float]], list[
             rank,
             parts,
             loss,
-            two_groups(named),
+            case.optimizer(named),
             {p: n for n, p in named},
             transport if schedule.ranks > 1 else None,
             torch.device("cpu"),
             case.clip,
             case.sum_dtype,
+            warmup_steps=case.warmup_steps,
             offload=case.offload,
+            correction=case.correction,
         )
         if case.change:
             case.change(runtime)
         told = []
         for step in range(case.steps):
             decay(step, runtime.user_optimizer)
-            told.append(float(runtime.train(batch(step, q, dtype=case.dtype) for q in range(schedule.micro_batches))))
+            told.append(float(runtime.train(case.batch(step, q) for q in range(schedule.micro_batches))))
             if step in case.flush_after:
                 runtime.flush()
         runtime.flush()
@@ -216,15 +230,17 @@ def oracle(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
         whole,
         stages,
         case.threshold,
-        lambda t, m, r: batch(t, m * case.stages + r, dtype=case.dtype),
+        lambda t, m, r: case.batch(t, m * case.stages + r),
         lambda call, b: loss(call(b[0]), b[1]),
-        two_groups,
+        case.optimizer,
         case.steps,
         rounds=case.rounds,
         clip=case.clip,
         flush_after=case.flush_after,
         grad_dtype=case.sum_dtype,
         on_step=decay,
+        warmup_steps=case.warmup_steps,
+        delay_correction=case.correction,
     )
     means = [
         sum(trained.losses[t, m, r] for m in range(case.rounds) for r in range(case.stages)) / (case.rounds * case.stages)
@@ -233,6 +249,7 @@ def oracle(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
     return {n.removeprefix("layers."): p for n, p in trained.masters.items()}, means
 
 
-def told(means: list[float], threshold: int) -> list[float]:
+def told(means: list[float], threshold: int, warmup_steps: int = 0) -> list[float]:
     """What successive calls return: under dp each its own loss, else the first its own and each later one that before."""
-    return means if threshold == 0 else [means[0], *means[:-1]]
+    own = max(1, warmup_steps)
+    return means if threshold == 0 else [*means[:own], *means[own - 1 : -1]]

@@ -1,13 +1,15 @@
 """What the pipeline engine's tests run inside worker processes: PipelineModules, an ordinary DeepSpeed loop, the oracle."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.optim.delay_correction import resolve
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
 
 WIDTH, WORDS = 8, 12
@@ -260,13 +262,17 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
             for group in optimizer.param_groups:
                 group["lr"] = lr[step]
 
+    def make_optimizer(named: list) -> torch.optim.Optimizer:
+        return torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1)
+
+    k = threshold(job.rule, job.stages)
     result = reference.train(
         module,
         stages,
-        threshold(job.rule, job.stages),
+        k,
         lambda t, m, r: batch(t, m * job.stages + r),
         lambda call, b: loss(call(b[0]), b[1]),
-        lambda named: torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1),
+        make_optimizer,
         job.steps,
         rounds=job.rounds,
         clip=job.clip,
@@ -274,9 +280,17 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         flush_after=job.eval_after,
         grad_dtype=torch.float32 if job.sum_fp32 else None,
         on_step=on_step,
+        delay_correction=_with_numbers(
+            resolve(job.cyclic.get("delay_correction", "auto"), make_optimizer([("", nn.Parameter(torch.ones(1)))]), k)
+        ),
     )
     count = job.rounds * job.stages
     means = [
         math.fsum(result.losses[t, m, r] for m in range(job.rounds) for r in range(job.stages)) / count for t in range(job.steps)
     ]
     return result.masters, means, result.norms
+
+
+def _with_numbers(correction: DelayCorrection) -> DelayCorrection:
+    a, c = correction.weights(0.9)
+    return replace(correction, momentum=a, gradient=c)

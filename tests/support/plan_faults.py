@@ -26,6 +26,8 @@ STARTS = (Kind.GRAD_NORM, Kind.SEND_NORM, Kind.OPTIMIZER_STEP)
 def plan(name: str) -> Plan:
     """v2 with two rounds, persistent and frozen parameters; v1 and dp, which have a SEND_NORM; v2 on four ranks; one rank alone.
 
+    Stale readers of the first two read corrections.
+
     "r-NAME" is the same with all parameters on every rank (tests in test_replica_faults.py).
     """
     make, name = (ReplicatedPlan, name[2:]) if name.startswith("r-") else (Plan, name)
@@ -43,7 +45,7 @@ def plan(name: str) -> Plan:
         for i, stage in enumerate(stages)
     )
     persistent = None if name in ("dp", "four") else Unit("", 0, ("tied",), (), 512, 256)
-    return make(Schedule(len(counts), k, rounds), units, persistent, name == "keep")
+    return make(Schedule(len(counts), k, rounds), units, persistent, name == "keep", delay_corrected=name in ("v2", "v1"))
 
 
 @cache
@@ -136,6 +138,12 @@ def wrong_version(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program
             yield put(good, i, good[i]._replace(version=version))
 
 
+def wrong_copy(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
+    """The correction in the place of the version, or the other way round."""
+    if p.corrects and good[i].region in ("V", "W"):
+        yield put(good, i, good[i]._replace(region="W" if good[i].region == "V" else "V"))
+
+
 def wrong_pass(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     """Another unit, the other direction, another round."""
     a = good[i]
@@ -186,6 +194,7 @@ FAULTS = [
     wrong_offset,
     wrong_size,
     wrong_version,
+    wrong_copy,
     wrong_pass,
     swap_pushes,
     wrong_landing,

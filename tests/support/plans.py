@@ -19,16 +19,17 @@ def make(
     persistent: Unit | None = None,
     keep: bool = False,
     kind: type[Plan] = Plan,
+    corrected: bool = False,
 ) -> Plan:
     """A plan with equal units."""
     units = tuple(Unit(f"u{i}", i // per_stage, (f"w{i}",), (), p_bytes, g_bytes) for i in range(ranks * per_stage))
-    return kind(Schedule(ranks, k, rounds), units, persistent, keep)
+    return kind(Schedule(ranks, k, rounds), units, persistent, keep, delay_corrected=corrected)
 
 
 @st.composite
 def plans(draw: st.DrawFn, ranks: st.SearchStrategy[int], k: int | None = None, rounds: int | None = None) -> Plan:
     """Uneven stages of 1 to 5 units of uneven sizes, some frozen, with persistent parameters or without, keep_after_forward
-    or not."""
+    or not, with corrections or without."""
     n = draw(ranks)
     units: list[Unit] = []
     for stage in range(n):
@@ -46,4 +47,5 @@ def plans(draw: st.DrawFn, ranks: st.SearchStrategy[int], k: int | None = None, 
             )
     persistent = draw(st.sampled_from([None, PERSISTENT_UNIT, Unit("", 0, (), ("frozen",), 64, 0)]))
     k = draw(st.integers(0, 2 * n - 1)) if k is None else k
-    return Plan(Schedule(n, k, rounds or draw(st.integers(1, 3))), tuple(units), persistent, draw(st.booleans()))
+    schedule, keep, corrected = Schedule(n, k, rounds or draw(st.integers(1, 3))), draw(st.booleans()), draw(st.booleans())
+    return Plan(schedule, tuple(units), persistent, keep, delay_corrected=corrected)

@@ -60,6 +60,7 @@ SCHEMA = {
         "model": {"name": str, "parameters": int, "bytes": int, "dtype": str, "batch": str, "flops": NUMBER},
         "rule": (str, int),
         "threshold": int,
+        "delay_correction": str,
         "ranks": int,
         "rounds": int,
         "rings": int,

@@ -20,6 +20,7 @@ DEFAULTS = {
     "keep_after_forward": False,
     "min_unit_mb": 0.0,
     "warmup_steps": 0,
+    "delay_correction": "auto",
     "placement": "auto",
     "timeout_seconds": 600,
     "weights": None,

@@ -13,6 +13,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 triton = pytest.importorskip("triton")
 
 from deepspeed_cdp.optim import fused_adam  # noqa: E402
+from deepspeed_cdp.optim.delay_correction import Corrector  # noqa: E402
+from deepspeed_cdp.plan.delay_correction import DelayCorrection  # noqa: E402
 
 SHAPES = {"weight": (64, 70), "bias": (70,), "other": (5000,), "even": (2, 1024)}  # blocks that are full, and ends of them
 
@@ -31,11 +33,15 @@ def masters() -> dict[str, torch.nn.Parameter]:
     }
 
 
+@pytest.mark.parametrize("correction", [None, DelayCorrection("predict"), DelayCorrection("extrapolate", 0.7)])
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_equals_torch(kind, dtype, clip):
-    """Three steps over two units and two groups, one of them with another rate, from sums of four micro-batches."""
+def test_equals_torch(kind, dtype, clip, correction):
+    """Three steps over two units and two groups, one of them with another rate, from sums of four micro-batches.
+
+    Corrections equal those that are made without the kernel.
+    """
     ours, theirs = masters(), masters()
 
     def make(p):
@@ -46,9 +52,12 @@ def test_equals_torch(kind, dtype, clip):
         0: {n: aligned(ours[n].numel(), dtype).view(SHAPES[n]) for n in ("weight", "bias")},
         1: {n: aligned(ours[n].numel(), dtype).view(SHAPES[n]) for n in ("other", "even")},
     }
-    published = [{n: aligned(p.numel(), torch.float32).view(SHAPES[n]) for n, p in ours.items()} for _ in range(2)]
+    published, corrected = (
+        [{n: aligned(p.numel(), torch.float32).view(SHAPES[n]) for n, p in ours.items()} for _ in range(2)] for _ in range(2)
+    )
     optimizer, reference = make(ours), make(theirs)
-    adam = fused_adam.Adam(optimizer, ours, sums, published)
+    adam = fused_adam.Adam(optimizer, ours, sums, published, corrected if correction else None, correction)
+    corrector = Corrector(correction, reference) if correction else None
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     for step in range(3):
         for unit in sums.values():
@@ -61,10 +70,15 @@ def test_equals_torch(kind, dtype, clip):
             factor = None if clip is None else torch.tensor(clip)
             got = adam.update(unit, options, 0.25, factor, step % 2)
             assert float(got.sum()) == pytest.approx(want, rel=1e-5)
+        before = corrector.before(list(theirs.values())) if corrector else []
         reference.step()
+        ahead = corrector.after(list(theirs.values()), [p.grad for p in theirs.values()], before) if corrector else []
         for name, p in ours.items():
             torch.testing.assert_close(p, theirs[name], rtol=1e-6, atol=1e-7)
             assert torch.equal(published[step % 2][name], p)
+        for name, value in zip(ours, ahead):
+            torch.testing.assert_close(corrected[step % 2][name], value, rtol=1e-5, atol=1e-6)
+            assert not torch.equal(value, theirs[name])
     adam.write_step_counts()
     for name, p in ours.items():
         mine, others = optimizer.state[p], reference.state[theirs[name]]

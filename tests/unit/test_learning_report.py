@@ -8,19 +8,33 @@ import pytest
 pytest.importorskip("scipy")
 from scipy import stats  # noqa: E402
 
-from benchmarks.learning_report import compare, finished, into_document, last, read, settings, statement, tables  # noqa: E402
+from benchmarks.learning_report import (  # noqa: E402
+    compare,
+    draw,
+    finished,
+    into_document,
+    last,
+    read,
+    settings,
+    statement,
+    tables,
+)
 
 
-def rows(rule: str, values: list[float], dataset: str = "digits") -> list[dict[str, str]]:
+def rows(
+    rule: str, values: list[float], dataset: str = "digits", optimizer: str = "sgd", correction: str = "none", ranks: str = "4"
+) -> list[dict[str, str]]:
     """One evaluation at the start and one at the end, per seed."""
     common = {
         "dataset": dataset,
+        "optimizer": optimizer,
         "rate": "1",
         "rule": rule,
+        "correction": correction,
         "steps": "10",
         "test_accuracy": "0.5",
         "train_loss": "1",
-        "ranks": "4",
+        "ranks": ranks,
         "micro_batch": "8",
         "parameters": "5",
         "graph": "True",
@@ -44,7 +58,7 @@ ALIKE = [1.1, 1.9, 3.1, 3.9]
 
 def test_pairs_are_tested_as_pairs() -> None:
     """The seeds' spread, ten times the difference, does not hide it."""
-    engines = settings(rows("cdp-v2", ALIKE) + rows("dp", DP) + rows("cdp-v1", WORSE))["digits", "1"]
+    engines = settings(rows("cdp-v2", ALIKE) + rows("dp", DP) + rows("cdp-v1", WORSE))["digits", "sgd", "4", "1"]
     assert list(engines) == ["dp", "cdp-v1", "cdp-v2"]
     v1, v2 = compare(engines, "test_loss")
     expected = stats.ttest_rel(WORSE, DP)
@@ -54,7 +68,7 @@ def test_pairs_are_tested_as_pairs() -> None:
     assert v1.interval[0] < v1.bootstrap[0] <= v1.mean <= v1.bootstrap[1] < v1.interval[1]
     assert statement(v1, "test_loss", 2.5).startswith("`cdp-v1` differs from `dp`: test loss +0.5000 (+20.00% of dp's)")
     assert statement(v2, "test_loss", 2.5).startswith("No difference of `cdp-v2` from `dp` is shown")
-    same = compare(settings(rows("dp", DP) + rows("cdp-v1", DP))["digits", "1"], "test_loss")[0]
+    same = compare(settings(rows("dp", DP) + rows("cdp-v1", DP))["digits", "sgd", "4", "1"], "test_loss")[0]
     assert same.mean == 0 and same.p == 1 and not math.isnan(same.holm)
 
 
@@ -71,12 +85,43 @@ def test_what_would_have_been_seen_is_about_right() -> None:
 
 
 def test_only_common_seeds_and_finished_cases_count() -> None:
-    engines = settings(rows("dp", DP) + rows("cdp-v1", WORSE[:3]))["digits", "1"]
+    engines = settings(rows("dp", DP) + rows("cdp-v1", WORSE[:3]))["digits", "sgd", "4", "1"]
     assert compare(engines, "test_loss")[0].pairs == 3
-    assert compare(settings(rows("dp", DP[:1]) + rows("cdp-v1", WORSE))["digits", "1"], "test_loss") == []
-    assert compare(settings(rows("cdp-v1", WORSE))["digits", "1"], "test_loss") == []
+    assert compare(settings(rows("dp", DP[:1]) + rows("cdp-v1", WORSE))["digits", "sgd", "4", "1"], "test_loss") == []
+    assert compare(settings(rows("cdp-v1", WORSE))["digits", "sgd", "4", "1"], "test_loss") == []
     cut = rows("dp", DP)[:-1]
     assert last(finished(cut), "test_loss") == {"0": 1.0, "1": 2.0, "2": 3.0}
+
+
+def test_corrections_are_compared_with_dp_of_the_same_optimizer_and_ranks(tmp_path) -> None:
+    some = rows("dp", DP) + rows("cdp-v2", WORSE) + rows("cdp-v2", ALIKE, correction="predict")
+    some += rows("dp", WORSE, ranks="8") + rows("cdp-v2", WORSE, ranks="8", correction="auto")
+    some += rows("dp", DP, "gpt", "nadamw") + rows("cdp-v1", ALIKE, "gpt", "nadamw", "predict")
+    every = settings(some)
+    assert [list(engines) for engines in every.values()] == [
+        ["dp", "cdp-v2", "cdp-v2 predict"],
+        ["dp", "cdp-v2 auto"],
+        ["dp", "cdp-v1 predict"],
+    ]
+    assert [round(c.mean, 3) for engines in every.values() for c in compare(engines, "test_loss")] == [0.5, 0.0, 0.0, 0.0]
+    text = tables(some)
+    titles = [line for line in text.splitlines() if line.startswith("###")]
+    gpt = "byte-level GPT on Python's sources, NAdamW"
+    assert titles == ["### digits, ResNet-14", "### digits, ResNet-14, 8 ranks", f"### {gpt}"]
+    assert "| cdp-v2 predict | 4 | 2.5000" in text and "`cdp-v2 predict` from `dp`" in text
+    drawn = draw(some, tmp_path, kinds=("png",))
+    assert {path.name: about for path, about in drawn.items()} == {"digits.png": "digits, ResNet-14", "gpt-nadamw.png": gpt}
+
+
+def test_rows_recorded_before_corrections_are_read(tmp_path) -> None:
+    old = [
+        {k: v for k, v in row.items() if k not in ("optimizer", "correction")} for row in rows("dp", DP) + rows("dp", DP, "gpt")
+    ]
+    with (tmp_path / "rows.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(old[0]))
+        writer.writeheader()
+        writer.writerows(old)
+    assert list(settings(read(tmp_path / "rows.csv"))) == [("digits", "sgd", "4", "1"), ("gpt", "adamw", "4", "1")]
 
 
 def test_a_document_gets_a_runs_tables_and_plots(tmp_path) -> None:
@@ -101,7 +146,7 @@ def test_a_document_gets_a_runs_tables_and_plots(tmp_path) -> None:
 
 
 def test_tables_need_no_accuracy_and_no_dp(tmp_path) -> None:
-    text = tables([{**r, "test_accuracy": ""} for r in rows("cdp-v1", WORSE, "gpt")])
+    text = tables([{**r, "test_accuracy": ""} for r in rows("cdp-v1", WORSE, "gpt", "adamw")])
     assert "| cdp-v1 | 4 | 3.0000 ± 1.2675 |  |" in text and "p (Holm)" in text
-    (tmp_path / "rows.csv").write_text("a,b\n1,2\n3")
-    assert read(tmp_path / "rows.csv") == [{"a": "1", "b": "2"}]
+    (tmp_path / "rows.csv").write_text("dataset,b\ngpt,2\n3")
+    assert read(tmp_path / "rows.csv") == [{"dataset": "gpt", "b": "2", "optimizer": "adamw", "correction": "none"}]

@@ -7,9 +7,12 @@ import torch
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.optim.offload import OffloadedOwner
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
+from support.optimizers import sgd
 from support.pipe_threads import Case, farthest, oracle, told, train
 
 PLACEMENTS = ("pipeline", "pyramid", "single")
+EXTRAPOLATE, PREDICT = DelayCorrection("extrapolate"), DelayCorrection("predict", momentum=0.2, gradient=0.12)
 COVER = [{}, {"tied": True, "clip": 0.05}, {"rounds": 2, "clip": 0.05, "flush_after": (1,)}]
 
 
@@ -19,7 +22,7 @@ def check(case: Case, tolerance: float = 0.0) -> None:
     assert farthest(masters, want) <= tolerance, case
     for rank in losses:  # every rank tells the same
         assert rank == losses[0]
-        assert rank == pytest.approx(told(means, case.threshold), rel=1e-6), case
+        assert rank == pytest.approx(told(means, case.threshold, case.warmup_steps), rel=1e-6, nan_ok=True), case
 
 
 @pytest.mark.sampled(2)
@@ -54,6 +57,45 @@ def test_ranks_that_dawdle_change_nothing(placement):
     check(Case(3, 2, placement, tied=True, delay=0.002), 1e-7)
 
 
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+def test_corrections_equal_the_oracle(stages, placement):
+    """Every threshold; under ``dp`` a correction changes nothing."""
+    for number, threshold in enumerate(range(2 * stages)):
+        more = COVER[(number + stages) % 3] if threshold not in (stages - 1, 2 * stages - 1) else None
+        for extra in COVER if more is None else [more]:
+            correction = (EXTRAPOLATE, PREDICT)[(number + len(extra)) % 2]
+            case = Case(stages, threshold, placement, correction=correction, **extra)
+            check(case, 1e-6 if extra.get("tied") else 0.0)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(3, 2, warmup_steps=2, correction=PREDICT, clip=0.05),
+        Case(3, 5, warmup_steps=2, correction=PREDICT, flush_after=(2,)),
+        Case(2, 1, warmup_steps=1, correction=EXTRAPOLATE, tied=True),
+        Case(2, 3, warmup_steps=2, correction=EXTRAPOLATE, rounds=2),
+        Case(2, 3, flush_after=(0, 1, 3), correction=PREDICT),
+        Case(2, 3, correction=EXTRAPOLATE, clip=0.05, infinite=2),
+        Case(3, 5, correction=PREDICT, clip=0.05, infinite=2),
+        Case(2, 1, correction=PREDICT, optimizer=sgd),
+        Case(2, 3, correction=PREDICT, optimizer=sgd),
+        Case(3, 4, correction=PREDICT, dtype=torch.bfloat16, sum_dtype=torch.float32, clip=0.05),
+        Case(3, 5, correction=EXTRAPOLATE, dtype=torch.bfloat16, frozen=("1.gain", "2.0.weight")),
+    ],
+)
+def test_corrections_with_everything_else(case, placement):
+    check(replace(case, placement=placement), 1e-6 if case.tied else 0.0)
+
+
+@pytest.mark.parametrize("threshold", [2, 5])
+def test_ranks_that_dawdle_do_not_change_corrections(threshold):
+    check(Case(3, threshold, "pyramid", correction=PREDICT, delay=0.002))
+
+
 # ---- broken on purpose ------------------------------------------------------------------------------------------------------
 def differs(case: Case) -> bool:
     masters, _, _ = train(case)
@@ -65,12 +107,59 @@ def test_the_newest_version_in_the_place_of_the_rules_shows(placement):
     def change(runtime):
         def bind(i):  # forwards take what is newest, backwards what they should
             for u in runtime.schedule.units_at(i.stage):
-                runtime._waits.pop(("weights", u, i.version), None)
-                runtime.units[u].bind(i.step if i.name == "forward" else i.version)
+                copy = runtime.schedule.copy(u, i.step if i.name == "forward" else i.version, False)
+                runtime._waits.pop(("weights", u, copy), None)
+                runtime.units[u].bind(copy)
 
         runtime._bind = bind
 
     assert differs(Case(3, 5, placement, change=change)) and not differs(Case(3, 5, placement))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("mistake", "threshold"), [("fresh readers", 2), ("stale readers", 2), ("version", 2), ("version", 5), ("start", 2)]
+)
+def test_a_correction_in_the_wrong_place_shows(placement, mistake, threshold):
+    """Under K = 5 nobody reads fresh, and corrections overwrite the versions."""
+
+    def change(runtime):
+        def bind(i):
+            schedule = runtime.schedule
+            for u in schedule.units_at(i.stage):
+                home = schedule.units[u][0]
+                version, corrected = schedule.version(i.step, i.micro, home), schedule.corrected(i.micro, home)
+                if mistake == "version":
+                    version += corrected
+                else:
+                    corrected = mistake == "fresh readers"
+                copy = schedule.copy(u, version, corrected)
+                runtime._waits.pop(("weights", u, copy), None)
+                runtime.units[u].bind(copy)
+
+        if mistake == "start":  # step 1 has no correction of version 0
+            for unit in runtime.units.values():
+                unit.fill = lambda copy: None
+        else:
+            runtime._bind = bind
+
+    case = Case(3, threshold, placement, correction=PREDICT, flush_after=(1,))
+    assert differs(replace(case, change=change)) and not differs(case)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_flush_that_leaves_corrections_shows(placement):
+    def change(runtime):
+        runtime._publish = lambda i: None
+
+    with pytest.raises(AssertionError):  # ``train`` compares every copy with the masters
+        train(Case(3, 5, placement, correction=PREDICT, change=change))
+
+
+@pytest.mark.parametrize("threshold", [2, 5])
+def test_a_correction_that_is_left_out_shows(threshold):
+    plain, corrected = (Case(3, threshold, correction=c) for c in (DelayCorrection(), PREDICT))
+    assert farthest(train(plain)[0], oracle(corrected)[0]) > 1e-5
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
@@ -96,8 +185,10 @@ def test_a_tied_gradient_that_is_left_out_shows(placement):
         Case(2, 3, tied=True, clip=0.5),
         Case(3, 2, "single", rounds=2),
         Case(2, 1, "pyramid", dtype=torch.bfloat16, sum_dtype=torch.float32),
+        Case(3, 2, "pyramid", clip=0.5, correction=PREDICT, flush_after=(2,), warmup_steps=1),
+        Case(3, 5, dtype=torch.bfloat16, correction=EXTRAPOLATE, flush_after=(2,), warmup_steps=1),
+        Case(2, 3, "single", clip=0.5, correction=PREDICT, infinite=2),
     ],
-    ids=str,
 )
 def test_offloading_changes_no_bit(case: Case):
     plain, told, _ = train(case)

@@ -26,6 +26,25 @@ def test_every_threshold_runs_with_blocking_sends_and_a_barrier_after_each_step(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_corrections_with_every_threshold(stages, placement):
+    for k in range(2 * stages):
+        exact, rounds = k in (0, 2 * stages - 1), 1 + (k + stages) % 2 * (stages < 5)
+        for alone in (False, True):
+            dry_run(PipeSchedule(stages, k, rounds, placement, ties(stages), exact, alone, True), barriers=not alone)
+
+
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_copies_of_weights(stages):
+    """Stage s reads stale if K > s. With a correction it then keeps a third copy, unless nobody reads fresh."""
+    for k in range(2 * stages):
+        plain, corrected = PipeSchedule(stages, k), PipeSchedule(stages, k, delay_corrected=True)
+        for s in range(stages):
+            assert plain.copies(s) == (2 if k > s else 1)
+            assert corrected.copies(s) == (1 if k <= s else 2 if k == 2 * stages - 1 else 3)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_accumulation_and_no_barriers(stages, placement):
     for k in range(2 * stages):
@@ -195,3 +214,60 @@ def test_messages_in_another_order_are_found():
 
     text = broken(PipeSchedule(3, 2), change)
     assert "deadlock" in text or "has no gradient" in text
+
+
+# ---- corrections, broken on purpose -----------------------------------------------------------------------------------------
+def corrected(k: int, placement: str = "pyramid") -> PipeSchedule:
+    return PipeSchedule(3, k, 1, placement, ((0, 2),), delay_corrected=True)
+
+
+def swapped(name: str, from_step: int = 2):
+    """Versions and their corrections change places in these instructions."""
+
+    def change(rank, instructions):
+        return [i._replace(corrected=not i.corrected) if i.name == name and i.version >= from_step else i for i in instructions]
+
+    return change
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("k", [1, 2, 4, 5])
+@pytest.mark.parametrize("name", ["forward", "backward"])
+def test_passes_that_say_versions_for_corrections_are_found(name, k, placement):
+    assert "does not say the rule's version" in broken(corrected(k, placement), swapped(name))
+
+
+@pytest.mark.parametrize("k", [2, 5])
+@pytest.mark.parametrize("name", ["send_weights", "recv_weights"])
+def test_messages_with_versions_for_corrections_are_found(name, k):
+    text = broken(corrected(k), swapped(name))
+    assert "holds" in text and "correction of version 2" in text or "corrected" in text, text
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_rule_that_takes_corrections_for_versions_is_found(placement, monkeypatch):
+    rule = PipeSchedule.corrected
+    monkeypatch.setattr(PipeSchedule, "corrected", lambda self, micro, stage: not rule(self, micro, stage))
+    assert "does not say the rule's version" in broken(corrected(2, placement), None)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("k", "copies"), [(2, 2), (2, 1), (5, 1)])
+def test_fewer_copies_than_corrections_need_are_found(k, copies, placement, monkeypatch):
+    monkeypatch.setattr(PipeSchedule, "copies", lambda self, unit: copies)
+    text = broken(corrected(k, placement), None)
+    assert any(words in text for words in ("is in use by", "lacks", "holds the correction")), text
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_flush_that_leaves_corrections_is_found(placement):
+    text = broken(corrected(5, placement), without("publish"))
+    assert "without version 4" in text or "holds the correction of version 4" in text
+
+
+def test_only_a_flush_sends_versions_that_nobody_reads():
+    cursors = [ProgramCursor(corrected(5), rank) for rank in range(6)]
+    calls = [i for cursor in cursors for _ in range(3) for i in cursor.call()]
+    ends = [i for cursor in cursors for i in cursor.rest()]
+    assert {i.corrected for i in calls if i.name == "send_weights"} == {True}
+    assert [i.version for i in ends if i.name == "send_weights" and not i.corrected] == [3] * 6

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from deepspeed_cdp.analysis.reference import train, version
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -161,6 +162,109 @@ def test_v2_by_hand():
         a, old_a, b = a - 0.1 * grad_a, a, b - 0.1 * grad_b
     assert got.masters["a"].item() == pytest.approx(a, rel=1e-5)
     assert got.masters["b"].item() == pytest.approx(b, rel=1e-5)
+
+
+@pytest.mark.parametrize("method", ["extrapolate", "predict"])
+@pytest.mark.parametrize("flush_after", [(), (2,)])
+def test_corrections_with_sgd_by_hand(method, flush_after):
+    """Two stages a, b; f_r = x_r a b. N = 2, K = 1: rank 0 reads a correction of a, all others read what is new."""
+
+    class Product(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.tensor(1.0)), nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, x):
+            return x * self.a * self.b
+
+    got = train(
+        Product(),
+        [["a"], ["b"]],
+        1,
+        lambda t, m, r: 1.0 + r,
+        lambda call, x: call(x),
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.5),
+        5,
+        delay_correction=DelayCorrection(method, updates=0.7, momentum=0.3, gradient=0.2),
+        flush_after=flush_after,
+    )
+    a, b = [1.0], [2.0]
+    buffer_a = buffer_b = 0.0
+    correction = [1.0]  # of a[t]
+    for t in range(5):
+        reads = a[t] if t == 0 or t - 1 in flush_after else correction[t - 1]
+        assert got.losses[t, 0, 0] == pytest.approx(1.0 * reads * b[t], rel=1e-5)
+        assert got.losses[t, 0, 1] == pytest.approx(2.0 * a[t] * b[t], rel=1e-5)
+        grad_a, grad_b = (1.0 * b[t] + 2.0 * b[t]) / 2, (1.0 * reads + 2.0 * a[t]) / 2
+        buffer_a, buffer_b = 0.5 * buffer_a + grad_a, 0.5 * buffer_b + grad_b
+        a.append(a[t] - 0.1 * buffer_a)
+        b.append(b[t] - 0.1 * buffer_b)
+        ahead = 0.7 * (a[t] - a[t + 1]) if method == "extrapolate" else 0.1 * (0.3 * buffer_a + 0.2 / (1 - 0.5) * grad_a)
+        correction.append(a[t + 1] if t in flush_after else a[t + 1] - ahead)
+    assert got.masters["a"].item() == pytest.approx(a[-1], rel=1e-5)
+    assert got.masters["b"].item() == pytest.approx(b[-1], rel=1e-5)
+
+
+def test_predict_with_adamw_by_hand():
+    """f = (w x)^2 / 2 of one weight, K = 1 on one rank: every reader reads what was made of the version before."""
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(net.weight, 1.0)
+    rates = [0.1, 0.05, 0.2, 0.1, 0.1]
+
+    def set_rate(step, optimizer):
+        optimizer.param_groups[0]["lr"] = rates[step]
+
+    got = train(
+        net,
+        [["weight"]],
+        1,
+        lambda t, m, r: torch.tensor([[1.0 + t]]),
+        lambda call, x: call(x).square().sum() / 2,
+        lambda named: torch.optim.AdamW([p for _, p in named], betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1),
+        5,
+        clip=3.0,
+        on_step=set_rate,
+        delay_correction=DelayCorrection("predict", momentum=0.3, gradient=0.2),
+    )
+    now = before = 1.0  # before: the correction of the version before
+    correction = 1.0
+    m = v = 0.0
+    for t, rate in enumerate(rates):
+        g = before * (1.0 + t) ** 2
+        g /= max(1.0, (abs(g) + 1e-6) / 3.0)
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        first, denominator = 1 - 0.9 ** (t + 1), (v / (1 - 0.99 ** (t + 1))) ** 0.5 + 1e-3
+        now = now * (1 - rate * 0.1) - rate * m / first / denominator
+        before, correction = correction, now - rate * (0.3 * m / first + 0.2 * g) / denominator
+    assert got.masters["weight"].item() == pytest.approx(now, rel=1e-4)
+    with pytest.raises(ValueError, match="needs numbers for momentum and gradient"):
+        train(make(), stages(make(), 1), 1, batch, mse, adamw, 1, delay_correction=DelayCorrection("predict"))
+
+
+def test_a_skipped_update_is_its_own_correction():
+    """fp16, K = 1 on one rank: step 1 overflows, so step 2 still reads a correction, and step 3 the version itself."""
+
+    class Scaler:
+        loss_scale = 1.0
+
+        def update_scale(self, overflow):
+            pass
+
+    net = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(net.weight, 1.0)
+    got = train(
+        net,
+        [["weight"]],
+        1,
+        lambda t, m, r: torch.tensor([[float("inf") if t == 1 else 1.0]]),
+        lambda call, x: call(x).sum(),
+        lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.5),
+        4,
+        scaler=Scaler(),
+        delay_correction=DelayCorrection("predict", momentum=0.3, gradient=0.2),
+    )
+    assert got.overflows == [False, True, False, False]
+    assert [got.losses[t, 0, 0] for t in (0, 2, 3)] == pytest.approx([1.0, 0.9 - 0.1 * (0.3 + 0.2 / 0.5), 0.9], rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))

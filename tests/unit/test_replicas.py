@@ -68,26 +68,31 @@ def test_later_steps_repeat_the_steady_one(plan: Plan) -> None:
             assert tuple(a._replace(time=a.time - (step - 1) * period) for a in later) == steady
 
 
+@pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize(("ranks", "k", "rounds"), [(n, k, m) for n in range(1, 6) for k in range(2 * n) for m in (1, 2, 3)])
-def test_a_replica_changes_where_the_schedule_changes_version(ranks: int, k: int, rounds: int) -> None:
+def test_a_replica_changes_where_the_schedule_changes_version(ranks: int, k: int, rounds: int, corrected: bool) -> None:
     """Micro-batch by micro-batch; each version once, and each in time for the next rank to have it two positions later."""
-    plan = make(ranks, k, rounds, kind=ReplicatedPlan)
+    plan = make(ranks, k, rounds, kind=ReplicatedPlan, corrected=corrected)
     s = plan.schedule
     for rank in range(ranks):
         for stage in range(ranks):
-            has, came = 0, []
+            has, came = (0, False), []
             for step in range(5):
                 for m in range(rounds):
                     new = plan.refreshed_version(step, m, rank, stage)
-                    came += [] if new is None else [new]
-                    has = has if new is None else new
-                    assert has == s.version(step, m, rank, stage), (rank, stage, step, m)
-            assert came == list(range(came[0], came[-1] + 1)) and came[0] in (0, 1)
-            sender = plan.sender(rank, stage)
-            if sender is not None and plan.first_readers[stage] != rank:
-                (a, m), (b, n) = plan.first_reads[sender, stage], plan.first_reads[rank, stage]
-                gap = s.start(b + 1, n, rank) - s.start(a + 1, m, sender)
-                assert gap == 2 if rank or k >= ranks - 1 else gap >= 2
+                    if new is not None:
+                        has = new, plan.is_corrected(step - new)
+                        came.append(has)
+                    version = s.version(step, m, rank, stage)
+                    assert has == (version, plan.is_corrected(step - version)) or step == 0, (rank, stage, step, m)
+            for kind in {c for _, c in came}:
+                versions = [v for v, c in came if c == kind]
+                assert versions == list(range(versions[0], versions[-1] + 1)) and versions[0] in (0, 1)
+                sender = plan.sender(rank, stage, int(kind))
+                if sender is not None and plan.first_readers[stage, kind] != rank:
+                    (a, m), (b, n) = plan.first_reads[sender, stage, kind], plan.first_reads[rank, stage, kind]
+                    gap = s.start(b + 1, n, rank) - s.start(a + 1, m, sender)
+                    assert gap == 2 if rank or k >= ranks - 1 else gap >= 2
 
 
 def counted(run, rank: int, step: int) -> dict[str, int]:

@@ -123,10 +123,10 @@ def test_a_wrong_version_is_seen():
     def late(runtime):
         publish, calls = runtime.owner.publish, []
 
-        def skip_third(slot, unit=None):
+        def skip_third(slot, *values):
             calls.append(slot)
             if len(calls) != 3 or runtime.executor.rank:
-                publish(slot, unit)
+                publish(slot, *values)
 
         runtime.owner.publish = skip_third
 

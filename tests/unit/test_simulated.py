@@ -9,6 +9,7 @@ from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.analysis.learning_simulator import Simulator, stages_of, threshold_of
 from deepspeed_cdp.model.discover import Example
 from deepspeed_cdp.plan import schedule
+from deepspeed_cdp.plan.delay_correction import DelayCorrection, coefficients
 from support.models import build
 
 STEPS = 7
@@ -31,26 +32,39 @@ def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
 
-@pytest.mark.parametrize(
-    "kind, ranks, rule, rounds, clip, optimizer",
-    [
-        ("mlp", 1, "cdp-v2", 1, 0.0, sgd),
-        ("mlp", 2, "cdp-v1", 1, 0.0, sgd),
-        ("mlp", 3, "cdp-v2", 1, 0.3, adamw),
-        ("mlp", 3, 4, 2, 0.3, sgd),
-        ("mlp", 4, "dp", 2, 0.3, adamw),
-        ("mlp", 4, "cdp-v1", 2, 0.3, adamw),
-        ("mlp", 4, 1, 1, 0.3, sgd),
-        ("conv", 3, "cdp-v2", 2, 0.0, sgd),
-        ("conv", 2, "dp", 1, 0.0, adamw),
-        ("rooted", 4, "cdp-v2", 1, 0.3, adamw),
-        ("routed", 3, "cdp-v2", 1, 0.0, adamw),
-    ],
-)
-def test_equals_the_oracle_bit_for_bit(kind, ranks, rule, rounds, clip, optimizer) -> None:
-    module = build(kind)
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.05, amsgrad=True)
+
+
+def nadam(parameters):
+    return torch.optim.NAdam(parameters, lr=0.01, weight_decay=0.05, decoupled_weight_decay=True, momentum_decay=1e6)
+
+
+def adamax(parameters):
+    return torch.optim.Adamax(parameters, lr=0.01, betas=(0.8, 0.99), weight_decay=0.05, maximize=True)
+
+
+def muon(parameters):
+    return torch.optim.Muon(parameters, lr=0.01)
+
+
+def matrices() -> nn.Module:
+    """Muon takes nothing else."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+
+
+def equals_the_oracle(
+    kind, ranks, rule, rounds, clip, optimizer, setting="none", corrects=None, warmup=0, flush_after=(3,)
+) -> None:
+    """Losses, masters and buffers of a training with a moving learning rate, bit for bit.
+
+    Args:
+        setting: the simulator's ``delay_correction``.
+        corrects: the oracle's.
+    """
+    module = matrices() if kind == "matrices" else build(kind)
     stages = stages_of(module, ranks)
-    flush_after = (3,)
 
     def set_rate(step, optimizer):
         for group in optimizer.param_groups:
@@ -68,8 +82,12 @@ def test_equals_the_oracle_bit_for_bit(kind, ranks, rule, rounds, clip, optimize
         clip=clip,
         flush_after=flush_after,
         on_step=set_rate,
+        warmup_steps=warmup,
+        delay_correction=corrects,
     )
-    ring = Simulator(module, optimizer(module.parameters()), stages, rule, clip=clip)
+    ring = Simulator(
+        module, optimizer(module.parameters()), stages, rule, clip=clip, warmup_steps=warmup, delay_correction=setting
+    )
     for step in range(STEPS):
         set_rate(step, ring.optimizer)
         losses = ring.step([batch(kind, step, rnd, rank) for rnd in range(rounds) for rank in range(ranks)], loss)
@@ -81,6 +99,63 @@ def test_equals_the_oracle_bit_for_bit(kind, ranks, rule, rounds, clip, optimize
         assert torch.equal(got[name], value), name
     for name, value in module.named_buffers():  # rank 0's
         assert torch.equal(value, expected.buffers[0][name]), name
+
+
+@pytest.mark.parametrize(
+    "kind, ranks, rule, rounds, clip, optimizer",
+    [
+        ("mlp", 1, "cdp-v2", 1, 0.0, sgd),
+        ("mlp", 2, "cdp-v1", 1, 0.0, sgd),
+        ("mlp", 3, "cdp-v2", 1, 0.3, adamw),
+        ("mlp", 3, 4, 2, 0.3, sgd),
+        ("mlp", 4, "dp", 2, 0.3, adamw),
+        ("mlp", 4, "cdp-v1", 2, 0.3, adamw),
+        ("mlp", 4, 1, 1, 0.3, sgd),
+        ("conv", 3, "cdp-v2", 2, 0.0, sgd),
+        ("conv", 2, "dp", 1, 0.0, adamw),
+        ("rooted", 4, "cdp-v2", 1, 0.3, adamw),
+        ("routed", 3, "cdp-v2", 1, 0.0, adamw),
+    ],
+)
+def test_equals_the_oracle_bit_for_bit(kind, ranks, rule, rounds, clip, optimizer) -> None:
+    equals_the_oracle(kind, ranks, rule, rounds, clip, optimizer)
+
+
+@pytest.mark.parametrize("method", ["extrapolate", "predict"])
+@pytest.mark.parametrize("optimizer", [adamw, adam, nadam, adamax, sgd])
+@pytest.mark.parametrize(
+    "kind, ranks, rule, rounds, clip, warmup, flush_after",
+    [
+        ("mlp", 3, "cdp-v1", 1, 0.0, 0, ()),
+        ("mlp", 3, "cdp-v2", 2, 0.3, 0, (3,)),
+        ("mlp", 4, "cdp-v1", 2, 0.3, 2, (4,)),
+        ("conv", 3, "cdp-v2", 1, 0.3, 2, ()),
+        ("rooted", 4, 2, 1, 0.3, 0, (0, 4)),
+    ],
+)
+def test_corrections_equal_the_oracle_bit_for_bit(
+    kind, ranks, rule, rounds, clip, warmup, flush_after, optimizer, method
+) -> None:
+    block = (
+        {"method": "extrapolate", "updates": 0.7} if method == "extrapolate" else dict(method=method, momentum=0.3, gradient=0.2)
+    )
+    equals_the_oracle(kind, ranks, rule, rounds, clip, optimizer, block, DelayCorrection(**block), warmup, flush_after)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
+@pytest.mark.parametrize("setting, updates", [("auto", 1.0), ({"method": "extrapolate", "updates": 0.5}, 0.5)])
+def test_muon_is_extrapolated(setting, updates) -> None:
+    equals_the_oracle("matrices", 2, "cdp-v2", 1, 0.3, muon, setting, DelayCorrection("extrapolate", updates=updates))
+
+
+def test_auto_and_coefficients() -> None:
+    """Unless they are set, coefficients follow from the momentum; SGD keeps the paper's rule, as does dp."""
+    for optimizer, beta1 in ((adamw, 0.9), (adamax, 0.8)):
+        a, c = coefficients(beta1)
+        for setting in ("auto", "predict"):
+            equals_the_oracle("mlp", 3, "cdp-v1", 1, 0.0, optimizer, setting, DelayCorrection("predict", momentum=a, gradient=c))
+    equals_the_oracle("mlp", 3, "cdp-v1", 1, 0.0, sgd, "auto")
+    equals_the_oracle("mlp", 3, "dp", 1, 0.0, adamw, "predict")
 
 
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
@@ -116,6 +191,32 @@ def test_after_warming_up_it_is_the_oracle_started_there(rule) -> None:
     for step in range(6):
         ring.step([batch("mlp", step, 0, r) for r in range(3)], loss)
     assert all(torch.equal(p, then.masters[n]) for n, p in module.named_parameters())
+
+
+@pytest.mark.parametrize("setting", ["none", "extrapolate", "predict"])
+def test_a_step_reads_the_corrections_of_the_version_before(setting) -> None:
+    """In step t, theta_t where fresh; else what was made of theta_{t-1}, theta_0 itself at first and after the warm-up."""
+    module = build("mlp")
+    stages = stages_of(module, 2)
+    ring = Simulator(module, adamw(module.parameters()), stages, "cdp-v2", warmup_steps=2, delay_correction=setting)
+    first = stages[0][0]
+    thetas, read = [], []
+
+    def look(module, data):
+        read.append(module.get_parameter(first).detach().clone())
+        return loss(module, data)
+
+    for step in range(6):
+        thetas.append(module.get_parameter(first).detach().clone())
+        ring.step([batch("mlp", step, 0, r) for r in range(2)], look)
+    stale, fresh = read[::2], read[1::2]  # rank 0 reads stage 0 stale, rank 1 fresh
+    for t in range(6):
+        assert torch.equal(fresh[t], thetas[t])
+        assert torch.equal(stale[t], thetas[t]) == (t <= 2)
+        if t > 2:
+            assert torch.equal(stale[t], thetas[t - 1]) == (setting == "none" or t == 3)
+        if t > 3 and setting == "extrapolate":
+            assert torch.equal(stale[t], thetas[t - 1] + (thetas[t - 1] - thetas[t - 2]))
 
 
 def test_the_paper_has_more_ranks_than_stages() -> None:
@@ -188,6 +289,8 @@ def test_what_is_wrong_is_said() -> None:
         Simulator(module, sgd(module.parameters()), stages, "cdp-v3")
     with pytest.raises(ValueError, match="K from 0 to 3 with 2 ranks and 2 stages"):
         Simulator(module, sgd(module.parameters()), stages, 4)
+    with pytest.raises(ValueError, match="'predict' and the optimizer Adagrad, whose next step is not known"):
+        Simulator(module, torch.optim.Adagrad(module.parameters()), stages, delay_correction="predict")
     with pytest.raises(ValueError, match="warmup_steps -1"):
         Simulator(module, sgd(module.parameters()), stages, warmup_steps=-1)
     with pytest.raises(ValueError, match="got 3 micro-batches for 2 ranks"):

@@ -224,7 +224,7 @@ class Simulation:
     def _region(self, region: str, step: int, round: int, version: int) -> str:
         if region == "H":
             return f"H{(step * self.plan.schedule.rounds + round) % 2}"
-        return f"V{(step + version) % self.plan.copies}" if region == "V" else region
+        return self.plan.region_of(region, step + version)
 
     def _reading(self, rank: _RankClocks, region: str, offset: int, nbytes: int, now: float) -> list[_Transfer]:
         """The pushes that may still read from these bytes; pushes known to be over are forgotten."""
@@ -397,11 +397,12 @@ class Simulation:
             rank.passes = max(rank.passes, clock)
 
     def _free_copy(self, rank: _RankClocks, a: Action, unit: int | None = None) -> float | None:
-        """The time from which no push reads the published copy (of one unit, or all) that is written next."""
-        region, at, nbytes = f"V{(rank.step + a.version + 1) % self.plan.copies}", 0, 1 << 62
-        if unit is not None:
-            at, nbytes = self.plan.v_layout(self.plan.unit(unit).stage)[0][unit], self.plan.unit(unit).p_bytes
-        return self._free(rank, region, at, nbytes, max(self._owner_clock(rank), rank.own_read_end))
+        """The time from which no push reads the published copies (of one unit, or all) that are written next."""
+        clock: float | None = max(self._owner_clock(rank), rank.own_read_end)
+        for region, offsets in self.plan.written(rank.step + a.version + 1, self.plan.schedule.owned(rank.number)):
+            at, nbytes = (0, 1 << 62) if unit is None else (offsets[unit], self.plan.unit(unit).p_bytes)
+            clock = None if clock is None else self._free(rank, region, at, nbytes, clock)
+        return clock
 
 
 def _reserve(busy: list[tuple[float, float]], ready: float, took: float) -> float:

@@ -1,0 +1,121 @@
+"""Estimates of the next version for stale readers, from an optimizer's state right after its step (plan/delay_correction.py).
+
+``predict`` needs to know the optimizer's formula. With m, v and g of the step just made:
+
+==========================================  =========================================================================
+Adam, AdamW, NAdam, DeepSpeed's Adams       theta - lr (a m / (1 - b1^t) + c g) / (sqrt(v / (1 - b2^t)) + eps)
+Adamax                                      theta - lr (a m + c g) / ((1 - b1^t) u)
+SGD with momentum mu                        theta - lr (a buffer + c g / (1 - mu)): the buffer is m / (1 - mu), and b1 is mu
+==========================================  =========================================================================
+
+Decoupled decay of weights is left out: it moves them by lr times decay, far below the rest. All other optimizers (Muon, Lion,
+Adagrad, those of libraries) are extrapolated, which needs no formula, and one more copy of a unit during its update.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deepspeed_cdp.plan.delay_correction import DelayCorrection, parsed
+
+_ADAM = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "torch.optim.nadam.NAdam")
+_DEEPSPEED = ("deepspeed.ops.adam.fused_adam.FusedAdam", "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam")
+_FAMILIES = dict.fromkeys(_ADAM + _DEEPSPEED, "adam") | {"torch.optim.adamax.Adamax": "adamax", "torch.optim.sgd.SGD": "sgd"}
+
+
+def family(optimizer: torch.optim.Optimizer) -> str:
+    """The formula that ``predict`` uses: "adam", "adamax" or "sgd"; "" if it knows none for this class."""
+    return _FAMILIES.get(f"{type(optimizer).__module__}.{type(optimizer).__name__}", "")
+
+
+def resolve(setting: str | Mapping[str, Any], optimizer: torch.optim.Optimizer, threshold: int) -> DelayCorrection:
+    """The correction for this optimizer under K = ``threshold``; without stale readers (K = 0) none.
+
+    Raises:
+        ValueError: ``predict`` is set, and this optimizer's formula is not known.
+    """
+    if threshold == 0:
+        return DelayCorrection()
+    known = family(optimizer)
+    correction = chosen(setting, known)
+    if correction.method == "predict" and not known:
+        raise ValueError(
+            f"cyclic.delay_correction is 'predict' and the optimizer {type(optimizer).__name__}, whose next step is not known; "
+            f"allowed are Adam, AdamW, NAdam, Adamax, SGD and DeepSpeed's Adams; use 'extrapolate' or 'auto'"
+        )
+    return correction
+
+
+def chosen(setting: str | Mapping[str, Any], family: str) -> DelayCorrection:
+    """The correction that a setting means for a family of optimizers.
+
+    ``auto`` is ``predict`` for Adam's family, ``none`` for SGD and ``extrapolate`` for others, as docs/learning.md measures them.
+    """
+    if setting == "auto":
+        return DelayCorrection({"adam": "predict", "adamax": "predict", "sgd": "none"}.get(family, "extrapolate"))
+    return parsed(setting)
+
+
+class Corrector:
+    """Makes the estimates for an optimizer's parameters."""
+
+    def __init__(self, correction: DelayCorrection, optimizer: torch.optim.Optimizer):
+        self.correction, self._optimizer = correction, optimizer
+        self._family = family(optimizer)
+
+    def before(self, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Call it before the step; ``after`` needs the result."""
+        needed = self.correction.method == "extrapolate" or any(map(self._coupled_decay, self._optimizer.param_groups))
+        return [p.detach().clone() for p in parameters] if needed else []
+
+    @torch.no_grad()
+    def after(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
+        """The estimates, fp32, right after the step that used these gradients; group options are still those of the step."""
+        if self.correction.method == "extrapolate":
+            return [p + (p - old).mul_(self.correction.updates) for p, old in zip(parameters, before)]
+        groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+        ahead = []
+        for p, gradient, *old in zip(parameters, gradients, *([before] if before else ())):
+            group = groups[p]
+            if group.get("maximize"):
+                gradient = -gradient
+            if decay := self._coupled_decay(group):
+                gradient = gradient.add(old[0], alpha=decay)
+            ahead.append(p - self._step(group, self._optimizer.state[p], gradient))
+        return ahead
+
+    def _coupled_decay(self, group: dict[str, Any]) -> float:
+        """The decay of weights that the optimizer adds to the gradient: what is not in the gradient is not in v, and may be far
+        above its root."""
+        optimizer = self._optimizer
+        decoupled = group.get("decoupled_weight_decay") or getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")
+        return 0.0 if decoupled or self._family == "sgd" else group.get("weight_decay", 0.0)
+
+    def _step(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
+        """The next step as far as it is expected."""
+        lr = group["lr"]
+        if self._family == "sgd":
+            a, c = self.correction.weights(group["momentum"])
+            buffer = state.get("momentum_buffer")
+            ahead = gradient.mul(c / (1.0 - group["momentum"]))
+            return (ahead if buffer is None else ahead.add_(buffer, alpha=a)).mul_(lr)
+        beta1, beta2 = group["betas"]
+        a, c = self.correction.weights(beta1)
+        corrects = group.get("bias_correction", True)
+        count = self._count(group, state)
+        first, second = (1.0 - beta1**count, 1.0 - beta2**count) if corrects else (1.0, 1.0)
+        if self._family == "adamax":
+            ahead = state["exp_avg"].mul(a).add_(gradient, alpha=c).div_(state["exp_inf"])
+            return ahead.mul_(lr / first)
+        square = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
+        denominator = square.sqrt().div_(second**0.5).add_(group["eps"])
+        return state["exp_avg"].mul(a / first).add_(gradient, alpha=c).div_(denominator).mul_(lr)
+
+    def _count(self, group: dict[str, Any], state: dict[str, Any]) -> Any:
+        """Steps so far: a number, or a tensor on a device for which the host does not wait."""
+        count = state["step"]
+        if type(self._optimizer).__name__ == "FusedAdam":  # DeepSpeed's counts in the state of a group's last parameter only
+            count = max(self._optimizer.state[p].get("step", 0) for p in group["params"])
+        return float(count) if not isinstance(count, Tensor) or count.device.type == "cpu" else count
