@@ -27,8 +27,8 @@ class Job:
     Attributes:
         name: compute, ddp, fsdp2, zero1, zero2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-replicas: every rank keeps all
             parameters (under ZeRO stage 1); cdp-...-keep: with keep_after_forward; cdp-...-minS: with min_unit_mb S;
-            cdp-...-unfused: gradients are added after the products that make them; cdp-...-nccl: hand-offs over NCCL even where
-            peer copies would do; zero3...-offload, cdp-...-offload: with the
+            cdp-...-unfused: gradients are added after the products that make them; cdp-...-uncorrected: with delay_correction
+            none; cdp-...-nccl: hand-offs over NCCL even where peer copies would do; zero3...-offload, cdp-...-offload: with the
             optimizer in host memory, stepped by DeepSpeedCPUAdam.
         dtype: of the passes.
         compiled: torch.compile every decoder layer.
@@ -152,6 +152,7 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     name, cuda, offload = job.name.removesuffix("-offload"), job.device.type == "cuda", job.name.endswith("-offload")
     name, over_nccl = name.removesuffix("-nccl"), name.endswith("-nccl")
     name, unfused = name.removesuffix("-unfused"), name.endswith("-unfused")
+    name, uncorrected = name.removesuffix("-uncorrected"), name.endswith("-uncorrected")
     cyclic, replicas = name.startswith("cdp-"), name.endswith("-replicas")
     stage = 1 if replicas else int(name[4]) if name.startswith("zero") else 3
     config: dict[str, Any] = {
@@ -182,6 +183,7 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
             "transport": "nccl" if over_nccl else "auto",
             "timeout_seconds": 60,
             "gradient_accumulation_fusion": False if unfused else "auto",
+            "delay_correction": "none" if uncorrected else "auto",
         }
         config["zero_allow_untested_optimizer"] = True
         given: dict[str, Any] = {"model_parameters": model.parameters()}

@@ -191,26 +191,26 @@ def tables(some: Sequence[Row], level: str = "###") -> str:
             "|---|---|---|---|---|---|---|",
         ]
         compared = {measure: {c.variant: c for c in compare(engines, measure)} for measure in MEASURES}
+        base = last(engines.get("dp", []), "test_loss")
         for name, group in engines.items():
             loss, accuracy = (list(last(group, m).values()) for m in MEASURES)
             training = [float(r["train_loss"]) for r in group if r["step"] == r["steps"]]
             c = compared["test_loss"].get(name)
-            versus = (
-                (
+            pairs = [value - base[seed] for seed, value in last(group, "test_loss").items() if seed in base and name != "dp"]
+            versus = f"{pairs[0]:+.4f} | " if len(pairs) == 1 else " | "
+            if c:
+                versus = (
                     f"{c.mean:+.4f}, {c.interval[0]:+.4f} to {c.interval[1]:+.4f} ({c.bootstrap[0]:+.4f} to "
                     f"{c.bootstrap[1]:+.4f}) | {c.p:.2g} ({c.holm:.2g})"
                 )
-                if c
-                else " | "
-            )
             lines.append(
                 f"| {name} | {len(loss)} | {_spread(loss, '.4f')} | {_spread(accuracy, '.4f') if accuracy else ''} | "
                 f"{_spread(training, '.4f')} | {versus} |"
             )
         lines.append("")
         for measure, by_variant in compared.items():
-            base = statistics.mean(last(engines["dp"], measure).values()) if by_variant else 0.0
-            lines += [f"- {statement(c, measure, base)}" for c in by_variant.values()]
+            mean = statistics.mean(last(engines["dp"], measure).values()) if by_variant else 0.0
+            lines += [f"- {statement(c, measure, mean)}" for c in by_variant.values()]
         graphs = {r["graph"] for group in engines.values() for r in group if r["step"] == r["steps"]}
         lines += [
             "",
@@ -279,11 +279,13 @@ def _panel(left: plt.Axes, right: plt.Axes, engines: dict[str, list[Row]], title
         _band(left, name, steps, values.mean(0), values.min(0), values.max(0))
         base_steps, base = curves.get("dp", (np.array([]), {}))
         seeds = [s for s in by_seed if s in base]
-        if name != "dp" and len(seeds) > 1:
+        if name != "dp" and seeds:
             both = np.intersect1d(steps, base_steps)
             here, there = np.isin(steps, both), np.isin(base_steps, both)
             differences = np.stack([by_seed[s][here] - base[s][there] for s in seeds])
-            error = differences.std(0, ddof=1) / math.sqrt(len(seeds)) * stats.t(len(seeds) - 1).ppf(0.975)
+            error = np.zeros(len(both))  # one seed: no interval
+            if len(seeds) > 1:
+                error = differences.std(0, ddof=1) / math.sqrt(len(seeds)) * stats.t(len(seeds) - 1).ppf(0.975)
             _band(right, name, both, differences.mean(0), differences.mean(0) - error, differences.mean(0) + error)
             ends += [abs(differences.mean(0)[-1]) + error[-1]]
     right.axhline(0, color=COLOURS["dp"], linewidth=1)

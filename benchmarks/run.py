@@ -46,7 +46,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         + ", ".join(ENGINES + REPLICAS)
         + ", cdp-K; cdp-...-replicas: every rank keeps all parameters; cdp-...-keep: with keep_after_forward; "
         "cdp-...-minS: with min_unit_mb S; cdp-...-unfused: without "
-        "gradient_accumulation_fusion; cdp-...-nccl: over NCCL where peer copies would do; "
+        "gradient_accumulation_fusion; cdp-...-uncorrected: with delay_correction none; "
+        "cdp-...-nccl: over NCCL where peer copies would do; "
         "zero3-offload, cdp-...-offload: optimizer in host memory",
     )
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
@@ -102,12 +103,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     names = args.engines.split(",")
     for name in names:
         if name not in ENGINES + REPLICAS and not re.fullmatch(
-            r"cdp-(v1|v2|\d+)(-keep|-replicas)?(-min\d+)?(-unfused)?(-nccl)?(-offload)?|zero3(-leaf)?-offload", name
+            r"cdp-(v1|v2|\d+)(-keep|-replicas)?(-min\d+)?(-unfused)?(-uncorrected)?(-nccl)?(-offload)?|zero3(-leaf)?-offload",
+            name,
         ):
             parser.error(
                 f"--engines has {name!r}; allowed are {', '.join(ENGINES + REPLICAS)}, cdp-K with an integer K, "
-                "cdp-...-replicas, cdp-...-keep, cdp-...-minS, cdp-...-unfused, cdp-...-nccl, cdp-...-offload and "
-                "zero3-offload"
+                "cdp-...-replicas, cdp-...-keep, cdp-...-minS, cdp-...-unfused, cdp-...-uncorrected, cdp-...-nccl, "
+                "cdp-...-offload and zero3-offload"
             )
     for model in args.models.split(","):
         if model not in SIZES:

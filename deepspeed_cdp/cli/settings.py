@@ -12,7 +12,7 @@ from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.optim.delay_correction import chosen
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-FAMILIES = {"adam": "adam", "adamw": "adam", "fusedadam": "adam", "sgd": "sgd"}  # as optim.delay_correction.family
+FAMILIES = {"adam": "adam", "adamw": "adam", "adamax": "adamax", "muon": "muon"}  # as optim.delay_correction.family
 STATES = {"adam": 2, "adamw": 2, "fusedadam": 2, "lamb": 2, "lion": 1, "muon": 1, "sgd": 1, "adagrad": 1, "rmsprop": 1}
 UPDATE_BYTES = {2: 28, 1: 20, 0: 12}  # per parameter: fp32 master and states read and written, the sum read, the copy written
 

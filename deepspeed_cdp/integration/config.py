@@ -130,8 +130,8 @@ class CyclicConfig(DeepSpeedConfigModel):
     ] = Field(
         "auto",
         description="What stale readers read. `none`: the old parameters, the paper's rule. `extrapolate`: the old ones moved on "
-        "by the last update. `predict`: moved on by the step that the optimizer is expected to make. `auto`: `predict` for "
-        "optimizers of Adam's family, `none` for SGD, `extrapolate` for others.",
+        "by the last update. `predict`: moved on by the step that the optimizer is expected to make. `auto`: `predict` for Adam, "
+        "AdamW and Adamax, `extrapolate` for Muon, `none` for others.",
     )
     placement: Annotated[
         Literal["auto", "pyramid", "pipeline", "single"], Words('"auto", "pyramid", "pipeline" and "single"', 'use "auto"')

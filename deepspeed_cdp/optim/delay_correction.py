@@ -8,8 +8,9 @@ Adamax                                      theta - lr (a m + c g) / ((1 - b1^t)
 SGD with momentum mu                        theta - lr (a buffer + c g / (1 - mu)): the buffer is m / (1 - mu), and b1 is mu
 ==========================================  =========================================================================
 
-Decoupled decay of weights is left out: it moves them by lr times decay, far below the rest. All other optimizers (Muon, Lion,
-Adagrad, those of libraries) are extrapolated, which needs no formula, and one more copy of a unit during its update.
+Decoupled decay of weights is left out: it moves them by lr times decay, far below the rest. ``extrapolate`` serves any optimizer:
+it needs no formula, and one more copy of a unit during its update. It helps optimizers with a momentum of about 0.8 and more
+(Muon, Lion), and harms those without (Adagrad, RMSprop). NAdam's step leads already, by about what ``predict`` adds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +21,20 @@ from torch import Tensor
 
 from deepspeed_cdp.plan.delay_correction import DelayCorrection, parsed
 
-_ADAM = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "torch.optim.nadam.NAdam")
+_ADAM = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
 _DEEPSPEED = ("deepspeed.ops.adam.fused_adam.FusedAdam", "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam")
-_FAMILIES = dict.fromkeys(_ADAM + _DEEPSPEED, "adam") | {"torch.optim.adamax.Adamax": "adamax", "torch.optim.sgd.SGD": "sgd"}
+_FAMILIES = dict.fromkeys(_ADAM + _DEEPSPEED, "adam") | {
+    "torch.optim.nadam.NAdam": "nadam",
+    "torch.optim.adamax.Adamax": "adamax",
+    "torch.optim.sgd.SGD": "sgd",
+}
+_AUTO = {"adam": "predict", "adamax": "predict", "muon": "extrapolate"}  # what docs/learning.md measures; others: none
 
 
 def family(optimizer: torch.optim.Optimizer) -> str:
-    """The formula that ``predict`` uses: "adam", "adamax" or "sgd"; "" if it knows none for this class."""
-    return _FAMILIES.get(f"{type(optimizer).__module__}.{type(optimizer).__name__}", "")
+    """ "adam", "nadam", "adamax" or "sgd", whose formulas ``predict`` knows; "muon" if that is in the class's name; else ""."""
+    name = type(optimizer).__name__
+    return _FAMILIES.get(f"{type(optimizer).__module__}.{name}", "muon" if "muon" in name.lower() else "")
 
 
 def resolve(setting: str | Mapping[str, Any], optimizer: torch.optim.Optimizer, threshold: int) -> DelayCorrection:
@@ -40,7 +47,7 @@ def resolve(setting: str | Mapping[str, Any], optimizer: torch.optim.Optimizer, 
         return DelayCorrection()
     known = family(optimizer)
     correction = chosen(setting, known)
-    if correction.method == "predict" and not known:
+    if correction.method == "predict" and known not in _FAMILIES.values():
         raise ValueError(
             f"cyclic.delay_correction is 'predict' and the optimizer {type(optimizer).__name__}, whose next step is not known; "
             f"allowed are Adam, AdamW, NAdam, Adamax, SGD and DeepSpeed's Adams; use 'extrapolate' or 'auto'"
@@ -49,13 +56,8 @@ def resolve(setting: str | Mapping[str, Any], optimizer: torch.optim.Optimizer, 
 
 
 def chosen(setting: str | Mapping[str, Any], family: str) -> DelayCorrection:
-    """The correction that a setting means for a family of optimizers.
-
-    ``auto`` is ``predict`` for Adam's family, ``none`` for SGD and ``extrapolate`` for others, as docs/learning.md measures them.
-    """
-    if setting == "auto":
-        return DelayCorrection({"adam": "predict", "adamax": "predict", "sgd": "none"}.get(family, "extrapolate"))
-    return parsed(setting)
+    """The correction that a setting means for a family of optimizers."""
+    return DelayCorrection(_AUTO.get(family, "none")) if setting == "auto" else parsed(setting)
 
 
 class Corrector:

@@ -36,6 +36,7 @@ import deepspeed_cdp  # noqa: E402, F401
 from deepspeed_cdp.analysis import reference  # noqa: E402
 from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
 from support import models  # noqa: E402
+from support.engine_work import explicit  # noqa: E402
 from support.gpu_places import take_gpu  # noqa: E402
 
 STEPS = 6
@@ -123,6 +124,7 @@ def check(
         clip=0.5,
         flush_after={3},
         grad_dtype=torch.float32 if fp32_sums else None,
+        delay_correction=explicit("none" if make is sgd else "predict"),  # as cyclic.delay_correction "auto"
     )
     worst = max(float((state[n].float() - p.to(dtype).float()).abs().max()) for n, p in want.masters.items())
     scale = max(float(p.abs().max()) for p in want.masters.values())

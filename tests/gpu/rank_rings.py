@@ -21,6 +21,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from deepspeed_cdp.analysis import reference  # noqa: E402
 from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
+from support.engine_work import explicit  # noqa: E402
 from support.gpu_runs import LR, STEPS, Verdict, apart, same, steps_of  # noqa: E402
 from support.rank_tools import Tools, finish, models, parser, run_cases  # noqa: E402
 
@@ -101,6 +102,7 @@ def against_oracle(
         clip=clip,
         warmup_steps=warmup,
         rings=tools.size // ring,
+        delay_correction=explicit("predict"),  # as cyclic.delay_correction "auto"
     )
     mine = [want.losses[t, m, tools.rank] for t in range(STEPS) for m in range(rounds)]
     figures: dict[str, Any] = apart(

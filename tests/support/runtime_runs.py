@@ -5,10 +5,17 @@ import torch
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
 from support import models
 from support.local_ring import train
 from support.optimizers import sgd
+
+NONE, PREDICT, EXTRAPOLATE = (
+    DelayCorrection(),
+    DelayCorrection("predict", momentum=0.3, gradient=0.1),
+    DelayCorrection("extrapolate"),
+)
 
 
 def schedule(step, optimizer):
@@ -52,11 +59,19 @@ def check(
     keep: bool = False,
     least: int = 0,
     replicated: bool = False,
+    correction: DelayCorrection = NONE,
     **extra,
 ):
     """Train on a ring of threads and with the oracle: every loss and every final weight is equal."""
     settings = Settings(
-        rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, keep_after_forward=keep, min_unit_bytes=least, replicated=replicated
+        rule,
+        rounds=rounds,
+        clip=clip,
+        sum_dtype=sum_dtype,
+        keep_after_forward=keep,
+        min_unit_bytes=least,
+        replicated=replicated,
+        delay_correction=correction,
     )
     got = train(kind, size, settings, make, steps, flush_after, on_step, dtype, **extra)
     plan = got["runtimes"][0].plan
@@ -73,6 +88,7 @@ def check(
         flush_after=flush_after,
         grad_dtype=sum_dtype,
         on_step=on_step,
+        delay_correction=correction,
     )
     close = dict(rtol=0, atol=0) if exact else dict(rtol=1e-5, atol=1e-7)
     for name, master in want.masters.items():

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +71,13 @@ def within(seconds: float) -> float:
     return time.monotonic() + seconds
 
 
+def freeze(process: int) -> None:
+    """SIGSTOP, and wait until every thread has stopped."""
+    os.kill(process, signal.SIGSTOP)
+    stats = [task / "stat" for task in Path(f"/proc/{process}/task").iterdir()]
+    assert soon(lambda: all(x.read_text().rsplit(")", 1)[1].split()[0] == "T" for x in stats))
+
+
 def test_calls_end_in_time_while_the_server_is_frozen(server):
     process, port = server
     before = threads()
@@ -77,7 +85,7 @@ def test_calls_end_in_time_while_the_server_is_frozen(server):
     store = BoundedStore(torchs)
     store.call(lambda s: s.set("key", "value"), within(20))
     assert torchs.get("key") == b"value", "the same keys"
-    os.kill(process, signal.SIGSTOP)
+    freeze(process)
     began = time.monotonic()
     with pytest.raises(NoAnswer):
         store.call(lambda s: s.check(["key"]), within(0.5))
@@ -95,7 +103,7 @@ def test_calls_end_in_time_while_the_server_is_frozen(server):
 def test_no_connection_to_a_frozen_server(server):
     process, port = server
     torchs = client(port)
-    os.kill(process, signal.SIGSTOP)
+    freeze(process)
     began = time.monotonic()
     with pytest.raises(HandoffError) as caught:
         StoreExchange(1, 2, 0.5, torchs, "a", "rank 1, connecting")
@@ -107,7 +115,7 @@ def test_under_torchrun_its_agent_hosts_the_store(server, monkeypatch):
     process, port = server
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     torchs = client(port)
-    os.kill(process, signal.SIGSTOP)
+    freeze(process)
     with pytest.raises(HandoffError) as caught:
         StoreExchange(1, 2, 0.2, torchs, "a", "here")
     assert str(caught.value) == "here: the agent of torchrun, which hosts the store, does not answer within 0.2 s"

@@ -124,6 +124,11 @@ def test_rows_recorded_before_corrections_are_read(tmp_path) -> None:
     assert list(settings(read(tmp_path / "rows.csv"))) == [("digits", "sgd", "4", "1"), ("gpt", "adamw", "4", "1")]
 
 
+def test_one_pair_has_a_difference_and_no_interval() -> None:
+    text = tables(rows("dp", DP[:1]) + rows("cdp-v2", WORSE[:1], correction="predict"))
+    assert "| cdp-v2 predict | 1 | 1.5000 ± ? | 0.5000 ± ? | 1.0000 ± ? | +0.5000 |  |" in text and "- " not in text
+
+
 def test_a_document_gets_a_runs_tables_and_plots(tmp_path) -> None:
     run, document = tmp_path / "2026_run", tmp_path / "docs" / "learning.md"
     run.mkdir()

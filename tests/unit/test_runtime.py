@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.runtime.runtime import Runtime
 from support import models
 from support.local_ring import run_ranks, train
 from support.optimizers import muon, sgd, two_groups
-from support.runtime_runs import RULES, check, named_rule, oracle, schedule
+from support.runtime_runs import EXTRAPOLATE, PREDICT, RULES, check, named_rule, oracle, schedule
 
 
 @pytest.mark.sampled(2)
@@ -22,6 +23,30 @@ def test_mlp(size, rule, rounds):
 @pytest.mark.parametrize("threshold", range(8))
 def test_every_threshold(threshold):
     check("mlp", threshold, 4, two_groups, clip=0.5)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("correction", [PREDICT, EXTRAPOLATE], ids=["predict", "extrapolate"])
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("threshold", range(6))
+def test_corrections(threshold, rounds, replicated, correction):
+    """Every K; stale readers of a version read its correction, whatever else reads it."""
+    clip = 0.3 * (threshold % 2)
+    options = dict(rounds=rounds, clip=clip, flush_after={2}, on_step=schedule, replicated=replicated, correction=correction)
+    check("rooted", threshold, 3, two_groups, **options)
+
+
+@pytest.mark.parametrize("correction", [PREDICT, EXTRAPOLATE], ids=["predict", "extrapolate"])
+def test_a_correction_on_four_ranks_with_delays(correction):
+    check("llama-tied", "cdp-v2", 4, two_groups, correction=correction, delay=0.002, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("wrong", [lambda plan, lag: "V", lambda plan, lag: "W"], ids=["never", "always"])
+def test_a_correction_in_the_wrong_place_is_seen(monkeypatch, wrong):
+    monkeypatch.setattr(Plan, "published_region", wrong)
+    with pytest.raises(AssertionError):
+        check("mlp", "cdp-v2", 3, two_groups, correction=PREDICT)
 
 
 @pytest.mark.sampled(2)

@@ -30,16 +30,17 @@ def test_bounds(beta):
 STEPS = np.geomspace(0.5, 60.0, 240)  # curvature times learning rate, 2 % apart
 
 
-def limits(beta: float, fresh: float, a: np.ndarray, c: np.ndarray) -> np.ndarray:
+def limits(beta: float, fresh: float, a: np.ndarray, c: np.ndarray, lead: bool = False) -> np.ndarray:
     """Up to which of STEPS an iteration is stable; a, c and the result have shape (n,).
 
     Of a quadratic of curvature 1, one step maps (theta, q, p, m) to the next: q is the correction of theta, and p that of the
     theta before, which stale readers read. A fraction ``fresh`` of readers reads theta.
+    With ``lead``, steps are NAdam's: beta m + (1 - beta) g instead of m.
     """
     theta, q, p, m = np.eye(4)
     gradient = STEPS[:, None] * (fresh * theta + (1 - fresh) * p)  # times the rate; (steps, 4)
     momentum = beta * m + (1 - beta) * gradient
-    then = theta - momentum
+    then = theta - (beta * momentum + (1 - beta) * gradient if lead else momentum)
     ahead = a[:, None, None] * momentum + c[:, None, None] * gradient
     rows = np.broadcast_arrays(then, then - ahead, q, momentum)
     radius = np.abs(np.linalg.eigvals(np.stack(rows, -2))).max(-1)  # (n, steps)
@@ -81,6 +82,20 @@ def test_the_analysis_agrees_with_iterations():
 )
 def test_limits_of_corrections_at_beta1_0_9(a, c, expected):
     got = [limits(0.9, fresh, np.array([a]), np.array([c]))[0] for fresh in (0.0, 0.25, 0.5, 0.75)]
+    assert got == pytest.approx(expected, rel=0.04)
+
+
+@pytest.mark.parametrize(
+    "a, c, expected",
+    [
+        (0.0, 0.0, (2.5, 4.1, 7.5, 18.0)),  # none
+        (*coefficients(0.9), (4.2, 5.0, 6.3, 8.9)),  # predict
+        (0.0, 0.09, (5.1, 5.8, 7.2, 10.4)),
+    ],
+)
+def test_nadam_leads_already(a, c, expected):
+    """Its own lead does what a correction does: a further one helps only where most readers are stale."""
+    got = [limits(0.9, fresh, np.array([a]), np.array([c]), lead=True)[0] for fresh in (0.0, 0.25, 0.5, 0.75)]
     assert got == pytest.approx(expected, rel=0.04)
 
 
