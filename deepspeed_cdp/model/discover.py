@@ -20,19 +20,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from deepspeed_cdp.plan.partition import assign
+from deepspeed_cdp.plan.unit_schedule import Unit
 
 logger = logging.getLogger("deepspeed_cdp")
+_fakes_logger = logging.getLogger("torch._subclasses.fake_tensor")
 
 _OWN = vars(nn.Module()).keys()  # the attributes every module has
 # FlopCounterMode counts the CUDA attention kernels only; the CPU kernel does the same operations
 _MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
+_MOST_KNOWN = 2**20  # elements of a tensor that a trace computes
 
 
 @dataclass(frozen=True)
@@ -95,6 +98,62 @@ class Trace:
     before: dict[str, int] = field(default_factory=dict)
     inside: dict[str, frozenset[str]] = field(default_factory=dict)
 
+    def packed(self) -> list[Any]:
+        """As JSON."""
+        return [self.order, self.calls, self.flops, self.before, {name: sorted(paths) for name, paths in self.inside.items()}]
+
+    @classmethod
+    def unpacked(cls, packed: list[Any]) -> "Trace":
+        """The inverse of ``packed``."""
+        order, calls, flops, before, inside = packed
+        return cls(order, calls, flops, before, {name: frozenset(paths) for name, paths in inside.items()})
+
+
+def join(module: nn.Module, traces: Sequence[Trace]) -> Trace:
+    """What forwards of several ranks do: some may skip modules, such as a vision tower without images.
+
+    A module comes after those that it follows in some forward. Where no forward tells, the order is that of ``named_modules()``.
+    """
+    calls, flops, inside = dict[str, int](), dict[str, int](), dict[str, frozenset[str]]()
+    follows: dict[str, set[str]] = {path: set() for path, _ in module.named_modules() if any(path in t.order for t in traces)}
+    reached: dict[str, int] = {}
+    for seen in traces:
+        called = sorted(seen.order, key=seen.order.__getitem__)
+        for path, following in zip(called, called[1:]):
+            follows[following].add(path)
+        for path in called:
+            calls[path] = max(calls.get(path, 0), seen.calls[path])
+            flops[path] = max(flops.get(path, 0), seen.flops.get(path, 0))
+            reached[path] = max(reached.get(path, 0), seen.before[path])
+        for name, running in seen.inside.items():
+            inside[name] = inside.get(name, running) & running
+    order: dict[str, int] = {}
+    before: dict[str, int] = {}
+    latest = 0
+    while follows:
+        path = next((p for p, earlier in follows.items() if not earlier - order.keys()), next(iter(follows)))  # else a circle
+        order[path] = len(order)
+        before[path] = latest = max(latest, reached.pop(path))
+        del follows[path]
+    return Trace(order, calls, flops, before, inside)
+
+
+def misfit(units: Sequence[Unit], seen: Trace) -> str:
+    """Why a forward like this cannot run by a plan with these units; empty if it can."""
+    before, latest = "", -1
+    for unit in units:
+        for path in unit.modules:
+            if (calls := seen.calls.get(path, 0)) > 1:
+                return f"{path!r} is called {calls} times in a forward"
+            if calls and seen.order[path] < latest:
+                return f"{path!r} is called before {before!r}"
+            if calls:
+                before, latest = path, seen.order[path]
+        for name in (*unit.trainable, *unit.frozen):
+            if name in seen.inside and not seen.inside[name] & {*unit.modules}:
+                return f"parameter {name!r} is read outside {unit.name!r}"
+    return ""
+
 
 def example_of(module: nn.Module) -> Example | None:
     """The module's own example: Lightning's `example_input_array` or Hugging Face's `dummy_inputs`; None if it has none."""
@@ -145,12 +204,31 @@ def _unchanged(module: nn.Module) -> Iterator[None]:
             numpy.set_state(legacy)
 
 
+class UnknownValueError(Exception):
+    """A trace cannot keep what it knows apart from what it does not know; it is made again without known values."""
+
+
+class _Operations(FlopCounterMode):
+    """Counts operations of the model only, not by module: the tracker of modules has hooks that fail under no_grad."""
+
+    class Nowhere(nullcontext):
+        parents = ("Global",)
+
+    def __init__(self) -> None:
+        super().__init__(display=False, custom_mapping=_MORE_FLOPS)
+        self.mod_tracker: Any = self.Nowhere()
+
+
 class _Recorder(TorchDispatchMode):
     """Records module calls (through hooks), and the modules that are running when an operator reads a parameter."""
 
-    def __init__(self, names: dict[int, str], flops: FlopCounterMode) -> None:
+    def __init__(self, names: dict[int, str], flops: FlopCounterMode, known: bool = False) -> None:
+        """
+        Args:
+            known: among fake tensors, compute what follows from real ones.
+        """
         super().__init__()
-        self.names, self.counter = names, flops
+        self.names, self.counter, self.known = names, flops, known
         self.running: list[tuple[str, int]] = []  # (path, operations before it was entered)
         self.trace = Trace()
 
@@ -160,7 +238,40 @@ class _Recorder(TorchDispatchMode):
             if (name := self.names.get(id(leaf))) is not None:
                 now = frozenset(path for path, _ in self.running)
                 self.trace.inside[name] = self.trace.inside.get(name, now) & now
-        return func(*args, **kwargs)
+        return self.computed(func, args, kwargs) if self.known else func(*args, **kwargs)
+
+    def computed(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """The operator's result: a real one if it follows from known numbers, such as token ids and sizes of images."""
+        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if inputs and not any(map(_known, inputs)):
+            return func(*args, **kwargs)
+        given = [*zip(func._schema.arguments, args), *((a, kwargs.get(a.name)) for a in func._schema.arguments[len(args) :])]
+        written = [x for a, x in given if a.alias_info is not None and a.alias_info.is_write and isinstance(x, torch.Tensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags or not all(map(_known, inputs)):  # a trace draws other random numbers
+            if any(map(_known, written)):
+                raise UnknownValueError(f"{func} writes unknown values among known ones")
+            if func is torch.ops.aten.index.Tensor:  # a known mask tells the result's shape
+                args = (args[0], [place for at in args[1] for place in _places(at)])
+            return func(*args, **kwargs)
+        if not written:
+            try:
+                made = func(*args, **kwargs)
+            except Exception:  # the result, or its shape, depends on the values
+                made = None
+            outputs = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
+            if any(x.numel() > _MOST_KNOWN or x.is_meta or not (_whole(x) or inputs) for x in outputs):
+                return made
+        with unset_fake_temporarily():
+            return func(*args, **kwargs)
+
+    def watch(self, module: nn.Module) -> None:
+        """Hook every module; ``_unchanged`` restores them."""
+        vars(module).update(
+            {h: type(vars(module)[h])() for h in ("_forward_pre_hooks", "_forward_hooks")}
+        )  # an engine's hooks: it is not ready yet
+        for path, m in module.named_modules():
+            self.hook(path, m)
+            m.training |= not module.training  # from_pretrained returns eval mode, where layers may take other paths
 
     def hook(self, path: str, module: nn.Module) -> None:
         def enter(*_: Any) -> None:
@@ -185,47 +296,112 @@ def trace(module: nn.Module, example: Example) -> Trace | None:
 
     If the forward fails or depends on the data, this returns None and logs the reason at info level.
     """
-    with _unchanged(module):
+    reason = ""
+    for known in (True, False):
+        with _unchanged(module), _silenced(_fakes_logger):
+            try:
+                return _trace(module, example, known)
+            except Exception as error:  # a user's forward may raise anything
+                reason = reason or f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    logger.info("no trace of %s: %s", type(module).__name__, reason)
+    return None
+
+
+def observe(module: nn.Module, example: Example) -> Trace:
+    """As ``trace``, by a real forward without gradients: parameters must have their values. It follows any model.
+
+    Buffers, attributes and random states are restored.
+    """
+    buffers = [(b, b.clone()) for b in module.buffers()]
+    names = {id(p): name for name, p in module.named_parameters()}
+    kinds = {(p.device, p.dtype) for p in module.parameters() if p.is_floating_point()}
+
+    def place(t: torch.Tensor) -> torch.Tensor:
+        device, dtype = next(iter(kinds)) if len(kinds) == 1 else (t.device, t.dtype)
+        return t.to(device, dtype if t.is_floating_point() else None, copy=True)  # a forward may write into its inputs
+
+    args, kwargs = tree_map_only(torch.Tensor, place, (tuple(example.args), dict(example.kwargs)))
+    counter = _Operations()
+    recorder = _Recorder(names, counter)
+    with _unchanged(module), torch.no_grad():
         try:
-            return _trace(module, example)
-        except Exception as error:  # a user's forward may raise anything
-            reason = str(error).strip().partition("\n")[0]
-            logger.info("no trace of %s: %s: %s", type(module).__name__, type(error).__name__, reason)
-            return None
+            recorder.watch(module)
+            with _eager(module), counter, recorder:
+                module(*args, **kwargs)
+        finally:
+            for buffer, value in buffers:
+                buffer.copy_(value)
+    return recorder.trace
 
 
-def _trace(module: nn.Module, example: Example) -> Trace:
+def _eager(module: nn.Module) -> Any:
+    """A context in which compiled modules run as they are written."""
+    compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in module.modules())
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+
+
+@contextmanager
+def _silenced(log: logging.Logger) -> Iterator[None]:
+    """torch logs a traceback where a fake tensor does not work; a trace has another way."""
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+def _whole(x: torch.Tensor) -> bool:
+    return not (x.is_floating_point() or x.is_complex() or x.is_meta)
+
+
+def _places(at: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """An index; positions in the place of a mask that is known."""
+    if at is None or at.dtype is not torch.bool or not _known(at):
+        return (at,)
+    with unset_fake_temporarily():
+        return at.nonzero(as_tuple=True)
+
+
+def _known(x: torch.Tensor) -> bool:
+    return not (isinstance(x, FakeTensor) or x.is_meta)
+
+
+def _trace(module: nn.Module, example: Example, known: bool = True) -> Trace:
+    """
+    Args:
+        known: compute what follows from the example's whole numbers. A forward that writes other numbers among them cannot.
+    """
     parameters, mode = dict(module.named_parameters()), FakeTensorMode(allow_non_fake_inputs=True)
     fakes: dict[str, torch.Tensor] = {name: mode.from_tensor(p) for name, p in parameters.items()}
     with mode:
         for name, p in parameters.items():
-            if hasattr(p, "ds_shape"):  # partitioned by deepspeed.zero.Init: the local shape is [0]
-                fakes[name] = nn.Parameter(torch.empty(p.ds_shape, dtype=p.dtype, device=p.device), p.requires_grad)
-    counter = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS)
-    recorder = _Recorder({id(fake): name for name, fake in fakes.items()}, counter)
+            if hasattr(p, "ds_shape") or 0 in p.stride():  # of zero.Init, whose local shape is [0]; a placeholder
+                shape = getattr(p, "ds_shape", p.shape)
+                fakes[name] = nn.Parameter(torch.empty(shape, dtype=p.dtype, device=p.device), p.requires_grad)
+    counter = _Operations()
+    recorder = _Recorder({id(fake): name for name, fake in fakes.items()}, counter, known)
     buffers = {name: mode.from_tensor(b) for name, b in module.named_buffers()}
     devices, dtypes = {p.device for p in parameters.values()}, {p.dtype for p in parameters.values() if p.is_floating_point()}
 
     def place(t: torch.Tensor) -> torch.Tensor:
-        """A tensor of the example, moved as a data loader or engine would: to the model's device and floating-point dtype."""
+        """A tensor of the example, moved as a data loader or engine would: to the model's device and floating-point dtype.
+
+        Whole numbers stay real: sizes and masks are computed from them.
+        """
+        if _whole(t):
+            return t.to(next(iter(devices)) if len(devices) == 1 else t.device, copy=True)
         fake = mode.from_tensor(t)
         with mode:
             dtype = next(iter(dtypes)) if t.is_floating_point() and len(dtypes) == 1 else t.dtype
             return fake.to(next(iter(devices)) if len(devices) == 1 else t.device, dtype)
 
     args, kwargs = tree_map_only(torch.Tensor, place, (tuple(example.args), dict(example.kwargs)))
-    compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in module.modules())
-    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    vars(module).update(
-        {h: type(vars(module)[h])() for h in ("_forward_pre_hooks", "_forward_hooks")}
-    )  # an engine's hooks: it is not ready yet
-    for path, m in module.named_modules():  # _unchanged restores the modules
-        recorder.hook(path, m)
-        m.training |= not module.training  # from_pretrained returns eval mode, where layers may take other paths
+    recorder.watch(module)
+    for m in module.modules():
         for name in vars(m).keys() - _OWN:  # tensors that are neither parameters nor buffers, such as LSTM's _flat_weights
             if isinstance(vars(m)[name], (torch.Tensor, list, dict, tuple)):
                 m.__dict__[name] = tree_map_only(torch.Tensor, mode.from_tensor, vars(m)[name])
-    with eager, torch.enable_grad(), mode, counter, recorder:
+    with _eager(module), torch.enable_grad(), mode, counter, recorder:
         torch.func.functional_call(module, {**fakes, **buffers}, args, kwargs)
     return recorder.trace
 
@@ -375,7 +551,11 @@ class _Tree:
 
 
 def find_units(
-    module: nn.Module, at_least: int, example: Example | None = None, names: Sequence[str] | None = None
+    module: nn.Module,
+    at_least: int,
+    example: Example | None = None,
+    names: Sequence[str] | None = None,
+    seen: Trace | None = None,
 ) -> FoundUnits:
     """The units of a model, in execution order (registration order without an example), and its persistent parameters.
 
@@ -385,12 +565,13 @@ def find_units(
         at_least: the number of stages; the largest units are split into their children until there are as many units.
         example: one batch, for a trace (see `example_of`).
         names: `cyclic.units`, module paths in execution order; parameters of other modules are persistent.
+        seen: a trace, in the place of the example's.
 
     Raises:
         ValueError: not enough units, or a wrong entry in `names`.
     """
     assert at_least >= 1, f"at_least is {at_least}"
-    tree = _Tree(module, None if example is None else trace(module, example))
+    tree = _Tree(module, trace(module, example) if seen is None and example is not None else seen)
     chosen = tree.settle(tree.collect("")) if names is None else tree.named(names)
     if names is None and list(chosen) == [""]:  # the model is one unit: open it if it has several children
         chosen = max(chosen, tree.settle(tree.finer("")), key=len)
@@ -406,7 +587,7 @@ def find_units(
         elif count == 0:
             fix = "name modules that run once per forward and share no parameters in cyclic.units"
         raise ValueError(f"this {kind} has {count} units for {at_least} ranks: {fix}")
-    return tree.units(chosen if names is not None else tree.ordered(chosen))
+    return tree.units(chosen if names is not None and seen is None else tree.ordered(chosen))
 
 
 def stages(units: FoundUnits, parts: int, method: str) -> tuple[tuple[int, ...], ...]:

@@ -188,20 +188,18 @@ class Executor:
     def _order_error(self, unit: int, backward: bool) -> str:
         name, latest, where = self.plan.unit(unit).name, self.plan.unit(self._latest).name, f"step {self.global_step}"
         when = f"in the {'backward' if backward else 'forward'} of {where}"
-        if name == latest:
-            return (
-                f"unit {name!r} was used twice {when}; list the other modules in cyclic.units and leave it out: "
-                f"its parameters are then kept for the whole micro-batch"
-            )
+        fix = (
+            f"which the first batch did not do; list the other modules in cyclic.units and leave {name!r} out: its parameters "
+            "then stay for the whole micro-batch, and may be used in any order"
+        )
+        if name == latest and not backward:
+            return f"unit {name!r} was used twice {when}, {fix}"
         if backward:
             return (
                 f"unit {name!r} was used after unit {latest!r} {when}, but the plan has it before; if an activation "
                 f"checkpoint spans several units, checkpoint each by itself"
             )
-        return (
-            f"unit {name!r} was used after unit {latest!r} {when}, but the plan has it before (or it was used twice); "
-            f"list the modules in cyclic.units in their order of use, and leave out those that are used more than once"
-        )
+        return f"unit {name!r} was used after unit {latest!r} {when}, {fix}"
 
     def release(self, unit: int, backward: bool) -> None:
         """Execute up to the end of this pass, which releases its parameters and sends its gradient sum."""

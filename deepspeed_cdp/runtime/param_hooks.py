@@ -19,7 +19,7 @@ from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 
-IDLE, FORWARD, BACKWARD, FAILED = "idle", "forward", "backward", "failed"
+IDLE, FORWARD, BACKWARD, FAILED, REHEARSAL = "idle", "forward", "backward", "failed", "rehearsal"
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
 
 
@@ -28,7 +28,7 @@ class ParamHooks:
 
     Attributes:
         mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED from the
-            first forward that raised.
+            first forward that raised; REHEARSAL while a forward is followed without values, when hooks do nothing.
         visited, called: units used in this forward, and their modules.
         accumulation: adds gradients to the running sums.
         always_resident: parameters are never placeholders.
@@ -97,12 +97,16 @@ class ParamHooks:
                         modules[path].register_forward_hook(self._post(i, path == paths[-1]), with_kwargs=True),
                     ]
 
-    def remove(self) -> None:
-        """Remove the hooks. Parameters that are placeholders stay so, and using them raises."""
+    def remove(self, refuse: bool = True) -> None:
+        """Remove the hooks. Parameters that are placeholders stay so, and using them raises.
+
+        Args:
+            refuse: False if no parameter is one.
+        """
         for handle in self._handles:
             handle.remove()
         self.accumulation.remove()
-        if self._handles:
+        if self._handles and refuse:
             refuse_use([m for m in self._root.modules() if m is self._root or m._parameters], self._empty)
         self._handles.clear()
 
@@ -175,6 +179,16 @@ class ParamHooks:
         self.accumulation.add(i, grad_sum, empty)
 
     # ---- a micro-batch --------------------------------------------------------------------------------------------------
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Around a forward of the module without values: hooks do nothing."""
+        assert self.mode == IDLE
+        self.mode = REHEARSAL
+        try:
+            yield
+        finally:
+            self.mode = IDLE
+
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Around the module's forward in training.
@@ -374,7 +388,7 @@ class ParamHooks:
     def _post(self, i: int, last: bool) -> Callable[..., Any]:
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            if self.mode == IDLE:
+            if self.mode in (IDLE, REHEARSAL):
                 return None
             output = self._hook_outputs(i, (args, kwargs), output)
             if self.mode == FORWARD:

@@ -26,11 +26,11 @@ class ReplicaHooks(ParamHooks):
             for p, s in pairs:
                 p.data = s.value(flat)
 
-    def remove(self) -> None:
+    def remove(self, refuse: bool = True) -> None:
         """Remove the hooks. If parameters have several versions, using them raises from now on."""
-        stays = self.executor.newest or not self._handles
+        stays = self.executor.newest or not self._handles or not refuse
         self._empty = {}
-        super().remove()
+        super().remove(refuse)
         if not stays:
             for m in self._root.modules():
                 if m is self._root or m._parameters:
@@ -83,6 +83,6 @@ class ReplicaHooks(ParamHooks):
 
 def _refuse(module: torch.nn.Module, *_: Any) -> None:
     raise ValueError(
-        f"a {type(module).__name__} was used after engine.destroy(), which came without engine.flush(), so its "
-        "parameters are of several versions; call engine.flush() on every rank before"
+        f"a {type(module).__name__} was used after its engine failed, or was destroyed in the middle of a step, so its "
+        "parameters are of several versions; build the model anew and load a checkpoint"
     )

@@ -3,6 +3,8 @@
 The engine (integration/engine.py) is a thin shell over ``Runtime``; tests run it on threads over the ``local`` transport.
 """
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -11,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_cdp.errors import DivergenceError
+from deepspeed_cdp.model.discover import Example, FoundUnits, Trace, find_units, join, misfit, observe, trace
 from deepspeed_cdp.model.make_plan import Settings, make_plan
 from deepspeed_cdp.model.materialize import Initial
 from deepspeed_cdp.optim.loss_scale import LossScale
@@ -63,6 +66,7 @@ class Runtime:
         device: torch.device,
         initial: Initial | None = None,
         on_gathered: Callable[[bool], None] = lambda whole: None,
+        found: FoundUnits | None = None,
     ):
         """
         Args:
@@ -70,6 +74,7 @@ class Runtime:
             optimizer: over (some of) them; it steps this rank's masters from now on.
             transport: connects the ring.
             on_gathered: called when all parameters have been gathered (True) or released (False).
+            found: the module's units, if they are known.
         Raises:
             ValueError: the settings do not fit the module.
         """
@@ -79,7 +84,7 @@ class Runtime:
         _check_optimizer(optimizer)
         names = {p: n for n, p in module.named_parameters()}
         trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
-        self.plan, layouts = make_plan(module, trained, settings, transport.size, transport.rings)
+        self.plan, layouts = make_plan(module, trained, settings, transport.size, transport.rings, found)
         residency = RESIDENCIES[type(self.plan)]
         state = RankState(self.plan, transport.rank, transport, Buffers(self.plan.regions, transport))
         self.scale = LossScale(self.plan.schedule, settings.loss_scale)
@@ -192,20 +197,17 @@ class Runtime:
             )
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Check a loss before its backward; in the first micro-batch also for parameters read from outside their module.
+        """Check a loss before its backward. The first must be finite: parameters read outside the forward are nan.
 
         Raises:
-            ValueError: no forward waits for its backward, or the loss is not finite and there is such a unit.
+            ValueError: no forward waits for its backward, or the first loss is not finite and is not scaled for fp16.
         """
         self.param_hooks.check_forward()
-        if self.executor.global_step or self.executor.state.round:
-            return
-        idle = [path for unit in self.plan.units for path in unit.modules if path not in self.param_hooks.called]
-        if idle and not bool(torch.isfinite(loss).all()):
+        first = not (self.executor.global_step or self.executor.state.round or self.settings.loss_scale)
+        if first and not bool(torch.isfinite(loss).all()):
             raise ValueError(
-                f"the loss is {loss.item()} and module {idle[0]!r} was not called in the forward, so its parameters "
-                f"may be read from outside it, where they are not; list the modules that are called in "
-                f"cyclic.units, without {idle[0]!r}"
+                f"the first loss is {loss.item()}; if it reads parameters after the model's forward (a weight penalty, say), "
+                "they are not there: read them inside the forward; else look for nan in the data and the model"
             )
 
     # ---- whole parameters -----------------------------------------------------------------------------------------------
@@ -353,12 +355,60 @@ class Runtime:
                 state[key] = memo.setdefault(same, value.detach().clone()) if value.numel() else value.detach().clone()
         return state
 
-    def close(self, drain: bool) -> None:
-        """Remove the hooks and close the transport; idempotent."""
-        self.param_hooks.remove()
+    # ---- the plan ---------------------------------------------------------------------------------------------------------
+    def rehearse(self, example: Example) -> tuple[str, FoundUnits] | None:
+        """Collective, before a training forward: see what it does on every rank, and compare that with the plan.
+
+        The forward is followed without values. If that does not work on some rank, parameters are gathered, and it really runs
+        there once more than in training.
+
+        Args:
+            example: the forward's arguments.
+        Returns:
+            Why the plan does not serve this batch, and units that do; None if it does.
+        Raises:
+            ValueError: the model has too few units that a plan can serve.
+        """
+        where = f"rank {self.transport.world_rank}, step {self.executor.global_step}, comparing what ranks do in a forward"
+        with self.param_hooks.rehearsal():
+            seen = trace(self.module, example)
+        if None in (digests := self.transport.gather(_digest(seen), where)):
+            self.gather()
+            if seen is None:
+                with self.param_hooks.rehearsal():
+                    seen = observe(self.module, example)
+            digests = self.transport.gather(_digest(seen), where)
+        assert seen is not None
+        everyone = [seen.packed()] if len(set(digests)) == 1 else self.transport.gather(seen.packed(), where)
+        traces = [Trace.unpacked(x) for x in everyone]
+        if not (why := next(filter(None, (misfit(self.plan.units, t) for t in traces)), "")):
+            return None
+        seen = join(self.module, traces)
+        return why, find_units(self.module, self.plan.schedule.ranks, names=self.settings.units, seen=seen)
+
+    def retire(self) -> None:
+        """Collective, between steps: leave every parameter whole with the module, so that another runtime can take over.
+
+        The optimizer's groups hold this rank's masters afterwards.
+        """
+        self.gather()
+        self.param_hooks.remove(refuse=False)
+        self.transport.reset(f"rank {self.transport.world_rank}, step {self.executor.global_step}, changing the plan")
+
+    def close(self, drain: bool, refuse: bool = True) -> None:
+        """Remove the hooks and close the transport; idempotent.
+
+        Args:
+            refuse: parameters that are placeholders, or of several versions, cannot be used from now on.
+        """
+        self.param_hooks.remove(refuse)
         if drain:
             self.executor.messages.drain()
         self.transport.close(drain)
+
+
+def _digest(seen: Trace | None) -> str | None:
+    return None if seen is None else hashlib.sha256(json.dumps(seen.packed()).encode()).hexdigest()
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

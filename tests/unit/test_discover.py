@@ -1,6 +1,7 @@
 """model/discover.py on models of many shapes."""
 
 import copy
+import json
 import logging
 import random
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from deepspeed_cdp.model import discover
 from deepspeed_cdp.model.discover import Example, FoundUnits, example_of, find_units, trace
+from deepspeed_cdp.plan.unit_schedule import Unit
 from support.discover_models import IMAGE, SMALL, X8, llama, mlp, vit
 
 
@@ -403,3 +405,52 @@ def test_parametrized_and_wrapped():
     for example in (None, X8):
         assert names(find_units(model, 2, example)) == ["0", "1"]
     assert names(find_units(Net(lambda m, x: m.net(x), net=twice()), 1)) == ["net.first", "net.block", "net.last"]
+
+
+# ---- forwards of several ranks ------------------------------------------------------------------------------------------------
+def of_calls(*paths: str) -> discover.Trace:
+    """A trace that calls these modules in turn, one operation each."""
+    seen = discover.Trace()
+    for at, path in enumerate(paths):
+        seen.order.setdefault(path, at)
+        seen.calls[path] = seen.calls.get(path, 0) + 1
+        seen.before.setdefault(path, at)
+        seen.flops[path] = 1
+    return seen
+
+
+def plan_units(*paths: str) -> list[Unit]:
+    return [Unit(path, 0, (f"{path}.weight",), (), 1, 1, (path,)) for path in paths]
+
+
+def linears(*names: str) -> nn.Module:
+    return nn.ModuleDict({name: nn.Linear(1, 1) for name in names})
+
+
+def test_ranks_that_take_different_branches_fit_one_plan():
+    """Each forward alone must follow the plan; the order between branches that no forward takes together is free."""
+    units = plan_units("a", "b", "c", "d")
+    for seen in (of_calls("a", "d"), of_calls("b", "c"), of_calls()):
+        assert discover.misfit(units, seen) == ""
+    assert discover.misfit(units, of_calls("b", "a")) == "'b' is called before 'a'"
+    assert discover.misfit(units, of_calls("a", "a")) == "'a' is called 2 times in a forward"
+    outside = of_calls("a")
+    outside.inside["a.weight"] = frozenset({"", "b"})
+    assert discover.misfit(units, outside) == "parameter 'a.weight' is read outside 'a'"
+
+
+def test_joined_forwards_keep_every_order():
+    """Where none tells, modules come as they are defined; a circle gives some order."""
+    module = linears("a", "b", "c", "d")
+    assert list(discover.join(module, [of_calls("a", "d"), of_calls("b", "c")]).order) == ["a", "b", "c", "d"]
+    assert list(discover.join(module, [of_calls("d", "a"), of_calls("c", "b", "a")]).order) == ["c", "b", "d", "a"]
+    assert list(discover.join(module, [of_calls("c"), of_calls("c", "d", "a")]).order) == ["c", "d", "a"]
+    assert {*discover.join(module, [of_calls("a", "b"), of_calls("b", "a")]).order} == {"a", "b"}
+    joined = discover.join(module, [of_calls("d", "a"), of_calls("a", "a")])
+    assert joined.calls == {"d": 1, "a": 2} and sorted(joined.before.values()) == list(joined.before.values())
+
+
+def test_a_trace_survives_its_packing():
+    seen = of_calls("a", "b")
+    seen.inside["a.weight"] = frozenset({"", "a"})
+    assert discover.Trace.unpacked(json.loads(json.dumps(seen.packed()))) == seen
