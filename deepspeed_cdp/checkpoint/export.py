@@ -22,7 +22,15 @@ from deepspeed_cdp.checkpoint.files import (
     save_tensors,
     write_text,
 )
-from deepspeed_cdp.checkpoint.format import MANIFEST, CheckpointReader, TensorSpec, manifest_text, pack_state, plain_options
+from deepspeed_cdp.checkpoint.format import (
+    MANIFEST,
+    CheckpointReader,
+    CyclicReader,
+    TensorSpec,
+    manifest_text,
+    pack_state,
+    plain_options,
+)
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.optim.options import same
 from deepspeed_cdp.version import __version__
@@ -76,6 +84,26 @@ def weights(stored: CheckpointReader, exclude_frozen: bool = False) -> dict[str,
     result = {n: (exported(k), lambda n=n, k=k: stored.buffer(n, 0).to(exported(k).dtype)) for n, k in stored.buffers.items()}
     result |= {n: (exported(k), lambda n=n, k=k: stored.value(n).to(exported(k).dtype)) for n, k in parameters.items()}
     return result | {other: result[n] for other, n in stored.shared.items() if n in result}
+
+
+class LazyTensor:
+    """A tensor in a checkpoint, as ``zero_to_fp32`` has them with ``lazy_mode``: ``contiguous()`` reads it."""
+
+    def __init__(self, spec: TensorSpec, read: Callable[[], torch.Tensor]):
+        self.shape, self.dtype, self.contiguous = torch.Size(spec.shape), spec.dtype, read
+
+
+def lazy_weights(folder: str, exclude_frozen: bool = False) -> dict[str, LazyTensor]:
+    """The fp32 state dict of this package's checkpoint in ``folder`` (DIR/TAG); tied parameters are one object.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    stored = CyclicReader(folder)
+    stored.verify(0, 1, list(stored.trained))
+    found = weights(stored, exclude_frozen)
+    lazy = {id(entry): LazyTensor(*entry) for entry in found.values()}
+    return {name: lazy[id(entry)] for name, entry in found.items()}
 
 
 def write_fp32(

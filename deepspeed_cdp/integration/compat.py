@@ -15,10 +15,12 @@ DEEPSPEED = ("0.19.8", "0.19.8")
 TORCH = ("2.6", "2.13")
 
 _ENGINE = "deepspeed.runtime.engine:DeepSpeedEngine."
+_HOOKS = ("module_forward_pre_hook", "module_forward_post_hook")
 _PIPE_ENGINE = "deepspeed.runtime.pipe.engine:PipelineEngine."
 _MODULE = "deepspeed.runtime.pipe.module:PipelineModule."
 _CONFIG = "deepspeed.runtime.config:DeepSpeedConfig."
 _FRAGMENT = "deepspeed.utils.tensor_fragment:"
+_FP32 = "deepspeed.utils.zero_to_fp32:"
 _TIMER = "deepspeed.utils.timer:ThroughputTimer."
 
 # Functions that this package overrides or wraps -> exactly these parameters. DeepSpeed calls ours in their place.
@@ -39,6 +41,7 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     _ENGINE + "zero_optimization_partition_gradients": ("self",),
     _ENGINE + "zero_optimization_partition_weights": ("self",),
     _ENGINE + "destroy": ("self",),
+    _FP32 + "_get_fp32_state_dict_from_zero_checkpoint": ("ds_checkpoint_dir", "exclude_frozen_parameters"),
     _TIMER + "start": ("self",),
     _TIMER + "stop": ("self", "global_step", "report_speed"),
 }
@@ -63,9 +66,10 @@ CALLED: dict[str, tuple[str, ...]] = {
 MENTIONED: dict[str, tuple[str, ...]] = {
     "deepspeed:initialize": ("DeepSpeedEngine", "PipelineEngine", "DeepSpeedConfig"),
     _CONFIG + "__init__": ("_param_dict", "_initialize_params", "world_size"),
-    _ENGINE + "__init__": ("_config", "tput_timer", "inside_no_sync_ctxt", "enable_backward_allreduce"),
+    _ENGINE + "__init__": ("_config", "tput_timer", "inside_no_sync_ctxt", "enable_backward_allreduce", *_HOOKS),
     _ENGINE + "_configure_optimizer": ("_configure_zero_optimizer", "_do_optimizer_sanity_check"),
     _MODULE + "__init__": ("_topo", "_layer_specs", "_local_start", "_local_stop", "is_checkpointable_results"),
+    _FP32 + "get_fp32_state_dict_from_zero_checkpoint": ("_get_fp32_state_dict_from_zero_checkpoint",),
     "deepspeed.runtime.zero.partition_parameters:_init_external_params": (
         "_external_params",
         "ds_external_parameters",
@@ -105,6 +109,7 @@ PRESENT: tuple[str, ...] = (
     "deepspeed.runtime.torch_autocast:autocast_if_enabled",
     "deepspeed.runtime.utils:DummyOptim",
     "deepspeed.runtime.zero.config:ZERO_OPTIMIZATION",
+    "deepspeed.runtime.zero.parameter_offload:ZeROOrderedDict",
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus",
     "deepspeed.utils.timer:TIME_EPSILON",
 )

@@ -3,8 +3,9 @@
 It overrides the methods of ``DeepSpeedEngine`` that differ; ``Runtime`` does the work.
 """
 
+import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -19,7 +20,8 @@ from deepspeed_cdp.integration.engine_base import EngineBase, check_loss, warn
 from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.integration.support import check_ring_size
 from deepspeed_cdp.integration.throughput import on_stream
-from deepspeed_cdp.integration.zero3_params import Access, offload_stub
+from deepspeed_cdp.integration.zero3_params import Access, destroy_engines, offload_stub
+from deepspeed_cdp.model.discover import Example, FoundUnits
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.model.materialize import Initial
 from deepspeed_cdp.optim.delay_correction import resolve
@@ -44,22 +46,19 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     _access: Access | None = None
     _initial: Initial | None = None
     _evaluating = False  # between eval() and train()
+    _rehearsed = False  # the first training forward has been compared with the plan
+    _loaded: tuple | None = None  # arguments of the last ``load_checkpoint``
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
         config = self._config.cyclic_config
         self._config.timers_config.synchronized = False  # no device synchronize per step: it delays messages
-        if any(isinstance(getattr(p, "_z3_optimizer", None), Access) for p in model.parameters()):
-            raise ValueError("model belongs to another cyclic engine; call that engine's destroy() first, or build another model")
+        destroy_engines(model)
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
-        try:
-            self._agree(model)
-            self._transport = rings_of(self._transport, config.ring_size)
-            check_ring_size(self._config, self._transport.size)
-            self._initial = Initial(model, config.weights, self.device)
-        except BaseException:
-            self._transport.close(False)
-            raise
+        self._agree(model)
+        self._transport = rings_of(self._transport, config.ring_size)
+        check_ring_size(self._config, self._transport.size)
+        self._initial = Initial(model, config.weights, self.device)
         super()._configure_distributed_model(model)
         self._initial.make_placeholders()
 
@@ -82,63 +81,41 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
 
     def _agree_on_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Collective: all ranks have the same optimizer, with the same groups and options."""
-        try:
-            self._compare(
-                agreement.optimizer_kind(optimizer),
-                {
-                    "options of the optimizer": agreement.options(optimizer),
-                    "groups of the optimizer": agreement.groups(optimizer, self.module.named_parameters()),
-                },
-            )
-        except BaseException:
-            self._failed = True
-            self._transport.close(False)
-            raise
+        self._compare(
+            agreement.optimizer_kind(optimizer),
+            {
+                "options of the optimizer": agreement.options(optimizer),
+                "groups of the optimizer": agreement.groups(optimizer, self.module.named_parameters()),
+            },
+        )
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
         self._agree_on_optimizer(optimizer)
-        optimizer = self._checked(optimizer)
+        optimizer = self._checked(optimizer, self.module)
         config = self._config.cyclic_config
         _, sum_dtype = self.get_data_types()
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
-        try:
-            correction = resolve(config.correction, optimizer, threshold(config.rule, self._transport.size))
-            settings = Settings(
-                rule=config.rule,
-                partition_method=config.partition_method,
-                units=config.units,
-                rounds=self.gradient_accumulation_steps(),
-                clip=float(self.gradient_clipping()),
-                sum_dtype=sum_dtype if self._config.grad_accum_dtype else None,
-                keep_after_forward=config.keep_after_forward,
-                min_unit_bytes=int(config.min_unit_mb * 2**20),
-                loss_scale=self._loss_scale(),
-                warmup_steps=config.warmup_steps,
-                **self._offloading(),
-                replicated=self.zero_optimization_stage() < 3,
-                gradient_accumulation_fusion=config.gradient_accumulation_fusion,
-                check_divergence=config.check_divergence,
-                delay_correction=correction,
-            )
-            self._runtime = Runtime(
-                self.module,
-                optimizer,
-                settings,
-                self._transport,
-                self.device,
-                self._initial if self._initial and self._initial.elsewhere else None,
-                self._on_gathered,
-            )
-            self._initial = None
-            plans = self._runtime.executor.phases.plans
-            self._dry_run(sum(map(estimated_actions, plans)), lambda: check_rings(plans))
-        except BaseException:
-            self._failed = True
-            self._transport.close(False)  # else torch aborts when the interpreter frees posted memory
-            raise
-        self._access = Access(self._runtime, dist.group.WORLD)
-        self._access.attach()
+        correction = resolve(config.correction, optimizer, threshold(config.rule, self._transport.size))
+        self._settings = Settings(
+            rule=config.rule,
+            partition_method=config.partition_method,
+            units=config.units,
+            rounds=self.gradient_accumulation_steps(),
+            clip=float(self.gradient_clipping()),
+            sum_dtype=sum_dtype if self._config.grad_accum_dtype else None,
+            keep_after_forward=config.keep_after_forward,
+            min_unit_bytes=int(config.min_unit_mb * 2**20),
+            loss_scale=self._loss_scale(),
+            warmup_steps=config.warmup_steps,
+            **self._offloading(),
+            replicated=self.zero_optimization_stage() < 3,
+            gradient_accumulation_fusion=config.gradient_accumulation_fusion,
+            check_divergence=config.check_divergence,
+            delay_correction=correction,
+        )
+        self._make_runtime(optimizer, self._initial if self._initial and self._initial.elsewhere else None)
+        self._initial = None
         surface = CyclicOptimizer(self._runtime)
         surface.parameter_offload = offload_stub(self.module)
         self.enable_backward_allreduce = False
@@ -154,6 +131,37 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         )
         self._destroy_at_exit()
         return surface
+
+    def _make_runtime(self, optimizer: torch.optim.Optimizer, initial: Initial | None, found: FoundUnits | None = None) -> None:
+        """Collective: make the runtime and dry-run its plan. Arguments as of ``Runtime``."""
+        self._runtime = Runtime(
+            self.module, optimizer, self._settings, self._transport, self.device, initial, self._on_gathered, found
+        )
+        plans = self._runtime.executor.phases.plans
+        self._dry_run(sum(map(estimated_actions, plans)), lambda: check_rings(plans))
+        self._access = Access(self._runtime, dist.group.WORLD, weakref.WeakMethod(self.destroy))
+        self._access.attach()
+
+    def _rehearse(self, example: Example) -> None:
+        """Collective, before the first training forward: make the plan anew if this batch, on any rank, cannot follow it."""
+        self._rehearsed = True
+        found = self._runtime.rehearse(example)
+        if found is None:
+            return
+        why, units = found
+        log_dist(f"the plan is made anew for the first batch, in which {why}", ranks=[0])
+        optimizer, parameters = self._runtime.owner.user_optimizer, dict(self.module.named_parameters())
+        assert self._access is not None
+        self._access.detach()
+        self._access = None
+        self._runtime.retire()
+        optimizer.state.clear()
+        for group, names in zip(optimizer.param_groups, self.optimizer_group_names):
+            group["params"] = [parameters[n] for n in names]
+        self._make_runtime(optimizer, None, units)
+        self.optimizer.follow(self._runtime)
+        if self._loaded:
+            self.load_checkpoint(*self._loaded)
 
     def _on_gathered(self, whole: bool) -> None:
         if self._access is not None:
@@ -198,6 +206,8 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             torch.clear_autocast_cache()  # of casts of other versions, where the script has an autocast around its loop
             training = self.module.training and torch.is_grad_enabled()
             if training:
+                if not (self._rehearsed or self._runtime.borrowed):
+                    self._rehearse(Example(inputs, kwargs))
                 with self._runtime.forward():
                     return super().forward(*inputs, **kwargs)
             self._runtime.gather()
@@ -386,9 +396,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             CheckpointError: it cannot be read; on every rank, with the file's name, and nothing was changed.
         """
         with self._noting_failure():
-            return save_load.load(
-                self,
-                self._runtime,
+            given = (
                 load_dir,
                 tag,
                 load_module_strict,
@@ -397,6 +405,9 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
                 load_module_only,
                 custom_load_fn,
             )
+            path, state = save_load.load(self, self._runtime, *given)
+            self._loaded = given if path is not None else self._loaded
+            return path, state
 
     # ---- the end --------------------------------------------------------------------------------------------------------
     def report(self) -> str:
@@ -421,12 +432,22 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         return not self._runtime.between_steps
 
     def _close(self, well: bool) -> None:
-        if self._access is not None:
-            self._access.detach()
-        if self._runtime is not None:
-            self._runtime.close(well and self._runtime.executor.between_steps)
-        elif self._transport is not None:
-            self._transport.close(False)
+        access, runtime, self._access = self._access, self._runtime, None
+        if runtime is None:
+            if self._transport is not None:
+                self._transport.close(False)
+            return
+        well = well and runtime.executor.between_steps
+        stays = False
+        if access is not None:
+            if well and not self._exiting:
+                with suppress(HandoffError):  # the others have ended, and need no parameters
+                    runtime.flush()
+                    stays = True
+            access.detach()
+            if stays:
+                access.leave()
+        runtime.close(well, not stays)
 
 
 __all__ = ["CyclicEngine", "HandoffError"]

@@ -16,11 +16,14 @@ from deepspeed.utils import log_dist, logger
 
 from deepspeed_cdp.errors import CheckpointError, DivergenceError, HandoffError, class_and_text
 from deepspeed_cdp.integration import agreement
+from deepspeed_cdp.integration.zero3_params import remove_hooks
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.verify.pipeline import ScheduleError
 from deepspeed_cdp.verify.summary import AT_START, Summary
 from deepspeed_cdp.verify.well_formed import PlanError
 from deepspeed_cdp.version import __version__
+
+_TAKEN: "weakref.WeakSet[torch.optim.Optimizer]" = weakref.WeakSet()  # optimizers that engines have been given
 
 
 class EngineBase:
@@ -35,8 +38,21 @@ class EngineBase:
     _failed = False
     _first_failure = ""  # the error with which it failed first, and its step
     _exit_callback: Callable[[], None] | None = None
+    _destroyed = False
+    _exiting = False  # the interpreter ends, so nobody needs the parameters any more
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
+    def __init__(self, *args: Any, **kwargs: Any):
+        """As DeepSpeed's. After an error the transport is closed: else torch aborts when the interpreter frees posted memory."""
+        try:
+            super().__init__(*args, **kwargs)
+        except BaseException:
+            self._failed = True
+            self._forget_exit()
+            self._close(False)
+            remove_hooks(self)
+            raise
+
     def _compare_settings(self, mine: dict[str, Any], details: dict[str, agreement.Named]) -> None:
         """Collective: all ranks run the same package with the same settings. Arguments and errors as in ``_compare``."""
         engine: Any = self
@@ -76,27 +92,40 @@ class EngineBase:
         """As DeepSpeed's. Collective: all ranks have the same scheduler, in the same state."""
         super()._configure_lr_scheduler()  # type: ignore[misc]  # DeepSpeed's engine, the next base class
         scheduler = self.lr_scheduler  # type: ignore[attr-defined]
-        try:
-            self._compare(
-                {"class of the lr scheduler": agreement.class_of(scheduler)},
-                {"state of the lr scheduler": agreement.scheduler_state(scheduler)},
-            )
-        except BaseException:
-            self._failed = True
-            self._close(False)
-            raise
+        self._compare(
+            {"class of the lr scheduler": agreement.class_of(scheduler)},
+            {"state of the lr scheduler": agreement.scheduler_state(scheduler)},
+        )
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works, tested with ZeRO or not
 
     @staticmethod
-    def _checked(optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
-        """The optimizer; raises ValueError if there is none."""
+    def _checked(optimizer: torch.optim.Optimizer | None, model: torch.nn.Module) -> torch.optim.Optimizer:
+        """The optimizer; raises ValueError if there is none, or if it has trainable parameters that are not the model's."""
         if optimizer is None or isinstance(optimizer, DummyOptim):
             raise ValueError(
-                "optimizer is missing in ds_config and in deepspeed.initialize(): the cyclic engine trains; give an "
-                'optimizer, or set "cyclic": {"enabled": false} to run inference without it'
+                "optimizer is missing in ds_config and in deepspeed.initialize(), and only zero_optimization.stage 0 and 3 do "
+                "without; give an optimizer, or for evaluation set the stage to 3"
             )
+        own = set(model.parameters())
+        strangers = [
+            f"group {g}, place {i}, shape {tuple(p.shape)}"
+            for g, group in enumerate(optimizer.param_groups)
+            for i, p in enumerate(group["params"])
+            if p not in own and p.requires_grad
+        ]
+        if strangers and optimizer in _TAKEN:
+            raise ValueError(
+                "optimizer was given to an earlier engine, whose masters it steps; make a new one from model.parameters()"
+            )
+        if strangers:
+            more = f" and {len(strangers) - 3} more" if len(strangers) > 3 else ""
+            raise ValueError(
+                f"optimizer has parameters of no module of the model ({'; '.join(strangers[:3])}{more}), so the engine cannot "
+                "train them; make their module (a criterion, say) a submodule of the model, or give it an optimizer of its own"
+            )
+        _TAKEN.add(optimizer)
         return optimizer
 
     def _offloading(self) -> dict[str, bool]:
@@ -147,8 +176,14 @@ class EngineBase:
         """An error inside marks the engine failed, unless it came before any state changed: then training may go on.
 
         Raises:
-            ValueError: the engine failed before, and is in the middle of a step, or cannot do what is called for.
+            ValueError: the engine is destroyed; or it failed before, and is in the middle of a step or cannot do what is called
+                for.
         """
+        if self._destroyed:
+            raise ValueError(
+                "this engine is destroyed, by destroy() or by another deepspeed.initialize() of its model; use the engine that "
+                "has the model now, or make one"
+            )
         if self._failure_in_hooks:
             self._note_failure(self._failure_in_hooks)
         failed_before = bool(self._first_failure)
@@ -203,10 +238,16 @@ class EngineBase:
             engine = reference()
             if engine is not None:
                 engine._failed = engine._failed or getattr(sys, "last_value", None) is not None
+                engine._exiting = True
                 engine.destroy()
 
         self._exit_callback = close
         atexit.register(close)
+
+    def _forget_exit(self) -> None:
+        if self._exit_callback is not None:
+            atexit.unregister(self._exit_callback)
+            self._exit_callback = None
 
     def _close(self, well: bool) -> None:
         """Remove the engine's hooks and attributes from the module, and close the transport; idempotent.
@@ -218,10 +259,10 @@ class EngineBase:
 
     def destroy(self) -> None:
         """As DeepSpeed's; waits until neighbours have taken the last messages, unless this rank has failed."""
-        if self._exit_callback is not None:
-            atexit.unregister(self._exit_callback)
-            self._exit_callback = None
+        self._forget_exit()
         self._close(self._is_well)
+        self._destroyed = True
+        remove_hooks(self)
         super().destroy()  # type: ignore[misc]  # DeepSpeed's engine, the next base class
 
 

@@ -25,6 +25,10 @@ class CyclicOptimizer(ZeROOptimizer):
         self._runtime: Runtime | None = runtime
         self.owner, self.scale, self.optimizer = runtime.owner, runtime.scale, runtime.owner.optimizer
 
+    def follow(self, runtime: Runtime) -> None:
+        """Use another runtime, whose owner steps the same optimizer."""
+        self._runtime, self.owner, self.scale = runtime, runtime.owner, runtime.scale
+
     @property
     def _live_runtime(self) -> Runtime:
         if self._runtime is None:

@@ -92,14 +92,10 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         transport = connect_pipeline(
             config.transport, dist.get_rank(), self.pipe_schedule.ranks, config.timeout_seconds, self.device
         )
-        try:
-            if transport is not None:  # more than a single device
-                self._transport = transport
-                self._agree(model)
-            super()._configure_distributed_model(model)
-        except BaseException:
-            self._close(False)
-            raise
+        if transport is not None:  # more than a single device
+            self._transport = transport
+            self._agree(model)
+        super()._configure_distributed_model(model)
 
     def _warn_of_stall(self, rule: Any) -> None:
         schedule = self.pipe_schedule
@@ -143,49 +139,39 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
                 if stage in used:
                     tied = self.module.tied_modules[key].named_parameters()
                     details[f"requires_grad in tied layer {key!r}"] = agreement.trained(tied)
-        try:
-            self._compare(agreement.optimizer_kind(optimizer), details)
-        except BaseException:
-            self._failed = True
-            self._close(False)
-            raise
+        self._compare(agreement.optimizer_kind(optimizer), details)
 
     def _configure_zero_optimizer(self, optimizer: torch.optim.Optimizer | None) -> Any:
         self._agree_on_stages(optimizer)
-        optimizer = self._checked(optimizer)
+        optimizer = self._checked(optimizer, self.module)
         config, rank, device = self._config.cyclic_config, dist.get_rank(), self.device
         _, sum_dtype = self.get_data_types()
         stages = {s: self._stage(s) for s in self.pipe_schedule.stages_of(rank)}
         trained = {p: n for stage in stages.values() for named in stage.units.values() for n, p in named}
         self.optimizer_group_names = [[trained[p] for p in g["params"] if p in trained] for g in optimizer.param_groups]
-        try:
-            correction = resolve(config.correction, optimizer, self.pipe_schedule.threshold)
-            self.pipe_schedule = schedule = replace(self.pipe_schedule, delay_corrected=bool(correction))
-            self._runtime = PipeRuntime(
-                schedule,
-                rank,
-                stages,
-                self._loss,
-                optimizer,
-                trained,
-                self._transport,
-                device,
-                float(self.gradient_clipping()),
-                sum_dtype if self._config.grad_accum_dtype else None,
-                self.module.dynamic_shape,
-                config.warmup_steps,
-                **self._offloading(),
-                read=(self._read_inputs, self._read_labels),
-                check_divergence=config.check_divergence,
-                correction=correction,
-            )
-            warmup = config.warmup_steps > 0
-            schedules = [schedule, *([replace(schedule, threshold=0, exact_norm=self.gradient_clipping() > 0)] if warmup else [])]
-            self._dry_run(sum(map(pipeline_actions, schedules)), lambda: check_pipelines(schedules))
-        except BaseException:
-            self._failed = True
-            self._close(False)
-            raise
+        correction = resolve(config.correction, optimizer, self.pipe_schedule.threshold)
+        self.pipe_schedule = schedule = replace(self.pipe_schedule, delay_corrected=bool(correction))
+        self._runtime = PipeRuntime(
+            schedule,
+            rank,
+            stages,
+            self._loss,
+            optimizer,
+            trained,
+            self._transport,
+            device,
+            float(self.gradient_clipping()),
+            sum_dtype if self._config.grad_accum_dtype else None,
+            self.module.dynamic_shape,
+            config.warmup_steps,
+            **self._offloading(),
+            read=(self._read_inputs, self._read_labels),
+            check_divergence=config.check_divergence,
+            correction=correction,
+        )
+        warmup = config.warmup_steps > 0
+        schedules = [schedule, *([replace(schedule, threshold=0, exact_norm=self.gradient_clipping() > 0)] if warmup else [])]
+        self._dry_run(sum(map(pipeline_actions, schedules)), lambda: check_pipelines(schedules))
         self.enable_backward_allreduce = False
         self._log_warnings()
         log_dist(

@@ -5,11 +5,13 @@ which builds a CyclicEngine if the config enables it and calls the stock functio
 """
 
 import base64
+import copy
 import difflib
 import functools
 import inspect
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -21,6 +23,8 @@ from deepspeed_cdp.integration.pipe_register import classes, refuse_placed, stoc
 
 # Marks our wrappers on the functions themselves: importlib.reload(deepspeed) drops them, a flag in this module would stay.
 _STOCK = "__deepspeed_cdp_stock__"
+# model -> a weak reference to the last stock engine that it was given to
+_STOCK_ENGINES: "weakref.WeakKeyDictionary[Any, Callable[[], Any]]" = weakref.WeakKeyDictionary()
 
 
 def register() -> None:
@@ -29,6 +33,7 @@ def register() -> None:
     With a DeepSpeed or torch that the engine cannot run with, it warns, and a config that enables the engine is an error.
     """
     import deepspeed
+    from deepspeed.utils import zero_to_fp32
 
     if problem := compat.problem():
         warnings.warn(f'{problem}; until then "cyclic": {{"enabled": true}} is an error', RuntimeWarning, stacklevel=2)
@@ -37,6 +42,10 @@ def register() -> None:
         if not hasattr(config._initialize_params, _STOCK):
             config._initialize_params = _with_cyclic_config(config._initialize_params)
         tolerate_placements()
+        if not hasattr(zero_to_fp32._get_fp32_state_dict_from_zero_checkpoint, _STOCK):
+            zero_to_fp32._get_fp32_state_dict_from_zero_checkpoint = _with_cyclic_checkpoints(
+                zero_to_fp32._get_fp32_state_dict_from_zero_checkpoint
+            )
     if not hasattr(deepspeed.initialize, _STOCK):
         deepspeed.initialize = _with_cyclic_engine(deepspeed.initialize)
 
@@ -44,7 +53,10 @@ def register() -> None:
 def unregister() -> None:
     """Puts the stock functions back (for tests)."""
     import deepspeed
+    from deepspeed.utils import zero_to_fp32
 
+    read = zero_to_fp32._get_fp32_state_dict_from_zero_checkpoint
+    zero_to_fp32._get_fp32_state_dict_from_zero_checkpoint = getattr(read, _STOCK, read)
     config = deepspeed.DeepSpeedConfig
     config._initialize_params = getattr(config._initialize_params, _STOCK, config._initialize_params)
     deepspeed.initialize = getattr(deepspeed.initialize, _STOCK, deepspeed.initialize)
@@ -75,13 +87,29 @@ def _with_cyclic_config(stock: Callable[..., None]) -> Callable[..., None]:
     return _initialize_params
 
 
+def _with_cyclic_checkpoints(stock: Callable[..., dict]) -> Callable[..., dict]:
+    """DeepSpeed's functions of ``zero_to_fp32`` call this one by its name, so copies that were imported before read ours, too."""
+
+    @functools.wraps(stock)
+    def _get_fp32_state_dict_from_zero_checkpoint(ds_checkpoint_dir: str, exclude_frozen_parameters: bool) -> dict[str, Any]:
+        from deepspeed_cdp.checkpoint.export import lazy_weights
+        from deepspeed_cdp.checkpoint.format import MANIFEST
+
+        if os.path.isfile(os.path.join(ds_checkpoint_dir, MANIFEST)):
+            return lazy_weights(ds_checkpoint_dir, exclude_frozen_parameters)
+        return stock(ds_checkpoint_dir, exclude_frozen_parameters)
+
+    setattr(_get_fp32_state_dict_from_zero_checkpoint, _STOCK, stock)
+    return _get_fp32_state_dict_from_zero_checkpoint
+
+
 def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
     signature = inspect.signature(stock)
 
     @functools.wraps(stock)
     def initialize(*args: Any, **kwargs: Any) -> tuple:
         import deepspeed
-        from deepspeed.utils import logger
+        from deepspeed.utils import log_dist, logger
 
         from deepspeed_cdp.integration.config import CYCLIC, parse_cyclic
 
@@ -95,14 +123,24 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
                     f"{written[near[0]]} is in the config, but DeepSpeed knows no such key, so it has no effect; "
                     f"did you mean {CYCLIC!r}?"
                 )
-            return stock(*args, **kwargs)
+            _take_back(given.get("model"))
+            return _remembered(given.get("model"), stock(*args, **kwargs))
         compat.require()
+        from deepspeed_cdp.integration.zero3_params import release_stock
+
+        if _is_only_used(given, raw):
+            _take_back(given.get("model"))
+            result = _remembered(given.get("model"), stock(**_disabled(given, raw)))
+            log_dist("cyclic: there is no optimizer, so DeepSpeed's own engine serves this model", ranks=[0])
+            return result
         _refuse_model(given, parse_cyclic(raw).placement)
         # Stock `initialize` has no parameter for the engine's class: it reads `DeepSpeedEngine` (for a PipelineModule,
         # `PipelineEngine`) from the globals of its module. These name our classes during this call only. Our classes derive
         # from the stock ones, so isinstance(engine, deepspeed.DeepSpeedEngine) holds afterwards.
         pipeline = isinstance(given.get("model"), deepspeed.PipelineModule)
         ours = classes() if pipeline else {"DeepSpeedEngine": engine_class()}
+        if before := _STOCK_ENGINES.pop(given["model"], lambda: None)():
+            release_stock(before)
         stocks = {name: getattr(deepspeed, name) for name in ours}
         for name, cls in ours.items():
             setattr(deepspeed, name, cls)
@@ -121,6 +159,46 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
 
     setattr(initialize, _STOCK, stock)
     return initialize
+
+
+def _remembered(model: Any, result: tuple) -> tuple:
+    """What stock `initialize` returned, unchanged; a cyclic engine that takes over the model destroys this engine before."""
+    if hasattr(model, "named_modules") and hasattr(result[0], "named_modules"):
+        _STOCK_ENGINES[model] = weakref.ref(result[0])
+    return result
+
+
+def _take_back(model: Any) -> None:
+    """Collective: destroy the model's cyclic engine, if any, and make its parameters ordinary ones."""
+    import torch
+
+    if isinstance(model, torch.nn.Module) and any(hasattr(p, "ds_id") for p in model.parameters()):
+        from deepspeed_cdp.integration.zero3_params import destroy_engines
+        from deepspeed_cdp.model.remains import make_whole
+
+        destroy_engines(model)
+        make_whole(model)
+
+
+def _is_only_used(given: Mapping[str, Any], raw: Mapping[str, Any]) -> bool:
+    """Whether the model is for evaluation or prediction, or a reference: there is no optimizer, and DeepSpeed needs none."""
+    import deepspeed
+
+    section = raw.get("zero_optimization")
+    stage = section.get("stage", 0) if isinstance(section, dict) else 0
+    trains = given.get("optimizer") is not None or "optimizer" in raw or isinstance(given.get("model"), deepspeed.PipelineModule)
+    return not trains and stage in (0, 3)
+
+
+def _disabled(given: Mapping[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `initialize`, with a config that does not enable the engine."""
+    from deepspeed_cdp.integration.config import CYCLIC
+
+    args = copy.copy(given.get("args"))
+    for name in ("deepscale_config", "deepspeed_config"):
+        if getattr(args, name, None) is not None and given.get("config") is None:  # (two configs are an error of DeepSpeed's)
+            setattr(args, name, None)
+    return {**given, "args": args, "config": {**raw, CYCLIC: {**raw[CYCLIC], "enabled": False}}, "config_params": None}
 
 
 def _resolve_config(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,9 +16,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
+from deepspeed.runtime.zero.parameter_offload import ZeROOrderedDict
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _init_external_params
 
 from deepspeed_cdp.model.flat_layout import aligned
+from deepspeed_cdp.model.remains import Remains
 from deepspeed_cdp.runtime.param_hooks import IDLE
 from deepspeed_cdp.runtime.runtime import Runtime
 
@@ -48,12 +50,13 @@ class Access:
 
     _attached: "weakref.WeakSet[Access]" = weakref.WeakSet()  # torch.Tensor has ds_status while one is attached
 
-    def __init__(self, runtime: Runtime, group: Any):
+    def __init__(self, runtime: Runtime, group: Any, destroy: Callable[[], Callable[[], None] | None]):
         """
         Args:
             group: the process group that ``GatheredParameters`` broadcasts over.
+            destroy: a weak reference to the engine's method.
         """
-        self.runtime, self._group = runtime, group
+        self.runtime, self._group, self.destroy = runtime, group, destroy
         self._names: dict[ZeroParam, str] = {p: n for n, p in runtime.module.named_parameters()}
         self._owner = {
             s.name: runtime.plan.schedule.owner(runtime.plan.unit(i).stage)
@@ -85,6 +88,18 @@ class Access:
         self._attached.discard(self)
         if not self._attached and "ds_status" in torch.Tensor.__dict__:
             del torch.Tensor.ds_status  # type: ignore[attr-defined]
+
+    def leave(self) -> None:
+        """After a flush and ``detach``: parameters that are whole stay so, and the others' values stay with their owners."""
+        runtime = self.runtime
+        if runtime.is_whole or runtime.executor.residency.whole_after_flush:
+            for p in self._names:
+                p.data = p.data.clone()  # the buffers go
+            return
+        sources = {p: self._owner[name] for p, name in self._names.items()}  # ranks of the first ring
+        mine = [(p, name) for p, name in self._names.items() if sources[p] == runtime.transport.world_rank]
+        values = {p: self._value(name).to(runtime.device, p.dtype) for p, name in mine}
+        Remains(runtime.module, values, sources, runtime.device)
 
     def update_status(self, whole: bool) -> None:
         """``ds_status`` of every parameter: available if ``whole``, or if GatheredParameters has given it out."""
@@ -330,6 +345,29 @@ class Access:
         if told["shape"] is None:
             raise self._no_state(name, key, told["keys"])
         return tuple(told["shape"]), getattr(torch, told["dtype"])
+
+
+def destroy_engines(model: torch.nn.Module) -> None:
+    """Collective: destroy the engines that the model belongs to, which leave the parameters' values with it."""
+    for access in {getattr(p, "_z3_optimizer", None) for p in model.parameters()}:
+        if isinstance(access, Access) and (destroy := access.destroy()):
+            destroy()
+
+
+def remove_hooks(engine: Any) -> None:
+    """Remove an engine's own hooks from its module, which DeepSpeed's ``destroy`` leaves there."""
+    for name in ("module_forward_pre_hook", "module_forward_post_hook"):
+        if handle := engine.__dict__.get(name):
+            handle.remove()
+
+
+def release_stock(engine: Any) -> None:
+    """Destroy a stock engine; under ZeRO-3 its model's parameters stay partitioned, as after ``zero.Init``."""
+    engine.destroy()
+    remove_hooks(engine)
+    for m in engine.module.modules():
+        if isinstance(m._parameters, ZeROOrderedDict):
+            m._parameters = dict(m._parameters)
 
 
 def offload_stub(module: torch.nn.Module) -> types.SimpleNamespace:

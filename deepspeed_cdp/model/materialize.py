@@ -1,25 +1,25 @@
-"""Takes over a model that no rank holds whole: partitioned by ``deepspeed.zero.Init``, or on the meta device.
+"""Takes over a model that no rank holds whole: partitioned by ``deepspeed.zero.Init`` or ZeRO-3, left by a destroyed engine
+(``Remains``), or on the meta device.
 
 Such parameters become placeholders. Their values are fetched once, and only the owner of their stage keeps them. They are
-gathered from ``zero.Init``'s partitions, one parameter at a time, or read from a folder of safetensors files
-(``cyclic.weights``).
+gathered from the partitions, one parameter at a time, or read from a folder of safetensors files (``cyclic.weights``).
 """
 
 import glob
 import json
 import os
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from safetensors import SafetensorError, safe_open
 
 from deepspeed_cdp.model.placeholders import placeholder
+from deepspeed_cdp.model.remains import ZeroParam, strip
 from deepspeed_cdp.plan.plan import Plan
 
 INDEX = "model.safetensors.index.json"
-ZeroParam: TypeAlias = Any  # a torch.nn.Parameter, with the attributes that zero.Init gives it
 
 
 class Values:
@@ -47,15 +47,15 @@ class Initial:
             weights: ``cyclic.weights``.
         Raises:
             ValueError: the values of a parameter or buffer on the meta device cannot be found; ``weights`` is given but nothing
-                is on the meta device; or a parameter lost its values when an earlier engine was destroyed.
+                is on the meta device; or a parameter lost its values when an earlier engine failed.
         """
         self._module = module
         self._parameters: dict[str, ZeroParam] = dict(module.named_parameters())
         for name, p in self._parameters.items():
             if p.numel() > 1 and not any(p.stride()):
                 raise ValueError(
-                    f"model's parameter {name!r} has no values (an earlier cyclic engine has released them); build "
-                    "the model anew and load the state_dict from engine.module_state_dict()"
+                    f"model's parameter {name!r} has no values: an earlier cyclic engine had them, and failed or was destroyed "
+                    "in the middle of a step; build the model anew and load a checkpoint"
                 )
         self._partitioned = {n for n, p in self._parameters.items() if hasattr(p, "ds_id")}
         self._files = self._find(weights)
@@ -89,11 +89,11 @@ class Initial:
                 if name in owned:
                     ready[name] = p.data.to(dtype, copy=True)
                 shape = p.ds_shape
-                _strip(p)
+                strip(p)
                 p.data = torch.empty(0, dtype=dtype, device=p.device)
                 p.data = placeholder(p, shape)
             elif name in self._files:
-                _strip(p)
+                strip(p)
             elif name in owned:
                 ready[name] = p.detach()
         return Values(ready, self._files, {n: self._parameters[n].dtype for n in self._files})
@@ -198,14 +198,6 @@ def _empty(p: ZeroParam, device: torch.device) -> None:
     # DeepSpeed has made; here those stay valid, since the Python object remains
     torch._C._swap_tensor_impl(p, torch.nn.Parameter(torch.empty(0, dtype=p.dtype, device=device), p.requires_grad))
     p.ds_shape, p.ds_status = shape, ZeroParamStatus.NOT_AVAILABLE  # as zero.Init says it: DeepSpeed leaves it alone
-
-
-def _strip(p: torch.nn.Parameter) -> None:
-    """Remove the attributes that ``zero.Init`` and ZeRO-3's optimizer have put on a parameter."""
-    for key, value in list(p.__dict__.items()):
-        of_deepspeed = str(getattr(value, "__module__", "")).startswith("deepspeed.")  # its methods and optimizer
-        if of_deepspeed or key.startswith("ds_") or key in ("nvme_swapper", "is_external_param"):
-            del p.__dict__[key]
 
 
 def _meta_tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:

@@ -35,13 +35,13 @@ def is_placeholder(p: torch.nn.Parameter, empty: Mapping[torch.nn.Parameter, tor
 
 
 def refuse_use(modules: Sequence[torch.nn.Module], empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-    """Add hooks to the modules of a destroyed engine, which raise if a parameter is a placeholder, instead of computing nan."""
+    """Add hooks to the modules of an engine that failed: they raise if a parameter is a placeholder, instead of computing nan."""
 
     def refuse(module: torch.nn.Module, *_: Any) -> None:
         if any(is_placeholder(p, empty) for p in module.parameters(recurse=False)):
             raise ValueError(
-                f"a {type(module).__name__} was used after engine.destroy(), which leaves nothing in its "
-                "parameters; take engine.module_state_dict() before, and load it into a new model"
+                f"a {type(module).__name__} was used after its engine failed, or was destroyed in the middle of a step, so its "
+                "parameters are gone; build the model anew and load a checkpoint"
             )
 
     for m in modules:

@@ -180,6 +180,12 @@ def refusals(rank: int, world: int, job: Job) -> dict[str, str]:
     engine.destroy()
     texts["after destroy"] = told(lambda: engine.module.state_dict())
     texts["part after destroy"] = told(lambda: engine.module.blocks[0](torch.zeros(1, 8)))
+    texts["deepcopy after destroy"] = told(lambda: copy.deepcopy(engine.module))
+    again = start(job, world, engine.module)
+    models.loss(again, job.kind, models.batch(job.kind, 0, 0, rank))
+    torch.distributed.barrier()
+    again.destroy()
+    texts["destroyed in a step"] = told(lambda: engine.module.blocks[0](torch.zeros(1, 8)))
     texts["again"] = told(lambda: start(job, world, engine.module))
     return texts
 
@@ -203,6 +209,8 @@ def test_what_cannot_be_given_is_refused_in_a_sentence(pool):
         "train inside": "inside GatheredParameters; leave the context first",
         "after destroy": "used after engine.destroy()",
         "part after destroy": "used after engine.destroy()",
+        "deepcopy after destroy": "copy it inside deepspeed.zero.GatheredParameters",
+        "destroyed in a step": "used after its engine failed, or was destroyed in the middle of a step",
         "again": "has no values",
     }
     for texts in pool.run(2, refusals, Job("mlp", "cdp-v2", timeout=20.0), timeout=120):

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from deepspeed_cdp.checkpoint.deepspeed_formats import open_checkpoint
 from deepspeed_cdp.cli import convert
 from deepspeed_cdp.errors import CheckpointError
+from support import models
 from support.engine_work import Job, farthest, pack, same, start, train, unpack, whole
 
 SMALL = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 600}}
@@ -181,6 +182,39 @@ def test_universal_both_ways(pool, ours, stock, tmp_path):
             same(unpack(got[0][name][when]), {n: end[n] for n in kept}, *allowed)
             same(unpack(back[0][name][when]), end)
             same(unpack(theirs[0][name][when]), unpack(direct[0][name][when]))
+
+
+def test_deepspeeds_functions_read_our_checkpoints(ours, tmp_path):
+    """Also copies of them that a script imported before the engine was registered, lazily, and into files or a model."""
+    from deepspeed.utils import zero_to_fp32
+
+    from deepspeed_cdp.integration import plugin
+
+    plugin.unregister()
+    try:
+        read, load = zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, zero_to_fp32.load_state_dict_from_zero_checkpoint
+        with pytest.raises(FileNotFoundError):
+            read(str(ours[0] / "rooted"))
+    finally:
+        plugin.register()
+    for name in JOBS:
+        folder = str(ours[0] / name)
+        want, tag = convert.get_fp32_state_dict_from_zero_checkpoint(folder), (ours[0] / name / "latest").read_text()
+        got, lazy = read(folder), read(folder, tag, lazy_mode=True)
+        assert list(got) == list(lazy) == list(want)
+        same(got, want)
+        for n, t in want.items():
+            assert lazy[n].shape == t.shape and lazy[n].dtype == t.dtype and torch.equal(lazy[n].contiguous(), t), n
+        zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(folder, str(tmp_path / name), max_shard_size="9KB")
+        files = [torch.load(path) for path in (tmp_path / name).glob("*.bin")]
+        same({n: t for file in files for n, t in file.items()}, want)
+    tied = read(str(ours[0] / "llama-tied"))
+    assert tied["lm_head.weight"] is tied["model.embed_tokens.weight"]
+    model = models.build("rooted")
+    load(model, str(ours[0] / "rooted"))
+    same(model.state_dict(), convert.get_fp32_state_dict_from_zero_checkpoint(str(ours[0] / "rooted")))
+    frozen = [n for n, p in model.named_parameters() if not p.requires_grad]
+    assert frozen and not set(frozen) & set(read(str(ours[0] / "rooted"), exclude_frozen_parameters=True))
 
 
 def test_weights_equal_zero_to_fp32(ours, stock, tmp_path):

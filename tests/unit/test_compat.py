@@ -13,7 +13,7 @@ import torch
 from deepspeed_cdp.integration import compat, plugin
 
 PACKAGE = Path(compat.__file__).parents[1]
-ON = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "cyclic": {"enabled": True}}
+ON = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "cyclic": {"enabled": True}, "optimizer": {"type": "AdamW"}}
 
 
 @pytest.fixture

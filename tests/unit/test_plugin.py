@@ -17,7 +17,7 @@ import deepspeed_cdp
 import deepspeed_cdp_autoload
 from deepspeed_cdp.integration import plugin
 
-ON = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "cyclic": {"enabled": True}}
+ON = {"train_batch_size": 4, "zero_optimization": {"stage": 3}, "cyclic": {"enabled": True}, "optimizer": {"type": "AdamW"}}
 OFF = {**ON, "cyclic": {"enabled": False}}
 NONE = {key: value for key, value in ON.items() if key != "cyclic"}
 
@@ -86,8 +86,11 @@ WAYS = {
 }
 
 
+USE = {key: value for key, value in ON.items() if key != "optimizer"}
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("raw, expected", [(ON, Cyclic), (OFF, StandInStock), (NONE, StandInStock)])
+@pytest.mark.parametrize("raw, expected", [(ON, Cyclic), (OFF, StandInStock), (NONE, StandInStock), (USE, StandInStock)])
 def test_engine_follows_the_config(world, tmp_path, way, raw, expected):
     result = deepspeed.initialize(model=model(), **WAYS[way](raw, tmp_path))
     assert type(result) is tuple and len(result) == 4 and type(result[0]) is expected

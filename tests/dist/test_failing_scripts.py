@@ -1,0 +1,61 @@
+"""Scripts that an error ends: the sentence is the last line, and the exit code is 1, on every rank and every path."""
+
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from support.processes import free_port, run
+
+# how, who -> words of the last line of a rank that fails
+SHORT = {
+    ("no optimizer", "all"): "ValueError: optimizer is missing",
+    ("criterion", "1"): "ValueError: optimizer has parameters of no module of the model",
+    ("backward", "0"): "RuntimeError: own error in backward",
+}
+LONG = {
+    ("units", "all"): "ValueError: cyclic.units has 'blocks.9'",
+    ("criterion", "all"): "ValueError: optimizer has parameters of no module of the model",
+    ("scheduler", "all"): "AssertionError: DeepSpeed does not recognize LR scheduler Nothing",
+    ("forward", "1"): "RuntimeError: own error in forward",
+    ("script", "0"): "RuntimeError: own error in script",
+    ("twice", "1"): "ValueError: a backward of step 3 came without a training forward of its own",
+    ("module", "all"): "ValueError: the module itself was called",
+}
+
+
+def check(how: str, who: str, words: str) -> None:
+    tests = Path(__file__).parents[1]
+    shared = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+
+    def rank(number: int):
+        env = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
+        return run([sys.executable, "-m", "support.failing_script", how, who], 120, env, merged=True)
+
+    with ThreadPoolExecutor(2) as ranks:
+        for number, done in enumerate(ranks.map(rank, (0, 1))):
+            last = done.stdout.rstrip().splitlines()[-1]
+            assert done.returncode == 1, (number, done.returncode, done.stdout[-3000:])
+            assert (words if who in ("all", str(number)) else "HandoffError: ") in last, (number, done.stdout[-3000:])
+
+
+@pytest.mark.parametrize(("how", "who"), SHORT)
+def test_the_sentence_is_last_and_the_exit_code_1(operators, how, who):
+    check(how, who, SHORT[how, who])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "who"), LONG)
+def test_other_paths_end_so_too(operators, how, who):
+    check(how, who, LONG[how, who])
