@@ -40,6 +40,7 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     _ENGINE + "zero_optimization": ("self",),
     _ENGINE + "zero_optimization_partition_gradients": ("self",),
     _ENGINE + "zero_optimization_partition_weights": ("self",),
+    _ENGINE + "_broadcast_model": ("self",),
     _ENGINE + "destroy": ("self",),
     _FP32 + "_get_fp32_state_dict_from_zero_checkpoint": ("ds_checkpoint_dir", "exclude_frozen_parameters"),
     _TIMER + "start": ("self",),

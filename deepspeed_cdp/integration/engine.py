@@ -62,6 +62,15 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         super()._configure_distributed_model(model)
         self._initial.make_placeholders()
 
+    def _broadcast_model(self) -> None:
+        """As DeepSpeed's, which cannot see a parameter without dimensions (CLIP's temperature) as bytes."""
+        scalars = [p for p in self.module.parameters() if p.dim() == 0]
+        for p in scalars:
+            p.data = p.data.view(1)
+        super()._broadcast_model()
+        for p in scalars:
+            p.data = p.data.view(())
+
     def _agree(self, model: torch.nn.Module) -> None:
         """Collective: compare settings and model between the ranks, as ``_compare``."""
         named = list(model.named_parameters())

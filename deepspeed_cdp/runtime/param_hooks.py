@@ -57,6 +57,7 @@ class ParamHooks:
         self.visited: set[int] = set()
         self.accumulation = GradAccumulation(self.slots, executor.grad_sums, executor.empty_sums, self)
         self.called: set[str] = set()
+        self._entered_by_parts: set[torch.nn.Module] = set()
         self._inside: int | None = None  # the unit whose modules are being called
         self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
         self._borrowed_units: set[int] = set()  # acquired by GatheredParameters inside this forward
@@ -378,12 +379,26 @@ class ParamHooks:
                 self.called.add(path)
                 if not kept:
                     self._begin_saving()
+                if not torch.is_grad_enabled():
+                    self._enter_through_parts(i, module)
             elif self.mode == IDLE:
                 self.events.used_outside("was called")
             else:
                 self._enter_backward(i)  # activation checkpointing runs the forward again
 
         return hook
+
+    def _enter_through_parts(self, i: int, module: torch.nn.Module) -> None:
+        """Let each part of the module begin the unit's backward: an autograd.Function may call parts alone (Reformer's does)."""
+        if module in self._entered_by_parts:
+            return
+        self._entered_by_parts.add(module)
+
+        @torch.compiler.disable
+        def hook(part: torch.nn.Module, args: Any) -> None:
+            self._enter_backward(i)  # nothing unless this is a backward
+
+        self._handles += [m.register_forward_pre_hook(hook, prepend=True) for m in module.modules() if m is not module]
 
     def _post(self, i: int, last: bool) -> Callable[..., Any]:
         @torch.compiler.disable

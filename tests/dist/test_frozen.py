@@ -28,6 +28,7 @@ COMMON = ["gloo's connections", "comparing settings between ranks", "a stream's 
 CHECKPOINT = ["saving checkpoint 'good'", "loading a checkpoint from 'saved'"]
 RING = [
     *("connecting the {} ranks", "connecting the {} ranks of 'deepspeed_cdp'", *COMMON, "looking for rings"),
+    "comparing what ranks do in a forward",
     *("flush", "broadcast, gathering parameters", *CHECKPOINT, "engine.report(), which every rank must call"),
 ]
 MEETINGS = {"ring": RING, "rings": RING, "pipe": ["connecting the {} ranks of 'deepspeed_cdp_pipe'", *COMMON, *CHECKPOINT]}
