@@ -326,7 +326,7 @@ def observe(module: nn.Module, example: Example) -> Trace:
     with _unchanged(module), torch.no_grad():
         try:
             recorder.watch(module)
-            with _eager(module), counter, recorder:
+            with _eager(), counter, recorder:
                 module(*args, **kwargs)
         finally:
             for buffer, value in buffers:
@@ -334,10 +334,9 @@ def observe(module: nn.Module, example: Example) -> Trace:
     return recorder.trace
 
 
-def _eager(module: nn.Module) -> Any:
-    """A context in which compiled modules run as they are written."""
-    compiled = any(hasattr(m, "_orig_mod") or getattr(m, "_compiled_call_impl", None) for m in module.modules())
-    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+def _eager() -> Any:
+    """A context in which compiled code runs as it is written: torch gives up for good what it cannot compile with fake tensors."""
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 @contextmanager
@@ -401,7 +400,7 @@ def _trace(module: nn.Module, example: Example, known: bool = True) -> Trace:
         for name in vars(m).keys() - _OWN:  # tensors that are neither parameters nor buffers, such as LSTM's _flat_weights
             if isinstance(vars(m)[name], (torch.Tensor, list, dict, tuple)):
                 m.__dict__[name] = tree_map_only(torch.Tensor, mode.from_tensor, vars(m)[name])
-    with _eager(module), torch.enable_grad(), mode, counter, recorder:
+    with _eager(), torch.enable_grad(), mode, counter, recorder:
         torch.func.functional_call(module, {**fakes, **buffers}, args, kwargs)
     return recorder.trace
 
