@@ -335,7 +335,7 @@ def observe(module: nn.Module, example: Example) -> Trace:
 
 
 def _eager() -> Any:
-    """A context in which compiled code runs as it is written: torch gives up for good what it cannot compile with fake tensors."""
+    """A context in which compiled code runs as it is written: torch gives up for good what does not compile with fake tensors."""
     return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
