@@ -21,6 +21,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus, _init_e
 
 from deepspeed_cdp.model.flat_layout import aligned
 from deepspeed_cdp.model.remains import Remains
+from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.runtime.param_hooks import IDLE
 from deepspeed_cdp.runtime.runtime import Runtime
 
@@ -104,8 +105,10 @@ class Access:
     def update_status(self, whole: bool) -> None:
         """``ds_status`` of every parameter: available if ``whole``, or if GatheredParameters has given it out."""
         whole = whole or self.runtime.param_hooks.always_resident and self.runtime.param_hooks.mode != IDLE  # there, in passes
+        stays = {p for p, _ in self.runtime.param_hooks.slots.get(PERSISTENT, ())}  # from a forward to the end of its backward
         for p in self._names:
-            p.ds_status = ZeroParamStatus.AVAILABLE if whole or p in self.runtime.borrowed else ZeroParamStatus.NOT_AVAILABLE
+            there = whole or p in stays or p in self.runtime.borrowed
+            p.ds_status = ZeroParamStatus.AVAILABLE if there else ZeroParamStatus.NOT_AVAILABLE
 
     def _name(self, p: ZeroParam) -> str:
         return self._names[p]
