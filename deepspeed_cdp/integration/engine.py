@@ -144,7 +144,15 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     def _make_runtime(self, optimizer: torch.optim.Optimizer, initial: Initial | None, found: FoundUnits | None = None) -> None:
         """Collective: make the runtime and dry-run its plan. Arguments as of ``Runtime``."""
         self._runtime = Runtime(
-            self.module, optimizer, self._settings, self._transport, self.device, initial, self._on_gathered, found
+            self.module,
+            optimizer,
+            self._settings,
+            self._transport,
+            self.device,
+            initial,
+            self._on_gathered,
+            self._on_persistent,
+            found,
         )
         plans = self._runtime.executor.phases.plans
         self._dry_run(sum(map(estimated_actions, plans)), lambda: check_rings(plans))
@@ -175,6 +183,10 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     def _on_gathered(self, whole: bool) -> None:
         if self._access is not None:
             self._access.update_status(whole)
+
+    def _on_persistent(self) -> None:
+        if self._access is not None:
+            self._access.update_persistent()
 
     def _loss_scale(self) -> float | dict[str, Any] | None:
         """``Settings.loss_scale``: of the ``fp16`` block, also for autocast to float16."""

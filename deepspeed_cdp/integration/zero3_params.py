@@ -105,10 +105,19 @@ class Access:
     def update_status(self, whole: bool) -> None:
         """``ds_status`` of every parameter: available if ``whole``, or if GatheredParameters has given it out."""
         whole = whole or self.runtime.param_hooks.always_resident and self.runtime.param_hooks.mode != IDLE  # there, in passes
-        stays = {p for p, _ in self.runtime.param_hooks.slots.get(PERSISTENT, ())}  # from a forward to the end of its backward
-        for p in self._names:
-            there = whole or p in stays or p in self.runtime.borrowed
-            p.ds_status = ZeroParamStatus.AVAILABLE if there else ZeroParamStatus.NOT_AVAILABLE
+        self._update(self._names, whole)
+
+    def update_persistent(self) -> None:
+        """``ds_status`` of persistent parameters, which are there from a forward to the end of its backward."""
+        self._update([p for p, _ in self.runtime.param_hooks.slots[PERSISTENT]], False)
+
+    def _update(self, params: Iterable[ZeroParam], whole: bool) -> None:
+        runtime = self.runtime
+        there = set(runtime.borrowed)
+        if PERSISTENT in runtime.executor.params:
+            there.update(p for p, _ in runtime.param_hooks.slots[PERSISTENT])
+        for p in params:
+            p.ds_status = ZeroParamStatus.AVAILABLE if whole or p in there else ZeroParamStatus.NOT_AVAILABLE
 
     def _name(self, p: ZeroParam) -> str:
         return self._names[p]

@@ -32,7 +32,7 @@ _AUTO = {"adam": "predict", "adamax": "predict", "muon": "extrapolate"}  # what 
 
 
 def family(optimizer: torch.optim.Optimizer) -> str:
-    """ "adam", "nadam", "adamax" or "sgd", whose formulas ``predict`` knows; "muon" if that is in the class's name; else ""."""
+    """The kind of optimizer: "adam", "nadam", "adamax" or "sgd", whose formulas ``predict`` knows; "muon" by its name; or ""."""
     name = type(optimizer).__name__
     return _FAMILIES.get(f"{type(optimizer).__module__}.{name}", "muon" if "muon" in name.lower() else "")
 
@@ -66,6 +66,7 @@ class Corrector:
     def __init__(self, correction: DelayCorrection, optimizer: torch.optim.Optimizer):
         self.correction, self._optimizer = correction, optimizer
         self._family = family(optimizer)
+        self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
     def before(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Call it before the step; ``after`` needs the result."""
@@ -76,11 +77,13 @@ class Corrector:
     def after(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
         """The estimates, fp32, right after the step that used these gradients; group options are still those of the step."""
         if self.correction.method == "extrapolate":
-            return [p + (p - old).mul_(self.correction.updates) for p, old in zip(parameters, before)]
-        groups = {p: group for group in self._optimizer.param_groups for p in group["params"]}
+            moves = torch._foreach_sub(list(parameters), list(before))
+            torch._foreach_mul_(moves, self.correction.updates)
+            torch._foreach_add_(moves, list(parameters))
+            return list(moves)
         ahead = []
         for p, gradient, *old in zip(parameters, gradients, *([before] if before else ())):
-            group = groups[p]
+            group = self._optimizer.param_groups[self._group_of[p]]
             if group.get("maximize"):
                 gradient = -gradient
             if decay := self._coupled_decay(group):

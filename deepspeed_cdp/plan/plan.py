@@ -95,7 +95,7 @@ class Plan(UnitSchedule):
 
     def published_offsets(self, stage: int, lag: int) -> dict[int, int]:
         """Offsets of the stage's units in that region."""
-        return self.v_layout(stage)[0] if self.is_corrected(lag) else self.copy_layout(stage)[0]
+        return self.v_layout(stage)[0] if self.is_corrected(lag) else self.copy_offsets(stage)
 
     def region_of(self, region: str, version: int) -> str:
         """The region that an action means by ``V`` (a published version) or ``W`` (its correction); others are as they are."""
@@ -106,10 +106,9 @@ class Plan(UnitSchedule):
         lags = (0, 1) if self.corrects else (0,)
         return [(self.region_of(self.published_region(x), version), self.published_offsets(stage, x)) for x in lags]
 
-    def copy_layout(self, stage: int) -> tuple[dict[int, int], int, int]:
-        """In that region: offsets of the stage's units, the offset of the first one, and the bytes of all."""
-        offsets, nbytes = self.v_layout(stage)
-        return offsets, 0, nbytes
+    def copy_offsets(self, stage: int) -> dict[int, int]:
+        """Offsets of the stage's units in the region of a published copy."""
+        return self.v_layout(stage)[0]
 
     def extents(self, stage: int) -> dict[str, int]:
         """Bytes of the regions that are addressed by offset, on the owner of ``stage``."""

@@ -189,10 +189,9 @@ class ReplicatedPlan(Plan):
     def published_region(self, lag: int) -> str:
         return super().published_region(lag) if self.publishes_separate_copy or self.is_corrected(lag) else "R"
 
-    def copy_layout(self, stage: int) -> tuple[dict[int, int], int, int]:
-        offsets, nbytes = self.v_layout(stage)
+    def copy_offsets(self, stage: int) -> dict[int, int]:
         start = 0 if self.publishes_separate_copy else self.replica[1][stage]
-        return {i: start + at for i, at in offsets.items()}, start, nbytes
+        return {i: start + at for i, at in self.v_layout(stage)[0].items()}
 
     def landing_place(self, unit: int) -> tuple[str, int]:
         """Region and offset at which a new version of the unit lands on a rank that does not own it."""

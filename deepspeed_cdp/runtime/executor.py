@@ -192,14 +192,9 @@ class Executor:
             f"which the first batch did not do; list the other modules in cyclic.units and leave {name!r} out: its parameters "
             "then stay for the whole micro-batch, and may be used in any order"
         )
-        if name == latest and not backward:
-            return f"unit {name!r} was used twice {when}, {fix}"
         if backward:
-            return (
-                f"unit {name!r} was used after unit {latest!r} {when}, but the plan has it before; if an activation "
-                f"checkpoint spans several units, checkpoint each by itself"
-            )
-        return f"unit {name!r} was used after unit {latest!r} {when}, {fix}"
+            fix = "but the plan has it before; if an activation checkpoint spans several units, checkpoint each by itself"
+        return f"unit {name!r} was used {'twice' if name == latest else f'after unit {latest!r}'} {when}, {fix}"
 
     def release(self, unit: int, backward: bool) -> None:
         """Execute up to the end of this pass, which releases its parameters and sends its gradient sum."""

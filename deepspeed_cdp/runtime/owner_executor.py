@@ -69,6 +69,7 @@ class OwnerExecutor:
         state = self.state
         self._reduced_late = () if state.plan.eager_units(state.rank) else self._finishing  # units that GRAD_NORM reduces
         offsets = state.plan.o_layout(state.owned_stage)
+        self._written = [state.plan.written(copy, state.owned_stage) for copy in range(state.plan.copies)]
         self._sum_places = [(offsets[i], state.plan.unit(i).g_bytes) for i in self.trained]
         self._step_end = self._own_read_end = self.transport.record_event()
         self._published_at: dict[tuple[int, int], Any] = {}  # unit, copy -> event behind its last write
@@ -222,8 +223,7 @@ class OwnerExecutor:
 
     def _copy_readers(self, a: Action, units: list[int]) -> list[Any]:
         """Tickets of pushes that may still read from those copies; the caller waits for them."""
-        plan, take = self.state.plan, self.messages.reads.take
-        written = plan.written(self.state.step + a.version + 1, self.state.owned_stage)
+        plan, take, written = self.state.plan, self.messages.reads.take, self._written[self._copy(a)]
         return [t for i in units for region, offsets in written for t in take(region, offsets[i], plan.unit(i).p_bytes)]
 
     def send_norm(self, a: Action) -> None:

@@ -4,6 +4,7 @@ Order of a unit's backward: autograd runs nodes in the reverse order of their cr
 arrives, every node of the units after it has run, and their gradients are complete. Acquiring u there also ends u+1.
 """
 
+import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -57,7 +58,7 @@ class ParamHooks:
         self.visited: set[int] = set()
         self.accumulation = GradAccumulation(self.slots, executor.grad_sums, executor.empty_sums, self)
         self.called: set[str] = set()
-        self._entered_by_parts: set[torch.nn.Module] = set()
+        self._part_handles: dict[torch.nn.Module, list[Any]] = {}  # of modules that ran without gradients in a forward
         self._inside: int | None = None  # the unit whose modules are being called
         self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
         self._borrowed_units: set[int] = set()  # acquired by GatheredParameters inside this forward
@@ -104,7 +105,7 @@ class ParamHooks:
         Args:
             refuse: False if no parameter is one.
         """
-        for handle in self._handles:
+        for handle in (*self._handles, *itertools.chain(*self._part_handles.values())):
             handle.remove()
         self.accumulation.remove()
         if self._handles and refuse:
@@ -385,20 +386,24 @@ class ParamHooks:
                 self.events.used_outside("was called")
             else:
                 self._enter_backward(i)  # activation checkpointing runs the forward again
+                if handles := self._part_handles.get(module):  # through the module itself, so its parts need no hooks
+                    for handle in handles:
+                        handle.remove()
+                    handles.clear()
 
         return hook
 
     def _enter_through_parts(self, i: int, module: torch.nn.Module) -> None:
         """Let each part of the module begin the unit's backward: an autograd.Function may call parts alone (Reformer's does)."""
-        if module in self._entered_by_parts:
+        if module in self._part_handles:
             return
-        self._entered_by_parts.add(module)
 
         @torch.compiler.disable
         def hook(part: torch.nn.Module, args: Any) -> None:
             self._enter_backward(i)  # nothing unless this is a backward
 
-        self._handles += [m.register_forward_pre_hook(hook, prepend=True) for m in module.modules() if m is not module]
+        parts = [m for m in module.modules() if m is not module]
+        self._part_handles[module] = [m.register_forward_pre_hook(hook, prepend=True) for m in parts]
 
     def _post(self, i: int, last: bool) -> Callable[..., Any]:
         @torch.compiler.disable

@@ -20,6 +20,7 @@ from deepspeed_cdp.optim.loss_scale import LossScale
 from deepspeed_cdp.optim.offload import OffloadedOwner
 from deepspeed_cdp.optim.stage_owner import StageOwner
 from deepspeed_cdp.optim.state import take_over
+from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.runtime.divergence import Divergence
@@ -66,6 +67,7 @@ class Runtime:
         device: torch.device,
         initial: Initial | None = None,
         on_gathered: Callable[[bool], None] = lambda whole: None,
+        on_persistent: Callable[[], None] = lambda: None,
         found: FoundUnits | None = None,
     ):
         """
@@ -74,6 +76,7 @@ class Runtime:
             optimizer: over (some of) them; it steps this rank's masters from now on.
             transport: connects the ring.
             on_gathered: called when all parameters have been gathered (True) or released (False).
+            on_persistent: called when persistent parameters are there for a micro-batch, and when they are gone.
             found: the module's units, if they are known.
         Raises:
             ValueError: the settings do not fit the module.
@@ -81,6 +84,7 @@ class Runtime:
         self.module, self.settings, self.transport, self.device = module, settings, transport, device
         self.borrowed: dict[torch.nn.Parameter, torch.Tensor] = {}  # given out by GatheredParameters -> their data before
         self.overflow, self._on_gathered = False, on_gathered
+        self._on_persistent = on_persistent
         _check_optimizer(optimizer)
         names = {p: n for n, p in module.named_parameters()}
         trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
@@ -122,6 +126,8 @@ class Runtime:
     def params_released(self, unit: int) -> None:
         """See ``Events``."""
         self.param_hooks.unbind(unit)
+        if unit == PERSISTENT:
+            self._on_persistent()
 
     def grads_complete(self, unit: int, grad_sum: torch.Tensor, empty: bool) -> None:
         """See ``Events``."""
@@ -145,6 +151,8 @@ class Runtime:
         """
         self.scatter()
         with self.param_hooks.forward():
+            if self.plan.persistent:
+                self._on_persistent()
             yield
 
     def end_backward(self) -> None:

@@ -58,7 +58,8 @@ class DryRun:
         n, programs = self.schedule.ranks, programs or (lambda rank, first: build(plan, rank, first))
         self.ranks, self.steady = [Rank(r, programs(r, True)) for r in range(n)], [programs(r, False) for r in range(n)]
         self.o_layouts = [plan.o_layout(self.schedule.owned(r)) for r in range(n)]
-        self.v_layouts = [plan.copy_layout(self.schedule.owned(r))[0] for r in range(n)]
+        self.v_layouts = [plan.copy_offsets(self.schedule.owned(r)) for r in range(n)]
+        self.written = [[plan.written(c, self.schedule.owned(r)) for c in range(plan.copies)] for r in range(n)]
         self.pushes: dict[tuple[str, int, int], deque[Push]] = {}
         self.landings: dict[tuple[str, int, int], deque[Landing]] = {}
         self.period = self.schedule.period * plan.scale
@@ -278,7 +279,7 @@ class DryRun:
 
     def _written(self, rank: Rank, a: Action) -> list[tuple[str, dict[int, int]]]:
         """The places that the update of ``a`` writes."""
-        return self.plan.written(rank.step + a.version + 1, self.schedule.owned(rank.number))
+        return self.written[rank.number][(rank.step + a.version + 1) % self.plan.copies]
 
     def _overwrite(self, rank: Rank, a: Action, units: Sequence[int]) -> None:
         """From here to the end of the update, these copies hold neither the old version nor the new one."""
@@ -312,7 +313,7 @@ class DryRun:
         return True
 
     def _new_version(self, rank: Rank, version: int) -> None:
-        for lag, (copy, places) in enumerate(self.plan.written(version, self.schedule.owned(rank.number))):
+        for lag, (copy, places) in enumerate(self.written[rank.number][version % self.plan.copies]):
             rank.content.update({(copy, offset): self._params(i, version + lag, version) for i, offset in places.items()})
 
     def _scalar(self, rank: Rank, a: Action, stream: str, step: int) -> bool:

@@ -1,11 +1,7 @@
 """The beginning and the end of an engine: the plan's dry-run at ``initialize``; nothing outlives ``destroy``."""
 
 import atexit
-import os
 import re
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +10,7 @@ import torch
 from deepspeed_cdp.model.remains import make_whole
 from support import models, pipe_work
 from support.engine_work import Job, start, told, train
-from support.processes import free_port, run
+from support.processes import both_ranks
 
 
 def names(module: torch.nn.Module) -> dict[str, set[str]]:
@@ -160,24 +156,7 @@ def test_the_ring_that_auto_has_found_decides_whether_fp16_fits(pool):
 
 def test_a_script_that_ends_without_destroy_starts_no_thread(operators):
     """Python 3.12 refuses to; the engine's exit callback then failed, and the process ended only after its timeout."""
-    tests = Path(__file__).parents[1]
-    shared = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-
-    def rank(number: int) -> Any:
-        env = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
-        return run([sys.executable, "-m", "support.ending_script"], 90, env, merged=True)
-
-    with ThreadPoolExecutor(2) as ranks:
-        first, second = ranks.map(rank, (0, 1))
+    first, second = both_ranks("ending_script", seconds=90)
     for done in (first, second):
         assert done.returncode == 0, done.stdout[-3000:]
         assert "Exception ignored" not in done.stdout and "Error" not in done.stdout, done.stdout[-3000:]

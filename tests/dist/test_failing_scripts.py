@@ -1,13 +1,8 @@
 """Scripts that an error ends: the sentence is the last line, and the exit code is 1, on every rank and every path."""
 
-import os
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-
 import pytest
 
-from support.processes import free_port, run
+from support.processes import both_ranks
 
 # how, who -> words of the last line of a rank that fails
 SHORT = {
@@ -27,27 +22,10 @@ LONG = {
 
 
 def check(how: str, who: str, words: str) -> None:
-    tests = Path(__file__).parents[1]
-    shared = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-    }
-
-    def rank(number: int):
-        env = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
-        return run([sys.executable, "-m", "support.failing_script", how, who], 120, env, merged=True)
-
-    with ThreadPoolExecutor(2) as ranks:
-        for number, done in enumerate(ranks.map(rank, (0, 1))):
-            last = done.stdout.rstrip().splitlines()[-1]
-            assert done.returncode == 1, (number, done.returncode, done.stdout[-3000:])
-            assert (words if who in ("all", str(number)) else "HandoffError: ") in last, (number, done.stdout[-3000:])
+    for number, done in enumerate(both_ranks("failing_script", how, who, seconds=120)):
+        last = done.stdout.rstrip().splitlines()[-1]
+        assert done.returncode == 1, (number, done.returncode, done.stdout[-3000:])
+        assert (words if who in ("all", str(number)) else "HandoffError: ") in last, (number, done.stdout[-3000:])
 
 
 @pytest.mark.parametrize(("how", "who"), SHORT)

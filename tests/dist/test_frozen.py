@@ -3,7 +3,6 @@
 Rank 0 hosts the store through which ranks meet, and a client of torch's TCPStore waits for a frozen server without a timeout.
 """
 
-import os
 import re
 import signal
 import subprocess
@@ -20,7 +19,7 @@ from benchmarks.two_hosts import ADDRESS, LINK, Unable, two_hosts
 from support import fault_table
 from support.frozen import SECONDS, frozen, meetings
 from support.patience import Patience
-from support.processes import free_port
+from support.processes import of_two
 
 SLACK = 6.0  # closing, on two shared cores
 
@@ -107,18 +106,7 @@ def test_one_of_several_ranks_that_freezes_in_a_meeting(pool, tmp_path, job, wor
 @contextmanager
 def scripts(how: str, folder: Path, prefixes: list[list[str]], address: str, env: dict[str, str]) -> Iterator[list]:
     """Both ranks of support/frozen_script.py, after their two steps."""
-    tests = Path(__file__).parents[1]
-    shared = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(free_port()),
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        **env,
-    }
+    shared = of_two(address, **env)
     processes = []
     try:
         for rank, prefix in enumerate(prefixes):

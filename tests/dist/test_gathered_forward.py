@@ -85,13 +85,15 @@ def test_a_parameter_is_there_when_its_place_is_past(pool, config):
     want = oracle(job, results[0]["stages"], 2, build=lambda: build(False, "blocks.1.0"))
     assert {k: v for r in results for k, v in r["losses"].items()} == pytest.approx(want.losses, rel=1e-6)
     for result in results:
+        assert result["between"] == "NOT_AVAILABLE", "tools that look at it must gather between steps"
         same(unpack(result["state"]), want.masters, 1e-6, 1e-7)  # autograd adds the two in another order
 
 
 def again(rank: int, world: int, job: Job) -> dict:
     engine = start(job, world, build(False, "blocks.1.0"))
     losses = train(engine, job, rank)
-    result = {"losses": losses, "stages": engine.cyclic_plan.stages, "state": pack(whole(engine))}
+    status = engine.module.blocks[1][0].weight.ds_status.name
+    result = {"losses": losses, "stages": engine.cyclic_plan.stages, "state": pack(whole(engine)), "between": status}
     engine.destroy()
     return result
 

@@ -10,9 +10,11 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,34 @@ def run(
 
 
 # ---- ports and shared memory --------------------------------------------------------------------------------------------
+def of_two(address: str = "127.0.0.1", **more: str) -> dict[str, str]:
+    """The environment of a rank of two on CPUs, but for RANK and LOCAL_RANK: modules of ``support`` run with ``python -m``."""
+    tests = Path(__file__).parents[1]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        **more,
+    }
+
+
+def both_ranks(script: str, *arguments: str, seconds: float) -> list[subprocess.CompletedProcess]:
+    """Run a module of ``support`` as both ranks of two; output and errors are merged."""
+    shared = of_two()
+
+    def rank(number: int) -> subprocess.CompletedProcess:
+        env = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
+        return run([sys.executable, "-m", f"support.{script}", *arguments], seconds, env, merged=True)
+
+    with ThreadPoolExecutor(2) as ranks:
+        return list(ranks.map(rank, (0, 1)))
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on, and that no client is given before somebody does: one below those for clients."""
     ports = Path("/proc/sys/net/ipv4/ip_local_port_range")

@@ -61,9 +61,10 @@ def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(thres
             state = RankState(plan, rank, noted, None, step=STEP, global_step=STEP)
             part = OwnerExecutor(state, noted, noted, None, None, None)
             part._reduced_late, part._own_read_end, part._norms, part._published_at = (), "own reads", {}, {}
+            part._written = [plan.written(copy, plan.schedule.owned(rank)) for copy in range(copies)]
             part.reduce(a)
             slot = (STEP + a.version + 1) % copies
-            where = plan.copy_layout(plan.schedule.owned(rank))[0][a.unit]
+            where = plan.copy_offsets(plan.schedule.owned(rank))[a.unit]
             assert noted.notes == [
                 ("wait", "sum", a.unit, a.unit),
                 ("readers", f"V{slot}", where, plan.unit(a.unit).p_bytes),

@@ -175,7 +175,7 @@ class Owning:
         return torch.zeros(1)
 
     def update(self, step: int, norm2=None, unit: int | None = None, slot: int | None = None) -> None:
-        plan, offsets = self.state.plan, self.state.plan.copy_layout(self.stage)[0]
+        plan, offsets = self.state.plan, self.state.plan.copy_offsets(self.stage)
         for i in [i for i in offsets if plan.unit(i).g_bytes] if unit is None else [unit]:
             self.average(step, i)
             if slot is not None:
