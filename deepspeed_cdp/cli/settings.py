@@ -133,6 +133,7 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
         int(cyclic.min_unit_mb * 2**20),
         warmup_steps=cyclic.warmup_steps,
         delay_correction=chosen(cyclic.correction, FAMILIES.get(optimizer.lower(), "")),
+        any_order=cyclic.any_order,
     )
     micro = _number(config, "train_micro_batch_size_per_gpu", None)
     if micro is None and (batch := _number(config, "train_batch_size", None)):

@@ -107,6 +107,14 @@ class CyclicConfig(DeepSpeedConfigModel):
         description="Keep the parameters of all stages but the first from forward to backward, instead of the last two stages "
         "only. Fewer bytes travel and buffers are larger. No effect on rings of fewer than four ranks.",
     )
+    any_order: Annotated[
+        Literal["auto"] | StrictBool, Words('"auto", true and false', 'use "auto" for true where the first micro-batch needs it')
+    ] = Field(
+        "auto",
+        description="A step's parameters arrive before its first forward and stay to its end, and gradients leave after each "
+        "backward. Modules may run in any order and several times. Each rank holds the whole model and its gradients, and waits "
+        "for messages. `auto`: true if the first micro-batch needs it.",
+    )
     min_unit_mb: Annotated[float, Words("a number of MiB from 0 to 1e9", "use 0 to hand off each module by itself")] = Field(
         0.0,
         ge=0,

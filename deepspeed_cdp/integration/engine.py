@@ -31,6 +31,7 @@ from deepspeed_cdp.runtime import trace
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.transport.connect import connect
 from deepspeed_cdp.transport.ring_view import rings_of
+from deepspeed_cdp.verify.check import allows_meetings
 from deepspeed_cdp.verify.summary import check_rings, estimated_actions
 
 
@@ -46,6 +47,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     _access: Access | None = None
     _initial: Initial | None = None
     _evaluating = False  # between eval() and train()
+    _collectives = 0  # that the default process group had begun at the end of the last training forward
     _rehearsed = False  # the first training forward has been compared with the plan
     _loaded: tuple | None = None  # arguments of the last ``load_checkpoint``
 
@@ -122,6 +124,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             gradient_accumulation_fusion=config.gradient_accumulation_fusion,
             check_divergence=config.check_divergence,
             delay_correction=correction,
+            any_order=config.any_order,
         )
         self._make_runtime(optimizer, self._initial if self._initial and self._initial.elsewhere else None)
         self._initial = None
@@ -230,7 +233,9 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
                 if not (self._rehearsed or self._runtime.borrowed):
                     self._rehearse(Example(inputs, kwargs))
                 with self._runtime.forward():
-                    return super().forward(*inputs, **kwargs)
+                    output = super().forward(*inputs, **kwargs)
+                self._collectives = _collectives()
+                return output
             self._runtime.gather()
         return super().forward(*inputs, **kwargs)  # an evaluation changes no state: its errors are the script's
 
@@ -242,9 +247,26 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         """
         with self._noting_failure():
             check_loss(loss, self._runtime.executor.global_step)
+            self._check_meetings()
             self._runtime.check_loss(loss)
             self._runtime.executor.add_loss(loss)
             return super().backward(loss, retain_graph, scale_wrt_gas)
+
+    def _check_meetings(self) -> None:
+        """In the first micro-batch since a flush, which cannot hang.
+
+        Raises:
+            ValueError: the script called a collective since the forward, and in later micro-batches ranks would hang in it.
+        """
+        state, plan = self._runtime.executor.state, self.cyclic_plan
+        if state.step or state.round or plan.schedule.ranks < 3 or _collectives() == self._collectives:
+            return
+        if not all(map(allows_meetings, self._runtime.executor.phases.plans)):
+            raise ValueError(
+                "the script calls a collective between the forward and the backward of a micro-batch (metrics gathered with the "
+                f"loss, perhaps), where the ranks of a ring of {plan.schedule.ranks} would wait for each other for ever; set "
+                f"cyclic.ring_size to {1 if dist.get_world_size() % 2 else 2}, or call the collective after engine.step()"
+            )
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """As DeepSpeed's: hyperparameters are recorded now, the update follows when the sums have come round the ring."""
@@ -469,6 +491,12 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             if stays:
                 access.leave()
         runtime.close(well, not stays)
+
+
+def _collectives() -> int:
+    """Collectives of the default process group so far."""
+    group: Any = torch.distributed.group.WORLD
+    return group._get_sequence_number_for_group()
 
 
 __all__ = ["CyclicEngine", "HandoffError"]

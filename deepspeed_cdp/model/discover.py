@@ -65,11 +65,13 @@ class FoundUnits:
     Attributes:
         persistent: their names, in the order of named_parameters().
         persistent_cost: number of their elements.
+        any_order: units may run in any order, several times, and their parameters may be read outside.
     """
 
     units: tuple[FoundUnit, ...]
     persistent: tuple[str, ...]
     persistent_cost: int = 0
+    any_order: bool = False
 
 
 @dataclass
@@ -408,8 +410,8 @@ def _trace(module: nn.Module, example: Example, known: bool = True) -> Trace:
 class _Tree:
     """The module tree, by paths. Lists of parameters hold their first names, in the order of named_parameters()."""
 
-    def __init__(self, module: nn.Module, seen: Trace | None) -> None:
-        self.seen, self.calls = seen, {} if seen is None else seen.calls
+    def __init__(self, module: nn.Module, seen: Trace | None, any_order: bool = False) -> None:
+        self.seen, self.calls, self.any_order = seen, {} if seen is None else seen.calls, any_order
         self.modules = dict(module.named_modules())
         self.parameters = dict(module.named_parameters())
         self.path = {id(m): path for path, m in self.modules.items()}
@@ -482,7 +484,7 @@ class _Tree:
         """The parameters of each unit: those with no name and no read outside it. Units without parameters are dropped."""
         chosen = {}
         for path in paths:
-            if self.calls.get(path, 0) > 1 or (self.seen is None and len(self.aliases[path]) > 1):
+            if self.calls.get(path, 0) > 1 or (self.seen is None and len(self.aliases[path]) > 1 and not self.any_order):
                 continue  # it runs twice, or may run twice (one object under two names)
             prefixes, inside = tuple(a and a + "." for a in self.aliases[path]), {} if self.seen is None else self.seen.inside
             keep = [n for n in self.below(path) if all(name.startswith(prefixes) for name in self.names[n])]
@@ -546,7 +548,7 @@ class _Tree:
         units = [FoundUnit(p, n, self.size(n), flops[p], type(self.modules[p]).__name__) for p, n in chosen.items()]
         carried = {name for unit in units for name in unit.parameters}
         persistent = tuple(name for name in self.parameters if name not in carried)
-        return FoundUnits(tuple(units), persistent, self.size(persistent))
+        return FoundUnits(tuple(units), persistent, self.size(persistent), self.any_order)
 
 
 def find_units(
@@ -555,6 +557,7 @@ def find_units(
     example: Example | None = None,
     names: Sequence[str] | None = None,
     seen: Trace | None = None,
+    any_order: bool = False,
 ) -> FoundUnits:
     """The units of a model, in execution order (registration order without an example), and its persistent parameters.
 
@@ -565,12 +568,13 @@ def find_units(
         example: one batch, for a trace (see `example_of`).
         names: `cyclic.units`, module paths in execution order; parameters of other modules are persistent.
         seen: a trace, in the place of the example's.
+        any_order: units may run in any order, several times, and their parameters may be read outside.
 
     Raises:
         ValueError: not enough units, or a wrong entry in `names`.
     """
     assert at_least >= 1, f"at_least is {at_least}"
-    tree = _Tree(module, trace(module, example) if seen is None and example is not None else seen)
+    tree = _Tree(module, trace(module, example) if seen is None and example is not None else seen, any_order)
     chosen = tree.settle(tree.collect("")) if names is None else tree.named(names)
     if names is None and list(chosen) == [""]:  # the model is one unit: open it if it has several children
         chosen = max(chosen, tree.settle(tree.finer("")), key=len)

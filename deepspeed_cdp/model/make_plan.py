@@ -25,6 +25,7 @@ class Settings:
     Attributes:
         rule, partition_method, units, keep_after_forward, warmup_steps, gradient_accumulation_fusion: of the ``cyclic`` block.
         delay_correction: of the ``cyclic`` block, with "auto" already decided.
+        any_order: of the ``cyclic`` block: True, False or "auto".
         min_unit_bytes: its ``min_unit_mb`` in bytes.
         rounds: gradient_accumulation_steps.
         clip: gradient_clipping; 0: no clipping.
@@ -52,6 +53,25 @@ class Settings:
     gradient_accumulation_fusion: bool | str = "auto"
     check_divergence: int = 1
     delay_correction: DelayCorrection = DelayCorrection()
+    any_order: bool | str = "auto"
+
+
+def find(module: torch.nn.Module, ranks: int, settings: Settings, seen: discover.Trace | None = None) -> discover.FoundUnits:
+    """The module's units. If a plan cannot serve enough of them in order, they are units of ``any_order``, if the setting allows.
+
+    Args:
+        seen: a trace, in the place of the module's own example.
+    Raises:
+        ValueError: as ``discover.find_units``.
+    """
+    if settings.any_order is True:
+        return discover.find_units(module, ranks, names=settings.units, any_order=True)
+    try:
+        return discover.find_units(module, ranks, discover.example_of(module), settings.units, seen)
+    except ValueError:
+        if settings.any_order is False or settings.units is not None:
+            raise
+        return discover.find_units(module, ranks, any_order=True)
 
 
 def make_plan(
@@ -73,7 +93,7 @@ def make_plan(
     """
     schedule = Schedule(ranks, threshold(settings.rule, ranks), settings.rounds)
     if found is None:
-        found = discover.find_units(module, ranks, discover.example_of(module), settings.units)
+        found = find(module, ranks, settings)
     groups = discover.stages(found, ranks, settings.partition_method)
     parameters = dict(module.named_parameters())
     layouts: dict[int, FlatLayout] = {}

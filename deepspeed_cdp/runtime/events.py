@@ -29,6 +29,15 @@ class Events(Protocol):
     def step_updated(self, step: int) -> None:
         """The update of ``step`` is complete on this rank."""
 
+    def order_needed(self, why: str) -> None:
+        """Parameters are needed when the plan has no pass for them. The first micro-batch may still change to ``any_order``.
+
+        Args:
+            why: a clause for people, such as "the module was called between a forward and its backward".
+        Raises:
+            ValueError: it is not the first micro-batch, or the setting forbids it.
+        """
+
     def used_outside(self, how: str) -> None:
         """The module was used outside the engine's own calls.
 

@@ -188,10 +188,7 @@ class Executor:
     def _order_error(self, unit: int, backward: bool) -> str:
         name, latest, where = self.plan.unit(unit).name, self.plan.unit(self._latest).name, f"step {self.global_step}"
         when = f"in the {'backward' if backward else 'forward'} of {where}"
-        fix = (
-            f"which the first batch did not do; list the other modules in cyclic.units and leave {name!r} out: its parameters "
-            "then stay for the whole micro-batch, and may be used in any order"
-        )
+        fix = 'which the first batch did not do; set "cyclic": {"any_order": true}, with which parameters stay for the whole step'
         if backward:
             fix = "but the plan has it before; if an activation checkpoint spans several units, checkpoint each by itself"
         return f"unit {name!r} was used {'twice' if name == latest else f'after unit {latest!r}'} {when}, {fix}"
@@ -215,7 +212,7 @@ class Executor:
             self.acquire(PERSISTENT, False)
 
     def end_forward(self) -> None:
-        """Execute the rest of the forward, of units that this rank did not use."""
+        """Execute all that comes before the backward, also the passes of units that this rank did not use."""
         self._execute(self._program.forward_end(self.state.round))
 
     def end_round(self) -> None:

@@ -21,6 +21,8 @@ from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 
 IDLE, FORWARD, BACKWARD, FAILED, REHEARSAL = "idle", "forward", "backward", "failed", "rehearsal"
+ADVICE = 'set "cyclic": {"any_order": true}, with which parameters stay for the whole step'
+MOST_NODES = 1000  # of a loss's graph that are searched
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
 
 
@@ -32,10 +34,13 @@ class ParamHooks:
             first forward that raised; REHEARSAL while a forward is followed without values, when hooks do nothing.
         visited, called: units used in this forward, and their modules.
         accumulation: adds gradients to the running sums.
+        any_order: every unit's forward is executed before the module's, and every unit's backward after it. Parameters have
+            memory of their own from the first forward of a step to its end, so the script may use them as it likes.
         always_resident: parameters are never placeholders.
     """
 
     always_resident = False
+    _elsewhere = "is not there"  # a parameter outside its unit's passes
 
     def __init__(
         self,
@@ -44,13 +49,14 @@ class ParamHooks:
         layouts: Mapping[int, FlatLayout],
         events: Events,
         borrowed: Container[torch.nn.Parameter] = (),
+        any_order: bool = False,
     ):
         """
         Args:
             layouts: by unit index, PERSISTENT included.
             borrowed: parameters that GatheredParameters has given out.
         """
-        self.executor, self.layouts, self.events, self.mode = executor, layouts, events, IDLE
+        self.executor, self.layouts, self.events, self.mode, self.any_order = executor, layouts, events, IDLE, any_order
         parameters = dict(module.named_parameters())
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
             i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()
@@ -63,6 +69,7 @@ class ParamHooks:
         self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
         self._borrowed_units: set[int] = set()  # acquired by GatheredParameters inside this forward
         self._bound: dict[int, torch.Tensor] = {}
+        self._copies: dict[int, torch.Tensor] = {}  # with any_order, each unit's parameters
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[SavedView, int], torch.Tensor] = {}
         self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
@@ -71,6 +78,7 @@ class ParamHooks:
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         self._latest: int | None = None  # the unit whose backward is under way
+        self._output_nodes: list[Any] = []  # of the last forward's outputs in the graph
         self._root, self.borrowed = module, borrowed
         self._handles = [module.register_forward_pre_hook(self._root_pre, prepend=True)]
         for m in module.modules():
@@ -79,8 +87,7 @@ class ParamHooks:
                     m.register_state_dict_pre_hook(self._state_dict_pre),
                     m.register_load_state_dict_pre_hook(self._load_state_dict_pre),
                 ]
-        if executor.schedule.rounds > 1:
-            self._handles.append(module.register_forward_hook(self._root_post))
+        self._handles.append(module.register_forward_hook(self._root_post))
         modules = dict(module.named_modules())
         self._links = links(module)
         persistent = {id(p) for p, _ in self.slots.get(PERSISTENT, ())}
@@ -148,7 +155,7 @@ class ParamHooks:
 
     def unbind(self, i: int) -> None:
         """Make the unit's parameters placeholders: right shape and dtype, no memory, cannot be written, nan if read."""
-        if self._bound.pop(i, None) is not None:
+        if not self.any_order and self._bound.pop(i, None) is not None:
             if i == self._current:
                 self._low = self._high = 0
             for p, _ in self.slots[i]:
@@ -178,7 +185,18 @@ class ParamHooks:
 
     def add_grads(self, i: int, grad_sum: torch.Tensor, empty: bool) -> None:
         """Add the unit's gradients, now complete, to its running sum; see ``Events.grads_complete``."""
+        if i != PERSISTENT and i not in self.visited and not self.any_order:
+            self._check_unused(i)
         self.accumulation.add(i, grad_sum, empty)
+
+    def _check_unused(self, i: int) -> None:
+        """Raises ValueError if parameters of the unit, whose modules were not called, have gradients."""
+        for p, s in self.slots[i]:
+            if p.grad is not None and s.sum_offset >= 0:
+                raise ValueError(
+                    f"parameter {s.name!r} got a gradient in step {self.executor.global_step}, but its module was not called, so "
+                    f"it was read outside the module's forward, where it {self._elsewhere}; {ADVICE}"
+                )
 
     # ---- a micro-batch --------------------------------------------------------------------------------------------------
     @contextmanager
@@ -199,24 +217,16 @@ class ParamHooks:
             ValueError: the forward before has had no backward, or a parameter has been replaced.
         """
         self._check_links()
+        if self.mode == BACKWARD and not self.any_order:
+            self.events.order_needed("engine.forward() came again before the backward of the forward before it")
         if self.mode == FAILED:
             raise ValueError(
                 f"a forward of step {self.executor.global_step} ended in an exception, and its neighbours wait for "
                 "the rest of it; start again from the last checkpoint instead of catching the exception"
             )
-        if self.mode != IDLE:
-            raise ValueError(
-                f"engine.forward() of step {self.executor.global_step} came before the backward of the forward before it; "
-                "call engine.backward(loss) first (if it raised an error, restart from the last checkpoint), or run forwards "
-                "without a backward under torch.no_grad()"
-            )
-        self.executor.begin_round()
-        if PERSISTENT in self.layouts:
-            self.bind(PERSISTENT, self.executor.params[PERSISTENT])
-        self.mode, self._latest = FORWARD, None
-        self.visited.clear()
-        self.called.clear()
-        self._inside = None
+        if self.mode == IDLE:
+            self._begin_forward()
+        self.mode = FORWARD
         try:
             with nullcontext() if _innermost else self._saving:
                 yield
@@ -227,6 +237,44 @@ class ParamHooks:
             self._end_saving()
         self.executor.end_forward()
         self.mode = BACKWARD
+
+    def _begin_forward(self) -> None:
+        self.executor.begin_round()
+        if self.any_order:
+            self._receive_all()
+        elif PERSISTENT in self.layouts:
+            self.bind(PERSISTENT, self.executor.params[PERSISTENT])
+        self._latest = self._inside = None
+        self.visited.clear()
+        self.called.clear()
+
+    def _receive_all(self) -> None:
+        """Execute every unit's forward, and copy its parameters."""
+        for i in self.layouts:
+            if i != PERSISTENT:  # it has arrived
+                self.executor.acquire(i, False)
+            self._copies[i].copy_(self.executor.params[i])
+            if i != PERSISTENT:
+                self.executor.release(i, False)
+            self.bind(i, self._copies[i])
+
+    def keep_all(self, values: Mapping[int, torch.Tensor] | None = None) -> None:
+        """From now on ``any_order``.
+
+        Args:
+            values: in the middle of a micro-batch, memory with each unit's parameters (uint8, 1-D), of the version that it reads.
+        """
+        self.any_order = True
+        for i in self.layouts:
+            nbytes, device = self.executor.plan.unit(i).p_bytes, self.executor.buffers.arena.device
+            self._copies[i] = torch.empty(nbytes, dtype=torch.uint8, device=device) if values is None else values[i]
+            if values is not None:
+                self.bind(i, values[i])
+
+    @property
+    def all_there(self) -> bool:
+        """Whether every parameter is there, in the middle of a step."""
+        return self.any_order and bool(self._bound)
 
     def _check_links(self) -> None:
         if all(there.get(name) is x for there, name, x in self._links):
@@ -257,6 +305,23 @@ class ParamHooks:
                         f"{self.executor.plan.unit(i).name!r} out"
                     )
 
+    def absent_parameter(self, loss: torch.Tensor) -> str:
+        """The name of a parameter that is not there now, and that the loss depends on other than through the forward's outputs.
+
+        It may have been read while it was there. Empty if there is none among the first nodes of the loss's graph.
+        """
+        seen, ahead = {*self._output_nodes}, [loss.grad_fn]
+        while ahead and len(seen) < MOST_NODES:
+            node = ahead.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            p = getattr(node, "variable", None)
+            if p in self._unit_of and self.released(p):
+                return next(s.name for q, s in self.slots[self._unit_of[p]] if q is p)
+            ahead += [following for following, _ in node.next_functions]
+        return ""
+
     def check_forward(self) -> None:
         """Raises ValueError unless a forward waits for its backward."""
         if self.mode != BACKWARD:
@@ -282,7 +347,9 @@ class ParamHooks:
         Raises:
             ValueError: they belong to several units.
         """
-        if self.mode != FORWARD:
+        if self.mode == BACKWARD and not self.any_order and any(map(self.released, parameters := list(parameters))):
+            self.events.order_needed("GatheredParameters came between a forward and its backward")
+        if self.mode != FORWARD or self.any_order:
             return False
         parameters = list(parameters)
         units = sorted({self._unit_of[p] for p in parameters if self.released(p)} | self._borrowed_units)
@@ -309,7 +376,7 @@ class ParamHooks:
             self.executor.release(i, False)
 
     def _enter_backward(self, i: int) -> None:
-        if self.mode != BACKWARD or self._latest == i and i in self._bound:
+        if self.mode != BACKWARD or self.any_order or self._latest == i and i in self._bound:
             return
         self.executor.acquire(i, True)
         self.bind(i, self.executor.params[i])
@@ -317,6 +384,8 @@ class ParamHooks:
 
     def in_forward(self, i: int) -> bool:
         """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
+        if self.any_order:
+            return False
         return i == (self._inside if self.mode == FORWARD else self._latest if self.mode == BACKWARD else None)
 
     def prepare_backward_read(self, i: int) -> None:
@@ -351,20 +420,31 @@ class ParamHooks:
             self._saving.__exit__(None, None, None)
             self._is_saving = self._saving_borrowed = False
 
+    def _between_passes(self) -> bool:
+        """Whether a forward waits for its backward, and this is not activation checkpointing, which calls modules in it."""
+        return self.mode == BACKWARD and not self.any_order and torch._C._current_graph_task_id() == -1
+
     # torch.compile traces a module's hooks, too; these must run as Python
     @torch.compiler.disable
     def _root_pre(self, module: torch.nn.Module, args: Any) -> None:
         if self.mode == IDLE:
             self.events.used_outside("was called")
+        elif self._between_passes():
+            self.events.order_needed("the module was called between a forward and its backward")
 
     @torch.compiler.disable
     def _root_post(self, module: torch.nn.Module, args: Any, output: Any) -> Any:
-        """Give every output a tensor of its own. For ``loss.backward()`` DeepSpeed divides by the accumulation steps in a hook on
-        each output; a loss computed from another output (as in Hugging Face models) would be divided twice. So does ZeRO-3.
+        """With several rounds, give every output a tensor of its own.
+
+        For ``loss.backward()`` DeepSpeed divides by the rounds in a hook on each output. A loss computed from another output, as
+        in Hugging Face models, would be divided twice. So does ZeRO-3.
         """
         if self.mode != FORWARD:
             return None
         leaves, spec = tree_flatten(output)
+        self._output_nodes = [x.grad_fn for x in leaves if isinstance(x, torch.Tensor)]
+        if self.executor.schedule.rounds == 1:
+            return None
         own = [x.view_as(x) if isinstance(x, torch.Tensor) and x.grad_fn is not None else x for x in leaves]
         return tree_unflatten(own, spec)
 
@@ -373,6 +453,8 @@ class ParamHooks:
 
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any) -> None:
+            if self.all_there:
+                return
             if self.mode == FORWARD:
                 if self._inside != i or path in self.called:
                     self._enter_forward(i)
@@ -384,6 +466,8 @@ class ParamHooks:
                     self._enter_through_parts(i, module)
             elif self.mode == IDLE:
                 self.events.used_outside("was called")
+            elif self._between_passes():
+                self.events.order_needed(f"{path!r} was called between a forward and its backward")
             else:
                 self._enter_backward(i)  # activation checkpointing runs the forward again
                 if handles := self._part_handles.get(module):  # through the module itself, so its parts need no hooks
@@ -408,7 +492,7 @@ class ParamHooks:
     def _post(self, i: int, last: bool) -> Callable[..., Any]:
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
-            if self.mode in (IDLE, REHEARSAL):
+            if self.any_order or self.mode in (IDLE, REHEARSAL):
                 return None
             output = self._hook_outputs(i, (args, kwargs), output)
             if self.mode == FORWARD:

@@ -27,8 +27,8 @@ class IndexedProgram:
             if a.kind.of_pass:
                 (self._pass_ends if a.phase == END else self._pass_starts)[a.round, a.unit, a.backward] = index
                 self._round_ends[a.round] = index
-                if a.unit != PERSISTENT and not a.backward:
-                    self._forward_ends[a.round] = index
+                if a.unit != PERSISTENT and a.backward:
+                    self._forward_ends.setdefault(a.round, index - 1)
         for visit, index in self._pass_starts.items():
             self._pass_ends.setdefault(visit, index)  # parameters that are kept: their forward ends without an action
 
@@ -43,7 +43,7 @@ class IndexedProgram:
         return self._pass_ends[round - skipped, unit, backward] + skipped * self.actions.per_round
 
     def forward_end(self, round: int) -> int:
-        """The index after the round's last forward."""
+        """The index of the round's first backward: pulls before it must not wait for the script's code between the passes."""
         skipped = self.actions.skipped(round)
         return self._forward_ends[round - skipped] + skipped * self.actions.per_round
 

@@ -1,5 +1,6 @@
 """Module hooks for ranks that keep all parameters (plan/replicated.py)."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ class ReplicaHooks(ParamHooks):
     """
 
     always_resident = True
+    _elsewhere = "perhaps has another version"
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -39,9 +41,9 @@ class ReplicaHooks(ParamHooks):
 
     def released(self, p: torch.nn.Parameter) -> bool:
         """Whether the parameter may have another version than needed: in a pass its unit's version, between steps the newest."""
-        if self.mode in (FORWARD, BACKWARD):
+        if self.mode in (FORWARD, BACKWARD) and not self.any_order:
             return self._unit_of[p] not in self.executor.params
-        return not self.executor.newest
+        return not (self.executor.newest or self.all_there)
 
     def bind(self, i: int, flat: torch.Tensor) -> None:
         """Nothing: parameters always point at the replica."""
@@ -61,24 +63,23 @@ class ReplicaHooks(ParamHooks):
     def _begin_saving(self) -> bool:
         return False  # tensors that autograd saves stay where they are
 
-    def add_grads(self, i: int, grad_sum: torch.Tensor, empty: bool) -> None:
-        if i != PERSISTENT and i not in self.visited and any(p.grad is not None for p, _ in self.slots[i]):
-            raise self._read_outside(i)
-        super().add_grads(i, grad_sum, empty)
+    def _receive_all(self) -> None:
+        """Execute every unit's forward, which brings the replica to the versions that this micro-batch reads."""
+        self.executor.end_forward()
+
+    def keep_all(self, values: Mapping[int, torch.Tensor] | None = None) -> None:
+        """From now on ``any_order``; the replica has the values."""
+        self.any_order = True
+
+    @property
+    def all_there(self) -> bool:
+        return self.any_order and not self.executor.between_steps
 
     def end_backward(self) -> None:
         super().end_backward()
-        for i, pairs in self.slots.items():
-            if i not in self.visited and any(p.grad is not None and s.sum_offset >= 0 for p, s in pairs):
-                raise self._read_outside(i)
-
-    def _read_outside(self, i: int) -> ValueError:
-        name, step = self.executor.plan.unit(i).name, self.executor.global_step
-        return ValueError(
-            f"parameters of {name!r} got gradients in step {step}, but its module was not called in the forward, "
-            "so they were read from outside it, perhaps at another version; list the modules that are called in "
-            f"cyclic.units, without {name!r}"
-        )
+        for i in self.slots:
+            if i not in self.visited and i != PERSISTENT and not self.any_order:
+                self._check_unused(i)
 
 
 def _refuse(module: torch.nn.Module, *_: Any) -> None:

@@ -5,6 +5,7 @@ The engine (integration/engine.py) is a thin shell over ``Runtime``; tests run i
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from deepspeed_cdp.errors import DivergenceError
-from deepspeed_cdp.model.discover import Example, FoundUnits, Trace, find_units, join, misfit, observe, trace
-from deepspeed_cdp.model.make_plan import Settings, make_plan
+from deepspeed_cdp.model.discover import Example, FoundUnits, Trace, join, misfit, observe, trace
+from deepspeed_cdp.model.make_plan import Settings, find, make_plan
 from deepspeed_cdp.model.materialize import Initial
 from deepspeed_cdp.optim.loss_scale import LossScale
 from deepspeed_cdp.optim.offload import OffloadedOwner
@@ -26,13 +27,15 @@ from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.runtime.divergence import Divergence
 from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.owned_stage import OwnedStage
-from deepspeed_cdp.runtime.param_hooks import BACKWARD, IDLE, ParamHooks
+from deepspeed_cdp.runtime.param_hooks import ADVICE, BACKWARD, IDLE, ParamHooks
 from deepspeed_cdp.runtime.replica_hooks import ReplicaHooks
 from deepspeed_cdp.runtime.residency import Partitioned, Replicated
 from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.runtime.step_counters import StepCounters
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.buffers import Buffers
+
+logger = logging.getLogger("deepspeed_cdp")
 
 
 class Residency(NamedTuple):
@@ -88,6 +91,7 @@ class Runtime:
         _check_optimizer(optimizer)
         names = {p: n for n, p in module.named_parameters()}
         trained = frozenset(names[p] for g in optimizer.param_groups for p in g["params"] if p in names and p.requires_grad)
+        found = found or find(module, transport.size, settings)
         self.plan, layouts = make_plan(module, trained, settings, transport.size, transport.rings, found)
         residency = RESIDENCIES[type(self.plan)]
         state = RankState(self.plan, transport.rank, transport, Buffers(self.plan.regions, transport))
@@ -114,7 +118,10 @@ class Runtime:
         )
         self.counters = StepCounters(state, self.executor.metrics)
         self.param_hooks = residency.hooks(module, self.executor, layouts, self, self.borrowed)
-        self.fused = self.param_hooks.accumulation.fuse(module, settings.gradient_accumulation_fusion, device)
+        if found.any_order:
+            self.param_hooks.keep_all()
+        fusion = False if found.any_order else settings.gradient_accumulation_fusion
+        self.fused = self.param_hooks.accumulation.fuse(module, fusion, device)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
         self.param_hooks.release_all()
         self.executor.residency.sync_replicas()
@@ -151,7 +158,9 @@ class Runtime:
         """
         self.scatter()
         with self.param_hooks.forward():
-            if self.plan.persistent:
+            if self.param_hooks.any_order:
+                self._on_gathered(True)
+            elif self.plan.persistent:
                 self._on_persistent()
             yield
 
@@ -178,6 +187,9 @@ class Runtime:
         step = self.executor.global_step
         self.owner.record(step)
         self.executor.end_step()
+        if self.param_hooks.any_order:
+            self.param_hooks.release_all()
+            self._on_gathered(False)
         self.overflow = self.scale.end_step(step)  # of this step under dp, of the one before under cdp-v1
         self.counters.end_step(step)
         self.check_divergence()
@@ -205,12 +217,18 @@ class Runtime:
             )
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Check a loss before its backward. The first must be finite: parameters read outside the forward are nan.
+        """Check a loss before its backward. Parameters read outside the forward are nan.
 
         Raises:
-            ValueError: no forward waits for its backward, or the first loss is not finite and is not scaled for fp16.
+            ValueError: no forward waits for its backward; the loss is nan and depends on a parameter that is not there; or the
+                first loss is not finite and is not scaled for fp16.
         """
         self.param_hooks.check_forward()
+        if (name := self.param_hooks.absent_parameter(loss)) and bool(loss.isnan().any()):
+            raise ValueError(
+                f"the loss of step {self.executor.global_step} is nan, and reads parameter {name!r} after its module's forward, "
+                f"where it is not there; read it inside that forward, or {ADVICE}"
+            )
         first = not (self.executor.global_step or self.executor.state.round or self.settings.loss_scale)
         if first and not bool(torch.isfinite(loss).all()):
             raise ValueError(
@@ -272,7 +290,11 @@ class Runtime:
 
     def gather(self) -> None:
         """Collective: every parameter of the module is whole on every rank, until the next training forward."""
-        if self._whole is not None or len(self.borrowed) == sum(map(len, self.param_hooks.slots.values())):
+        hooks = self.param_hooks
+        if self._whole is not None or hooks.all_there or len(self.borrowed) == sum(map(len, hooks.slots.values())):
+            return
+        if hooks.mode == BACKWARD:
+            self.order_needed("a forward without gradients came between a forward and its backward")
             return
         self.flush()
         if self.executor.residency.whole_after_flush:
@@ -280,8 +302,17 @@ class Runtime:
             self._on_gathered(True)
             return
         borrowed = {p: p.data for p in self.borrowed}  # perhaps changed
-        where = f"rank {self.transport.world_rank}, step {self.executor.global_step}, gathering parameters"
         self._whole = []
+        for i, flat in self._version_0():
+            hooks.bind(i, flat)
+            self._whole.append(flat)
+        for p, value in borrowed.items():
+            self.borrowed[p], p.data = p.data, value
+        self._on_gathered(True)
+
+    def _version_0(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Collective, until a step after a flush has ended: each unit's parameters of version 0 (uint8, 1-D)."""
+        where = f"rank {self.transport.world_rank}, step {self.executor.global_step}, gathering parameters"
         for stage in range(self.plan.schedule.ranks):
             places, nbytes = self.plan.v_layout(stage)
             owner = self.plan.schedule.owner(stage)
@@ -292,11 +323,20 @@ class Runtime:
                 else torch.empty(nbytes, dtype=torch.uint8, device=self.device)
             )
             self.transport.broadcast(flat, owner, where)
-            self._whole.append(flat)
             for i, offset in places.items():
-                self.param_hooks.bind(i, flat[offset : offset + self.plan.unit(i).p_bytes])
-        for p, value in borrowed.items():
-            self.borrowed[p], p.data = p.data, value
+                yield i, flat[offset : offset + self.plan.unit(i).p_bytes]
+
+    def order_needed(self, why: str) -> None:
+        """See ``Events``. Collective if the setting is "auto" and it is the first micro-batch since a flush."""
+        state = self.executor.state
+        if self.settings.any_order != "auto" or state.step or state.round:
+            step, setting = self.executor.global_step, self.settings.any_order
+            late = ", which the first micro-batch did not do" if setting == "auto" else ""
+            raise ValueError(f"{why} in step {step}{late}; {ADVICE}")
+        if self.transport.world_rank == 0:
+            logger.warning("%s, so from now on parameters stay for the whole step (cyclic.any_order)", why)
+        whole = self.executor.residency.whole_after_flush
+        self.param_hooks.keep_all(None if whole else dict(self._version_0()))
         self._on_gathered(True)
 
     def used_outside(self, how: str) -> None:
@@ -377,6 +417,8 @@ class Runtime:
         Raises:
             ValueError: the model has too few units that a plan can serve.
         """
+        if self.param_hooks.any_order:
+            return None
         where = f"rank {self.transport.world_rank}, step {self.executor.global_step}, comparing what ranks do in a forward"
         with self.param_hooks.rehearsal():
             seen = trace(self.module, example)
@@ -392,7 +434,7 @@ class Runtime:
         if not (why := next(filter(None, (misfit(self.plan.units, t) for t in traces)), "")):
             return None
         seen = join(self.module, traces)
-        return why, find_units(self.module, self.plan.schedule.ranks, names=self.settings.units, seen=seen)
+        return why, find(self.module, self.plan.schedule.ranks, self.settings, seen)
 
     def retire(self) -> None:
         """Collective, between steps: leave every parameter whole with the module, so that another runtime can take over.

@@ -42,6 +42,7 @@ class DryRun:
         programs, posts: replace the plan's own, in tests.
         blocking: a push blocks its rank until the message has landed.
         barrier: all ranks wait for each other after every step.
+        meeting: all ranks wait for each other between the forward and the backward of every micro-batch.
     """
 
     def __init__(
@@ -52,9 +53,10 @@ class DryRun:
         posts: Posts | None = None,
         blocking: bool = False,
         barrier: bool = False,
+        meeting: bool = False,
     ):
         self.plan, self.schedule, self.steps = plan, plan.schedule, steps
-        self.blocking, self.barrier = blocking, barrier
+        self.blocking, self.barrier, self.meeting = blocking, barrier, meeting
         n, programs = self.schedule.ranks, programs or (lambda rank, first: build(plan, rank, first))
         self.ranks, self.steady = [Rank(r, programs(r, True)) for r in range(n)], [programs(r, False) for r in range(n)]
         self.o_layouts = [plan.o_layout(self.schedule.owned(r)) for r in range(n)]
@@ -66,6 +68,7 @@ class DryRun:
         visits = ((PERSISTENT, False), *plan.visits) if plan.persistent else plan.visits
         self.order = [(m, *visit) for m in range(self.schedule.rounds) for visit in visits]
         self.log: list[tuple[int, int, Action]] = []
+        self._first_backwards: dict[int, list[int]] = {}  # id of a program -> indices of its rounds' first backwards
         self.handlers: dict[Kind, Callable[[Rank, Action], bool]] = {
             Kind.WAIT_PARAM: self._wait_param,
             Kind.FORWARD_PARAM: self._forward_param,
@@ -102,7 +105,7 @@ class DryRun:
                 while rank.step <= self.steps and not (self.barrier and rank.step > floor):
                     if rank.cursor == len(rank.program):
                         self._end_step(rank)
-                    elif not self._tried(rank, rank.program[rank.cursor]):
+                    elif self.meeting and not self._met(rank) or not self._tried(rank, rank.program[rank.cursor]):
                         break
                     moved = True
             if all(rank.step >= self.steps for rank in self.ranks):
@@ -114,6 +117,21 @@ class DryRun:
             last = push.tag[2] + 1 if push.action.kind == Kind.PUBLISH_PARAM else push.step  # the step that must receive it
             if last < self.steps:
                 raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never received")
+
+    def _met(self, rank: Rank) -> bool:
+        """Whether all ranks have come to the last meeting that this rank has come to."""
+        here = self._meetings(rank)
+        return all(self._meetings(other) >= here for other in self.ranks if other.step < self.steps)
+
+    def _meetings(self, rank: Rank) -> int:
+        first = self._first_backwards.get(id(rank.program))
+        if first is None:
+            of_rounds: dict[int, int] = {}
+            for index, a in enumerate(rank.program):
+                if a.kind.of_pass and a.backward and a.unit != PERSISTENT:
+                    of_rounds.setdefault(a.round, index)
+            first = self._first_backwards[id(rank.program)] = list(of_rounds.values())
+        return rank.step * self.schedule.rounds + sum(index <= rank.cursor for index in first)
 
     def _tried(self, rank: Rank, a: Action) -> bool:
         try:

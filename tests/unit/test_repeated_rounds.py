@@ -97,7 +97,7 @@ def test_indices_of_passes_are_those_of_the_built_program(rounds):
     for m in range(rounds):
         of_round = [x for x, a in enumerate(whole, 1) if a.kind.of_pass and a.round == m]
         assert program.round_end(m) == max(of_round)
-        assert program.forward_end(m) == max(x for x in of_round if whole[x - 1].unit != -1 and not whole[x - 1].backward)
+        assert program.forward_end(m) == min(x for x in of_round if whole[x - 1].unit != -1 and whole[x - 1].backward) - 1
         for unit, backward in plan.visits:
             of_pass = [x for x in of_round if (whole[x - 1].unit, whole[x - 1].backward) == (unit, backward)]
             assert program.pass_start(m, unit, backward) == max(x for x in of_pass if whole[x - 1].phase == START)

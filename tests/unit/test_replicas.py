@@ -367,7 +367,7 @@ def test_parameters_read_outside_their_module_are_noticed():
         runtime = Runtime(module, sgd(list(module.named_parameters())), Settings(replicated=True), transport, torch.device("cpu"))
         with runtime.forward():
             value = module(models.batch("mlp", 0, 0, rank)).pow(2).mean()
-        with pytest.raises(ValueError, match="'silent' got gradients in step 0, but its module was not called"):
+        with pytest.raises(ValueError, match="'silent.weight' got a gradient in step 0, but its module was not called"):
             value.backward()
             runtime.end_backward()
         runtime.close(False)

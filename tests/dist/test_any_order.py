@@ -1,0 +1,220 @@
+"""``cyclic.any_order``: scripts whose forwards and backwards no plan can follow."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from support import models
+from support.engine_work import Job, oracle, pack, same, start, told, unpack, whole
+
+
+class Parts(models.MLP):
+    """Its first block alone, on demand."""
+
+    def forward(self, x, part=False):
+        return self.blocks[0](x) if part else super().forward(x)
+
+
+class Wanders(models.MLP):
+    """The order of use depends on the data."""
+
+    def forward(self, x):
+        for at in range(6) if x.sum().item() > 0 else (5, 1, 3, 1):
+            x = x + self.blocks[at](x)
+        return x
+
+
+Call = Callable[..., torch.Tensor]
+
+
+def two_forwards(call: Call, x: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
+    return call(x).pow(2).mean() + call(-x).pow(2).mean()
+
+
+def dropped(call: Call, x: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
+    call(x)
+    return call(x).pow(2).mean()
+
+
+def reference_between(call: Call, x: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
+    y = call(x)
+    with torch.no_grad():
+        other = (module or call)(2 * x)
+    return (y - other).pow(2).mean()
+
+
+def reference_by_engine(call: Call, x: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
+    y = call(x)
+    with torch.no_grad():
+        other = call(2 * x)
+    return (y - other).pow(2).mean()
+
+
+def part(call: Call, x: torch.Tensor, module: Any) -> torch.Tensor:
+    """A submodule is called directly."""
+    y = call(x)
+    return (y - (module.blocks[0](x) if module else call(x, part=True))).pow(2).mean()
+
+
+def once(call: Call, x: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
+    return call(x).pow(2).mean()
+
+
+SCRIPTS: list[tuple[Callable[..., torch.Tensor], type[nn.Module], bool | str]] = [
+    (two_forwards, Parts, "auto"),
+    (dropped, Parts, "auto"),
+    (reference_between, Parts, "auto"),
+    (reference_by_engine, Parts, "auto"),
+    (part, Parts, "auto"),
+    (once, Wanders, True),
+    (once, Parts, True),
+]
+
+
+def built(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(7)
+    return kind()
+
+
+def job_of(at: int, stage: int, world: int) -> Job:
+    """Scripts differ in what else they have: rounds, rule, clipping, a flush, a correction."""
+    config = {"zero_optimization": {"stage": stage}} if stage < 3 else {}
+    rule = ("cdp-v2", "cdp-v1", "dp")[at % 3]
+    cyclic = {"any_order": SCRIPTS[at][2]}
+    flush = (2,) if at in (0, 5) else ()
+    return Job(
+        "mlp", rule, 1 + at % 2, clip=0.3 * (at % 2), correction="predict", flush_after=flush, config=config, cyclic=cyclic
+    )
+
+
+def trained(rank: int, world: int, stage: int) -> list[tuple]:
+    results = []
+    for at, (script, kind, _) in enumerate(SCRIPTS):
+        job = job_of(at, stage, world)
+        engine, losses = start(job, world, built(kind)), {}
+        for step in range(job.steps):
+            for m in range(job.rounds):
+                loss = script(engine, models.batch("mlp", step, m, rank), engine.module)
+                losses[step, m, rank] = loss.item()
+                engine.backward(loss)
+                engine.step()
+            if step in job.flush_after:
+                engine.flush()
+        results.append((pack(whole(engine)), engine.cyclic_plan.stages, losses))
+        engine.destroy()
+    return results
+
+
+@pytest.mark.parametrize(("world", "stage"), [(2, 3), (3, 3), (2, 2)])
+def test_they_train_as_the_oracle_does(pool, world, stage, monkeypatch):
+    """Bitwise."""
+    results = pool.run(world, trained, stage, timeout=400)
+    for at, (script, kind, _) in enumerate(SCRIPTS):
+        job = job_of(at, stage, world)
+        monkeypatch.setattr(models, "loss", lambda call, _, x, script=script: script(call, x, None))
+        want = oracle(job, results[0][at][1], world, build=lambda kind=kind: built(kind))
+        for state, _, _ in (ranks[at] for ranks in results):
+            same(unpack(state), want.masters)
+        assert {place: value for ranks in results for place, value in ranks[at][2].items()} == want.losses, script
+
+
+def between_rounds(rank: int, world: int) -> bool:
+    job = Job("mlp", "cdp-v2", 2, cyclic={"any_order": True})
+    engine = start(job, world)
+    for step in range(3):
+        for m in range(2):
+            x = models.batch("mlp", step, m, rank)
+            y = engine(x)
+            engine.backward(y.pow(2).mean())
+            with torch.no_grad():
+                same({"y": engine.module(x) if m else engine(x)}, {"y": y})  # of the version that the micro-batch has read
+                penalty = sum(float(p.sum()) for p in engine.module.parameters())
+            assert penalty == penalty
+            engine.step()
+    engine.destroy()
+    return True
+
+
+def test_a_forward_without_gradients_may_come_between_micro_batches(pool):
+    assert all(pool.run(2, between_rounds, timeout=60))
+
+
+def late(rank: int, world: int, setting: bool | str, first: int) -> str:
+    engine = start(Job("mlp", timeout=10.0, cyclic={"any_order": setting}), world, built(Parts))
+
+    def run() -> None:
+        for step in range(3):
+            loss = (two_forwards if step >= first else once)(engine, models.batch("mlp", step, 0, rank), None)
+            engine.backward(loss)
+            engine.step()
+
+    text = told(run)
+    dist.barrier()
+    engine.destroy()
+    return text
+
+
+@pytest.mark.parametrize(("setting", "first"), [("auto", 1), (False, 0)])
+def test_later_or_forbidden_it_is_told(pool, setting, first):
+    for text in pool.run(2, late, setting, first, timeout=60):
+        middle = ", which the first micro-batch did not do" if setting == "auto" else ""
+        assert text.startswith(
+            "ValueError: engine.forward() came again before the backward of the forward before it in step "
+            f'{first}{middle}; set "cyclic": {{"any_order": true}}'
+        )
+
+
+def penalty(rank: int, world: int, stage: int, any_order: bool) -> str:
+    config = {"zero_optimization": {"stage": stage}} if stage < 3 else {}
+    engine = start(Job("mlp", timeout=10.0, config=config, cyclic={"any_order": any_order}), world, built(Parts))
+
+    def run() -> None:
+        for step in range(3):
+            loss = engine(models.batch("mlp", step, 0, rank), part=stage < 3).pow(2).mean()
+            if step:
+                loss = loss + 0.1 * sum(p.pow(2).sum() for p in engine.module.parameters())
+            assert torch.isfinite(loss) or not any_order
+            engine.backward(loss)
+            engine.step()
+
+    text = told(run)
+    dist.barrier()
+    engine.destroy()
+    return text
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_parameters_read_outside_their_module_in_a_later_step(pool, stage):
+    name = r"parameter 'blocks\..*'"
+    expected = f"{name} got a gradient in step 1, but" if stage < 3 else f"the loss of step 1 is nan, and reads {name} after"
+    for text in pool.run(2, penalty, stage, False, timeout=60):  # a rank may wait for one that has failed
+        assert re.match(f"ValueError: {expected}|HandoffError: ", text), text
+    assert pool.run(2, penalty, stage, True, timeout=60) == ["no error"] * 2
+
+
+def gathers(rank: int, world: int, rounds: int) -> str:
+    engine = start(Job("mlp", "cdp-v2", rounds, timeout=10.0), world)
+
+    def run() -> None:
+        for step in range(4):
+            for m in range(rounds):
+                loss = engine(models.batch("mlp", step, m, rank)).pow(2).mean()
+                dist.all_reduce(loss.detach().clone())
+                engine.backward(loss)
+                engine.step()
+
+    text = told(run)
+    dist.barrier()
+    engine.destroy()
+    return text
+
+
+@pytest.mark.parametrize(("world", "rounds"), [(2, 1), (2, 2), (3, 1), (3, 2)])
+def test_a_collective_between_forward_and_backward_works_on_two_ranks_and_is_told_on_three(pool, world, rounds):
+    for text in pool.run(world, gathers, rounds, timeout=60):
+        assert text == "no error" if world == 2 else "set cyclic.ring_size to 1, or call" in text, text
