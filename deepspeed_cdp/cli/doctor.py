@@ -1,4 +1,6 @@
-"""``deepspeed-cdp doctor``: installed versions, registration, access between GPUs, and a self-test on this machine."""
+"""``deepspeed-cdp doctor``: installed versions, registration, access between GPUs, and a self-test on this machine; or a model's
+plan.
+"""
 
 import argparse
 import importlib.metadata
@@ -16,6 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
+from deepspeed_cdp.cli import explain, models
 from deepspeed_cdp.cli.output import UserError, columns, positive, show, whole
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "safetensors", "matplotlib")
@@ -24,8 +27,11 @@ TOLERANCE = 1e-6  # of the largest weight, fp32
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
+    models.add(parser)
+    next(a for a in parser._actions if a.dest == "model").required = False
+    parser.add_argument("--config", metavar="FILE", help="with --model: ds_config.json")
     parser.add_argument("--no-self-test", action="store_true", help="look only; train nothing")
-    parser.add_argument("--ranks", type=whole, help="of the self-test; default: all GPUs, or 2 CPU processes")
+    parser.add_argument("--ranks", type=whole, help="of the self-test or the plan; default: all GPUs, or 2")
     parser.add_argument(
         "--seconds",
         type=positive,
@@ -36,7 +42,11 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check, test and print; exit code 1 if something does not work."""
+    """Check, test and print, or explain a model's plan; exit code 1 if something does not work."""
+    if args.model is not None:
+        plan = explain.explain(args)
+        show(plan, explain.text(plan), args.json)
+        return 0
     result: dict[str, Any] = {
         "versions": versions(),
         "registration": registration(),

@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Dry-run the plan and print one line; exit code 1 if the dry-run fails."""
-    config, _, plan, _ = prediction.planned(args)
+    config, _, _, plan, _ = prediction.planned(args)
     try:
         summary = check_rings(Phases(plan, config.settings.warmup_steps).plans)
     except PlanError as error:

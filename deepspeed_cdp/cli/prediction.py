@@ -16,7 +16,7 @@ from deepspeed_cdp.cli import models, settings
 from deepspeed_cdp.cli.output import UserError, positive, rule, size, whole
 from deepspeed_cdp.model import discover
 from deepspeed_cdp.model.flat_layout import FlatLayout
-from deepspeed_cdp.model.make_plan import make_plan
+from deepspeed_cdp.model.make_plan import find_for_batch, make_plan
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.runtime.grad_accumulation import fusible
@@ -126,8 +126,10 @@ def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument("--device-memory", type=size, default=size("80GiB"), metavar="SIZE", help="of a rank; default: 80GiB")
 
 
-def planned(args: argparse.Namespace) -> tuple[settings.Config, models.Loaded, Plan, dict[int, FlatLayout]]:
-    """The config and the model of the options, and the engine's plan for them.
+def planned(
+    args: argparse.Namespace,
+) -> tuple[settings.Config, models.Loaded, discover.Trace | None, Plan, dict[int, FlatLayout]]:
+    """The config and the model of the options, a trace of its batch, and the engine's plan after such a batch.
 
     Raises:
         UserError, ValueError: the model or config cannot be planned.
@@ -139,7 +141,14 @@ def planned(args: argparse.Namespace) -> tuple[settings.Config, models.Loaded, P
             args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence, args.class_name
         )
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
-        return config, loaded, *make_plan(loaded.module, trained, config.settings, ranks, args.ranks // ranks)
+        trace = discover.trace(loaded.module, loaded.example)
+        found, _ = find_for_batch(loaded.module, trained, ranks, config.settings, trace)
+        if found.any_order:
+            raise UserError(
+                "with cyclic.any_order, which this model or its ds_config needs, times and memory are not predicted; "
+                "deepspeed-cdp doctor --model shows the plan"
+            )
+        return config, loaded, trace, *make_plan(loaded.module, trained, config.settings, ranks, args.ranks // ranks, found)
 
 
 def predict(args: argparse.Namespace) -> Prediction:
@@ -148,8 +157,7 @@ def predict(args: argparse.Namespace) -> Prediction:
     Raises:
         UserError, ValueError: the model or config cannot be planned.
     """
-    config, loaded, plan, layouts = planned(args)
-    trace = discover.trace(loaded.module, loaded.example)
+    config, loaded, trace, plan, layouts = planned(args)
     flops = {} if trace is None else by_path(trace, [path for unit in plan.units for path in unit.modules])
     traced = any(flops.values())
     if not traced and args.step_ms is None:
@@ -179,18 +187,7 @@ def predict(args: argparse.Namespace) -> Prediction:
         if assumed
         else []
     )
-    return Prediction(
-        loaded,
-        config,
-        plan,
-        work,
-        persistent,
-        given,
-        hardware,
-        what,
-        warnings + read_outside(plan, trace),
-        args.ring_bandwidth * 1e9,
-    )
+    return Prediction(loaded, config, plan, work, persistent, given, hardware, what, warnings, args.ring_bandwidth * 1e9)
 
 
 def fused_bytes(module: torch.nn.Module, layouts: Mapping[int, FlatLayout]) -> Counter[int]:
@@ -207,19 +204,3 @@ def by_path(trace: discover.Trace, paths: Iterable[str]) -> dict[str, int]:
     called = sorted((p for p in paths if p in trace.before), key=trace.order.__getitem__)
     ends = [trace.before[p] for p in called[1:]] + [trace.flops.get("", 0)]
     return {p: end - start for p, start, end in zip(called, [0, *ends], ends)}
-
-
-def read_outside(plan: Plan, trace: discover.Trace | None) -> list[str]:
-    """A warning for each unit one of whose parameters the traced batch reads outside its modules."""
-    found: list[str] = []
-    if trace is None:
-        return found
-    for unit in plan.units:
-        names = [n for n in (*unit.trainable, *unit.frozen) if n in trace.inside and not trace.inside[n] & {*unit.modules}]
-        if names:
-            found.append(
-                f"parameter {names[0]!r} is read outside unit {unit.name!r}, which the engine finds out only while it "
-                "trains, since the model carries no example; set its example_input_array, or list cyclic.units without "
-                f"{unit.name!r}"
-            )
-    return found

@@ -84,8 +84,15 @@ class CyclicConfig(DeepSpeedConfigModel):
     )
     units: Annotated[
         Annotated[list[str], Field(min_length=1, json_schema_extra={"uniqueItems": True})] | None,
-        Words("null or a list of distinct module paths as in named_modules()", "use null to let the units be found"),
-    ] = Field(None, description="Modules that are sent as one message each, in execution order. null: the engine finds them.")
+        Words(
+            'null or a list of distinct module paths as in named_modules(), or patterns such as "model.layers.*"',
+            "use null to let the units be found",
+        ),
+    ] = Field(
+        None,
+        description="Modules that are sent as one message each, in execution order. `model.layers.*` stands for all modules "
+        "directly below `model.layers`. null: the engine finds them.",
+    )
     ring_size: Annotated[
         Literal["auto"] | Annotated[StrictInt, Field(ge=1)],
         Words('"auto" or an integer of at least 1', 'use "auto" for a ring per host'),

@@ -9,12 +9,14 @@ A forward of an example batch on fake tensors refines this. It gives the executi
 run twice, and parameters that are read outside their module (MultiheadAttention reads out_proj.weight itself).
 """
 
+import itertools
 import logging
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
 
@@ -509,11 +511,25 @@ class _Tree:
                 fallback = fallback or finer
         return fallback
 
+    def matching(self, name: str) -> list[str]:
+        """The paths that an entry of `cyclic.units` stands for: `*` and other wildcards match within one part of a path."""
+        if not set(name) & set("*?["):
+            return [name]
+        parts = name.split(".")
+        paths = [
+            path
+            for path in self.modules
+            if self.below(path) and len(path.split(".")) == len(parts) and all(map(fnmatchcase, path.split("."), parts))
+        ]
+        if not paths:
+            raise ValueError(f"cyclic.units has {name!r}, which fits no module with parameters: use paths from named_modules()")
+        return paths
+
     def named(self, names: Sequence[str]) -> dict[str, tuple[str, ...]]:
         """Checks the user's `cyclic.units`."""
         known = {alias: path for path, aliases in self.aliases.items() for alias in aliases}
         paths: list[str] = []
-        for name in names:
+        for name in itertools.chain(*(self.matching(name) for name in names)):
             path, wrong = known.get(name, name), None
             clash = [p for p in paths if p == path or not p or not path or p.startswith(path + ".") or path.startswith(p + ".")]
             if name not in known:
@@ -566,7 +582,7 @@ def find_units(
     Args:
         at_least: the number of stages; the largest units are split into their children until there are as many units.
         example: one batch, for a trace (see `example_of`).
-        names: `cyclic.units`, module paths in execution order; parameters of other modules are persistent.
+        names: `cyclic.units`, module paths or patterns in execution order; parameters of other modules are persistent.
         seen: a trace, in the place of the example's.
         any_order: units may run in any order, several times, and their parameters may be read outside.
 
@@ -591,6 +607,26 @@ def find_units(
             fix = "name modules that run once per forward and share no parameters in cyclic.units"
         raise ValueError(f"this {kind} has {count} units for {at_least} ranks: {fix}")
     return tree.units(chosen if names is not None and seen is None else tree.ordered(chosen))
+
+
+def why_persistent(module: nn.Module, found: FoundUnits, seen: Trace | None = None) -> dict[str, str]:
+    """For each persistent parameter the reason, in words, by its name."""
+    tree, reasons = _Tree(module, seen), {}
+    for name in found.persistent:
+        path = name.rpartition(".")[0]
+        above = [path[:end] for end in range(len(path), 0, -1) if path[end : end + 1] in ("", ".")]
+        others = [other for other in tree.names[name] if other != name]
+        often = next((p for p in above if tree.calls.get(p, 0) > 1), None)
+        if others:
+            reasons[name] = f"it is also {' and '.join(map(repr, others))}"
+        elif often is not None:
+            reasons[name] = f"{often!r} is called {tree.calls[often]} times in a forward"
+        elif seen is not None and name in seen.inside and path not in seen.inside[name]:
+            reader = max(seen.inside[name], key=len, default="")
+            reasons[name] = f"it is read outside {path!r}, in {reader!r}" if reader else f"it is read outside {path!r}"
+        else:
+            reasons[name] = f"it lies directly on {path!r}, whose parts are units" if path else "it lies directly on the model"
+    return reasons
 
 
 def stages(units: FoundUnits, parts: int, method: str) -> tuple[tuple[int, ...], ...]:

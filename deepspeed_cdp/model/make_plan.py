@@ -74,6 +74,21 @@ def find(module: torch.nn.Module, ranks: int, settings: Settings, seen: discover
         return discover.find_units(module, ranks, any_order=True)
 
 
+def find_for_batch(
+    module: torch.nn.Module, trained: frozenset[str], ranks: int, settings: Settings, seen: discover.Trace | None
+) -> tuple[discover.FoundUnits, str]:
+    """The units that the engine has after a first batch like ``seen``, and why they are not those of the start; else empty.
+
+    Raises:
+        ValueError: as ``find``.
+    """
+    found = find(module, ranks, settings)
+    if seen is None or found.any_order:
+        return found, ""
+    why = discover.misfit(make_plan(module, trained, settings, ranks, found=found)[0].units, seen)
+    return (find(module, ranks, settings, seen), why) if why else (found, "")
+
+
 def make_plan(
     module: torch.nn.Module,
     trained: frozenset[str],

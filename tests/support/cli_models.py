@@ -75,3 +75,12 @@ class Branching(nn.Module):
 def branching():
     """Cannot be followed without values."""
     return Branching(), torch.zeros(2, 4)
+
+
+class _Twice(nn.Sequential):
+    def forward(self, x):
+        return super().forward(super().forward(x))
+
+
+def everything_twice():
+    return _Twice(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.zeros(2, 8)

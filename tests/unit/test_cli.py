@@ -200,6 +200,23 @@ def test_json_of_the_doctor():
     assert found["registration"]["active"] or found["registration"]["why"] in found["problems"][-1]
 
 
+def test_the_doctor_explains_a_models_plan():
+    def explained(model: str, *more: str) -> dict:
+        result = json.loads(output(f"doctor --model python:support.cli_models:{model} --ranks 2 --json {' '.join(more)}"))
+        assert result.pop("ok") and output(f"doctor --model python:support.cli_models:{model} --ranks 2 {' '.join(more)}")
+        return result
+
+    plain = explained("mlp")
+    assert plain["followed"] and not (plain["made_anew"] or plain["any_order"] or plain["persistent"])
+    assert [x["owner"] for x in plain["stages"]] == [1, 0] and all(x["units"] and x["bytes"] for x in plain["stages"])
+    secret = explained("tied_in_secret")
+    assert secret["made_anew"] == "parameter 'embedding.weight' is read outside 'embedding'"
+    assert [(x["name"], x["why"]) for x in secret["persistent"]] == [("embedding.weight", "it is read outside 'embedding'")]
+    assert not explained("branching")["followed"]
+    every = explained("everything_twice")
+    assert every["any_order"] and "is called 2 times in a forward" in every["made_anew"]
+
+
 WRONG = [
     ("", None),
     ("nope", "command is 'nope'; allowed are plan,"),
@@ -207,6 +224,7 @@ WRONG = [
     ("costs --ranks", "expected one argument"),
     ("costs --parameters many", "'many' is no size"),
     ("costs --nope", "--nope"),
+    ("plan --model python:support.cli_models:everything_twice --ranks 2", "with cyclic.any_order, which this model or its"),
     ("plan --ranks 2", "--model"),
     ("plan --model python:support.cli_models:mlp", "--ranks"),
     ("plan --model x --ranks 2", "--model is 'x'; allowed are hf:PATH"),
@@ -418,10 +436,7 @@ def test_warnings_say_what_to_do():
     for part in ("times the mean stage's bytes", "set cyclic.partition_method to 'parameters'", "use more ranks", "the link"):
         assert part in text
     secret = json.loads(output("plan --model python:support.cli_models:tied_in_secret --ranks 2 --json"))
-    assert (
-        any("'embedding.weight' is read outside unit 'embedding'" in w for w in secret["warnings"])
-        and secret["persistent"] is None
-    )
+    assert secret["persistent"]["names"] == ["embedding.weight"]  # as after the first batch
     tied = json.loads(output("plan --model python:support.cli_models:tied --ranks 2 --json"))
     assert any("persistent parameters (embedding.weight)" in w and "untie" in w for w in tied["warnings"])
     alone = json.loads(output("plan --model python:support.cli_models:mlp --ranks 8 --json"))

@@ -26,6 +26,7 @@ DEFAULTS = {
     "weights": None,
     "gradient_accumulation_fusion": "auto",
     "check_divergence": 1,
+    "any_order": "auto",
 }
 
 

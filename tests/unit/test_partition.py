@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from deepspeed_cdp.model.discover import FoundUnit, FoundUnits, find_units, stages
+from deepspeed_cdp.model.discover import FoundUnit, FoundUnits, find_units, stages, why_persistent
 from deepspeed_cdp.plan.partition import assign, contiguous, merged
 
 
@@ -153,9 +153,27 @@ def test_the_users_units():
     assert units.persistent == ("embed.weight", "layers.0.0.weight", "layers.0.0.bias") and units.persistent_cost == 10
 
 
+def test_why_parameters_are_persistent():
+    found = find_units(network(), 2, names=["layers.1", "layers.0.1"])
+    reasons = why_persistent(network(), found)
+    assert reasons["embed.weight"] == "it is also 'head.weight'"
+    assert reasons["layers.0.0.bias"] == "it lies directly on 'layers.0.0', whose parts are units"
+
+
+def test_the_users_patterns():
+    def named(*names):
+        return [u.name for u in find_units(network(), 2, names=names).units]
+
+    assert named("layers.*") == ["layers.0", "layers.1"]
+    assert named("layers.1", "layers.0.*") == ["layers.1", "layers.0.0", "layers.0.1"]
+    assert named("l*.[01]") == ["layers.0", "layers.1"]
+
+
 @pytest.mark.parametrize(
     "given, message",
     [
+        (["layers.*", "layers.1.0"], "has 'layers.1.0', which overlaps 'layers.1': keep one"),
+        (["layer.*"], "has 'layer.*', which fits no module with parameters"),
         (["layer"], "has 'layer', which is no module of this model: use paths from named_modules"),
         (["layers.0", "layers.0.1"], "has 'layers.0.1', which overlaps 'layers.0': keep one"),
         (["layers.0.1", "layers.0"], "has 'layers.0', which overlaps 'layers.0.1': keep one"),
