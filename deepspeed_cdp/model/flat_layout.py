@@ -72,8 +72,9 @@ def lay_out(parameters: Iterable[tuple[str, torch.Tensor]], trained: frozenset[s
                 "torch.view_as_complex in the forward, or freeze it"
             )
         slots.append(Slot(name, p.shape, p.dtype, p_bytes, g_bytes if train else -1, dtype))
-        p_bytes += aligned(p.numel() * p.dtype.itemsize)
-        g_bytes += aligned(p.numel() * dtype.itemsize) if train else 0
+        elements = max(p.numel(), 1)  # so that no message is empty
+        p_bytes += aligned(elements * p.dtype.itemsize)
+        g_bytes += aligned(elements * dtype.itemsize) if train else 0
     return FlatLayout(tuple(slots), p_bytes, g_bytes)
 
 
