@@ -236,7 +236,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
                     output = super().forward(*inputs, **kwargs)
                 self._collectives = _collectives()
                 return output
-            self._runtime.gather()
+            self._runtime.gather_for_forward()
         return super().forward(*inputs, **kwargs)  # an evaluation changes no state: its errors are the script's
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:

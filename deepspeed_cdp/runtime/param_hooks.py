@@ -218,7 +218,10 @@ class ParamHooks:
         """
         self._check_links()
         if self.mode == BACKWARD and not self.any_order:
-            self.events.order_needed("engine.forward() came again before the backward of the forward before it")
+            self.events.order_needed(
+                "engine.forward() came again before the backward of the forward before it (if that raised an error, restart from "
+                "the last checkpoint)"
+            )
         if self.mode == FAILED:
             raise ValueError(
                 f"a forward of step {self.executor.global_step} ended in an exception, and its neighbours wait for "

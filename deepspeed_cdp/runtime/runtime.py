@@ -291,10 +291,7 @@ class Runtime:
     def gather(self) -> None:
         """Collective: every parameter of the module is whole on every rank, until the next training forward."""
         hooks = self.param_hooks
-        if self._whole is not None or hooks.all_there or len(self.borrowed) == sum(map(len, hooks.slots.values())):
-            return
-        if hooks.mode == BACKWARD:
-            self.order_needed("a forward without gradients came between a forward and its backward")
+        if self._whole is not None or len(self.borrowed) == sum(map(len, hooks.slots.values())):
             return
         self.flush()
         if self.executor.residency.whole_after_flush:
@@ -309,6 +306,13 @@ class Runtime:
         for p, value in borrowed.items():
             self.borrowed[p], p.data = p.data, value
         self._on_gathered(True)
+
+    def gather_for_forward(self) -> None:
+        """As ``gather``, for a forward without gradients, which may come in the middle of a step with ``any_order``."""
+        if self.param_hooks.mode == BACKWARD and not self.param_hooks.any_order:
+            self.order_needed("a forward without gradients came between a forward and its backward")
+        if not self.param_hooks.all_there:
+            self.gather()
 
     def _version_0(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Collective, until a step after a flush has ended: each unit's parameters of version 0 (uint8, 1-D)."""
@@ -353,7 +357,7 @@ class Runtime:
             and not (torch.is_grad_enabled() and self.module.training)
             or (how == "was asked for its state_dict()" and self.executor.residency.whole_after_flush)
         ):
-            self.gather()
+            self.gather_for_forward() if how == "was called" else self.gather()
             return
         if how == "was given a state dict":
             raise ValueError(

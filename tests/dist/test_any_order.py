@@ -164,8 +164,8 @@ def test_later_or_forbidden_it_is_told(pool, setting, first):
     for text in pool.run(2, late, setting, first, timeout=60):
         middle = ", which the first micro-batch did not do" if setting == "auto" else ""
         assert text.startswith(
-            "ValueError: engine.forward() came again before the backward of the forward before it in step "
-            f'{first}{middle}; set "cyclic": {{"any_order": true}}'
+            "ValueError: engine.forward() came again before the backward of the forward before it (if that raised an error, "
+            f'restart from the last checkpoint) in step {first}{middle}; set "cyclic": {{"any_order": true}}'
         )
 
 

@@ -129,12 +129,12 @@ def no_grad_in_train_mode(rank: int, world: int, job: Job) -> tuple[bytes, dict[
 
 
 def test_forward_under_no_grad(pool):
-    job = Job("mlp", "cdp-v2", 2, steps=4, flush_after=(1,))
+    job = Job("mlp", "cdp-v2", 2, steps=4, flush_after=(1,), cyclic={"any_order": False})
     want = unpack(pool.run(2, run_jobs, [job], timeout=120)[0][0]["state"])
     results = pool.run(2, no_grad_in_train_mode, job, timeout=120)
     for state, texts, values in results:
         same(unpack(state), want)
-        assert "came between a forward and its backward; call engine.backward(loss) first" in texts["before the backward"]
+        assert "a forward without gradients came between a forward and its backward in step 4" in texts["before the backward"]
         assert "1 of 2 micro-batches are done; call engine.step() first" in texts["inside a step"]
         assert set(values) == {results[0][2][0]}
 

@@ -98,7 +98,7 @@ WANTED = {
     "load_own": "custom_load_fn is given",
     "large_batch": "needs more micro-batches per step",
     "closure": "optimizer.step() got a closure",
-    "forward_again": "came before the backward of the forward before it",
+    "forward_again": "came again before the backward of the forward before it",
     "many_numbers": "is a tensor of shape (2,)",
     "no_tensor": "is a float",
     "no_graph": "has no grad_fn",
@@ -107,7 +107,7 @@ WANTED = {
     "state_inside": "between a forward and its backward",
     "save_inside": "between a forward and its backward",
     "trace_inside": "began in the middle of step",
-    "gather_inside": "in the middle of step",
+    "gather_inside": "came between a forward and its backward in step",
     "read_inside": "in the middle of step",
     "step_first": "came before the backward of the last forward",
     "backward_again": "without a training forward of its own",
@@ -121,7 +121,9 @@ WANTED = {
 @pytest.mark.parametrize("who", [0, 1])
 def test_training_goes_on_after_a_caught_mistake(pool, who, stage):
     config = {"zero_optimization": {"stage": stage}}
-    job = Job("mlp", rounds=ROUNDS, steps=5, clip=0.5, eval_after=(1, 3), timeout=20.0, config=config)
+    # with "auto" the first micro-batch would take some of the mistakes for what all ranks do
+    cyclic = {"any_order": False}
+    job = Job("mlp", rounds=ROUNDS, steps=5, clip=0.5, eval_after=(1, 3), timeout=20.0, config=config, cyclic=cyclic)
     clean, mistaken = (pool.run(2, train_with_mistakes, job, rank) for rank in (None, who))
     texts = mistaken[who]["texts"]
     assert texts.keys() == WANTED.keys()
