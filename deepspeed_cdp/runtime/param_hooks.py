@@ -115,6 +115,7 @@ class ParamHooks:
         for handle in (*self._handles, *itertools.chain(*self._part_handles.values())):
             handle.remove()
         self.accumulation.remove()
+        self._output_nodes.clear()
         if self._handles and refuse:
             refuse_use([m for m in self._root.modules() if m is self._root or m._parameters], self._empty)
         self._handles.clear()
@@ -297,6 +298,7 @@ class ParamHooks:
             ValueError: there was no forward, or this is its second backward.
         """
         self.check_forward()
+        self._output_nodes.clear()  # they keep hooks of this object alive, and Python does not see that circle
         self.executor.end_round()
         self.mode = IDLE
         for i in self.visited:  # autograd's order excludes it, but a gradient must not be lost silently
