@@ -1,8 +1,9 @@
 """Writes the tables of docs/models.md: ``python docs/make_models.py`` (from anywhere).
 
-They are made from tests/support/architectures.py. tests/unit/test_models_page.py checks that the page is current.
+They are made from tests/support/architectures.py and tests/support/reports.py. tests/unit/test_models_page.py checks that the page is current.
 """
 
+import json
 import sys
 from pathlib import Path
 
@@ -33,9 +34,23 @@ def failing() -> str:
     return "\n".join([*lines, *(f"| {name} | not compared: {why} |" for name, why in LEFT_OUT.items())])
 
 
+def reported() -> str:
+    """A line per public report."""
+    from support.reports import REPORTS
+
+    lines = ["| report | script | stock ZeRO-3 | here |", "|---|---|---|---|"]
+    for x in REPORTS:
+        repository, _, number = x.source.partition("#")
+        link = f"[{x.source}](https://github.com/{repository}/issues/{number})"
+        here = "runs" if x.stock else f"differs: {x.differs}" if x.differs else "the same numbers under `dp`"
+        needs = "".join(f"; needs `cyclic.{key}: {json.dumps(value)}`" for key, value in x.cyclic.items())
+        lines.append(f"| {link} | {x.asks} | {x.stock or 'runs'} | {here}{needs} |")
+    return "\n".join(lines)
+
+
 def render(text: str) -> str:
-    """The page with both tables made anew."""
-    for marker, made in (("tried", tried()), ("failing", failing())):
+    """The page with its tables made anew."""
+    for marker, made in (("tried", tried()), ("failing", failing()), ("reported", reported())):
         line = f"<!-- {marker} -->"
         before, _, after = text.split(line)
         text = f"{before}{line}\n\n{made}\n\n{line}{after}"

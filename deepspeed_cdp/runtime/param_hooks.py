@@ -252,6 +252,13 @@ class ParamHooks:
         self.visited.clear()
         self.called.clear()
 
+    def begin_outside(self) -> None:
+        """With ``any_order``, begin a micro-batch without a forward of the root: the script calls its parts."""
+        assert self.mode == IDLE and self.any_order
+        self._begin_forward()
+        self.executor.end_forward()
+        self.mode = BACKWARD
+
     def _receive_all(self) -> None:
         """Execute every unit's forward, and copy its parameters."""
         for i in self.layouts:
@@ -458,7 +465,7 @@ class ParamHooks:
 
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any) -> None:
-            if self.all_there:
+            if self.any_order and self.mode != IDLE:
                 return
             if self.mode == FORWARD:
                 if self._inside != i or path in self.called:

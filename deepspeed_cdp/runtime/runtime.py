@@ -364,15 +364,20 @@ class Runtime:
                 "the module itself was given a state dict, which would not reach the masters; load it before "
                 "deepspeed.initialize(), or use engine.load_checkpoint()"
             )
+        if how == "was called" and self.param_hooks.any_order:
+            self.scatter()
+            self.param_hooks.begin_outside()
+            self._on_gathered(True)
+            return
         if self._whole is not None:
             if how == "was called":
                 raise ValueError(
                     "the module itself was called in train() mode, so its gradients would be lost; call the engine "
-                    "instead, or call engine.eval() first"
+                    f"instead, or call engine.eval() first, or {ADVICE}"
                 )
             return
         fix = (
-            "call the engine instead, or the module after eval() or under no_grad(), on every rank"
+            f"call the engine instead, or the module after eval() or under no_grad(), on every rank, or {ADVICE}"
             if how == "was called"
             else "use engine.module_state_dict() on every rank"
         )

@@ -65,6 +65,15 @@ def once(call: Call, x: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
     return call(x).pow(2).mean()
 
 
+def parts_only(call: Call, x: torch.Tensor, module: Any) -> torch.Tensor:
+    """The engine's forward is never called."""
+    if module is None:
+        return call(x).pow(2).mean()
+    for block in module.blocks:
+        x = x + block(x)
+    return x.pow(2).mean()
+
+
 SCRIPTS: list[tuple[Callable[..., torch.Tensor], type[nn.Module], bool | str]] = [
     (two_forwards, Parts, "auto"),
     (dropped, Parts, "auto"),
@@ -73,6 +82,7 @@ SCRIPTS: list[tuple[Callable[..., torch.Tensor], type[nn.Module], bool | str]] =
     (part, Parts, "auto"),
     (once, Wanders, True),
     (once, Parts, True),
+    (parts_only, Parts, True),
 ]
 
 
