@@ -1,7 +1,7 @@
 """Writes the tables of docs/models.md: ``python docs/make_models.py`` (from anywhere).
 
-They are made from tests/support/architectures.py and tests/support/reports.py. tests/unit/test_models_page.py checks that the page
-is current.
+They are made from tests/support/architectures.py and tests/support/reports.py. tests/unit/test_models_page.py checks that the
+page is current.
 """
 
 import json

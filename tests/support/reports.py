@@ -288,7 +288,7 @@ REPORTS = [
     Report("deepspeedai/DeepSpeed#8375", "a layer without outputs", plainly(EmptyLayer), "an `AssertionError`"),
     Report("deepspeedai/DeepSpeed#7811", "gathered parameters, slices touched in place", touch),
     Report("deepspeedai/DeepSpeed#7998", "a head called another number of times on each rank", plainly(UnevenHead), "hangs"),
-    Report("deepspeedai/DeepSpeed#1888", "LayerDrop: ranks skip different layers", plainly(LayerDrop), "hangs"),
+    Report("deepspeedai/DeepSpeed#1888", "LayerDrop: ranks skip different layers", plainly(LayerDrop), "a `RuntimeError`"),
     Report("deepspeedai/DeepSpeed#988", "a siamese model under activation checkpointing", plainly(SiameseCheckpoint)),
     Report("deepspeedai/DeepSpeed#5639", "requires_grad switched during training", switching),
     Report("deepspeedai/DeepSpeed#3175", "a teacher beside the trained model", distilled),
