@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 from benchmarks import rows  # noqa: E402
 
-PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "docs" / "learning.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "performance-other", "learning")))
 BLOCK = re.compile(r"<!-- rows: ([^>]*?) -->\n.*?<!-- end of rows -->", re.DOTALL)
 
 ENGINES = {
