@@ -96,7 +96,7 @@ MENTIONED: dict[str, tuple[str, ...]] = {
     },
 }
 
-# Other names that are imported or replaced.
+# Other names that are imported, called or replaced.
 PRESENT: tuple[str, ...] = (
     "deepspeed:DeepSpeedEngine",
     "deepspeed:PipelineEngine",
@@ -113,6 +113,7 @@ PRESENT: tuple[str, ...] = (
     "deepspeed.runtime.zero.parameter_offload:ZeROOrderedDict",
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus",
     "deepspeed.utils.timer:TIME_EPSILON",
+    "torch.distributed:ProcessGroup._get_sequence_number_for_group",
 )
 
 

@@ -311,7 +311,9 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         super().set_train_batch_size(train_batch_size)
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: gradients do not stay on a rank."""
+        """Nothing, since gradients do not stay on a rank. With ``any_order`` they do until a backward ends, and are dropped."""
+        if self._runtime.param_hooks.any_order:
+            self._runtime.param_hooks.drop_grads()
 
     def get_global_grad_norm(self) -> float | None:
         """Gradient norm, before clipping, of the last step that this rank knows to be finished everywhere.

@@ -252,6 +252,12 @@ class ParamHooks:
         self.visited.clear()
         self.called.clear()
 
+    def drop_grads(self) -> None:
+        """Drop the gradients that have not been added to sums."""
+        for pairs in self.slots.values():
+            for p, _ in pairs:
+                p.grad = None
+
     def begin_outside(self) -> None:
         """With ``any_order``, begin a micro-batch without a forward of the root: the script calls its parts."""
         assert self.mode == IDLE and self.any_order

@@ -92,11 +92,13 @@ def built(kind: type[nn.Module]) -> nn.Module:
 
 
 def job_of(at: int, stage: int, world: int) -> Job:
-    """Scripts differ in what else they have: rounds, rule, clipping, a flush, a correction."""
+    """Scripts differ in what else they have: rounds, rule, clipping, a flush, a warm-up."""
     config = {"zero_optimization": {"stage": stage}} if stage < 3 else {}
     rule = ("cdp-v2", "cdp-v1", "dp")[at % 3]
     cyclic = {"any_order": SCRIPTS[at][2]}
     flush = (2,) if at in (0, 5) else ()
+    if at == 6:
+        cyclic["warmup_steps"] = 2
     return Job(
         "mlp", rule, 1 + at % 2, clip=0.3 * (at % 2), correction="predict", flush_after=flush, config=config, cyclic=cyclic
     )

@@ -172,7 +172,7 @@ def own_names():
 
 def relied_on():
     """Private names in the tables of compat."""
-    paths = (*compat.OVERRIDDEN, *compat.CALLED, *compat.MENTIONED)
+    paths = (*compat.OVERRIDDEN, *compat.CALLED, *compat.MENTIONED, *compat.PRESENT)
     names = {name for path in paths for name in path.split(":")[1].split(".")}
     names |= {name for mentioned in compat.MENTIONED.values() for name in mentioned}
     return {name for name in names if name.startswith("_") and not name.startswith("__")}

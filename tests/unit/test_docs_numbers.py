@@ -50,7 +50,9 @@ def test_promises_name_tests_that_exist() -> None:
     assert len(named) > 30 and not [name for name in named if not (ROOT / name).exists()]
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", DOCS / "performance.md", DOCS / "performance-other.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", DOCS / "performance.md", DOCS / "performance-other.md"], ids=lambda p: p.name
+)
 def test_measured_figures_are_in_generated_tables_only(page: Path) -> None:
     prose = re.sub(r"```.*?```", "", NUMBERS.BLOCK.sub("", page.read_text()), flags=re.DOTALL)
     assert not re.findall(r"[^\n]*\d ?(?:ms|GiB|GB/s|tokens)\b[^\n]*", prose)
