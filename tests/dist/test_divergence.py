@@ -86,6 +86,7 @@ def loses_a_peer(rank: int, world: int) -> str:
     return text
 
 
+@pytest.mark.slow
 def test_a_rank_whose_peer_is_gone_says_what_it_knows(pool):
     for text in pool.run(3, loses_a_peer, timeout=60)[1:]:
         assert text.startswith("DivergenceError: ") and "lr of group 1 is " in text and "on rank 1 in step 3;" in text, text

@@ -121,6 +121,7 @@ def test_stock_zero3_is_taken_up_and_training_goes_on(pool, stock, tmp_path):
         assert direct[name]["lr"] == converted[name]["lr"]
 
 
+@pytest.mark.slow
 def test_ours_becomes_zero3_and_stock_goes_on(pool, ours, tmp_path):
     root, want = ours
     for ranks in (2, 3):

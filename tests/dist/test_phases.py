@@ -59,6 +59,7 @@ def test_a_second_engine_goes_on_from_the_first(pool):
     equal_phases(pool, 2, FIRST, SECOND)
 
 
+@pytest.mark.slow
 def test_a_second_engine_of_other_ranks_and_dtypes(pool):
     """Two rings; replicas first; tied parameters; bf16 after fp32, and as it is."""
     rings = {"cyclic": {"ring_size": 2}}

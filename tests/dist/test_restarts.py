@@ -44,6 +44,7 @@ def ranks(output: str) -> list[tuple[str, ...]]:
     return sorted(re.findall(r"rank (\d): attempt (\d), begun at (\d), ended at (\d)", output))
 
 
+@pytest.mark.slow
 def test_a_restart_with_a_store_of_its_own_goes_on(operators, tmp_path):
     options = ("--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}")
     output = torchrun(tmp_path, "kill", *options, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
