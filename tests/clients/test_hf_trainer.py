@@ -20,6 +20,8 @@ from support.client_trainer import (
     windows,
 )
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(launcher, ds_config, tmp_path_factory) -> dict[str, Results]:

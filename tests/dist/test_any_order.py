@@ -122,6 +122,7 @@ def trained(rank: int, world: int, stage: int) -> list[tuple]:
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world", "stage"), [(2, 3), (3, 3), (2, 2)])
 def test_they_train_as_the_oracle_does(pool, world, stage, monkeypatch):
     """Bitwise."""
@@ -183,7 +184,7 @@ def test_later_or_forbidden_it_is_told(pool, setting, first):
 
 def penalty(rank: int, world: int, stage: int, any_order: bool) -> str:
     config = {"zero_optimization": {"stage": stage}} if stage < 3 else {}
-    engine = start(Job("mlp", timeout=10.0, config=config, cyclic={"any_order": any_order}), world, built(Parts))
+    engine = start(Job("mlp", timeout=4.0, config=config, cyclic={"any_order": any_order}), world, built(Parts))
 
     def run() -> None:
         for step in range(3):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -183,6 +184,7 @@ def broken_push(*_: Any) -> None:
     raise RuntimeError("broken on purpose")
 
 
+@pytest.mark.slow
 def test_calls_after_a_failure_tell_of_it(pool):
     """No advice that cannot help: they name the first error, and say to restart."""
     for rank, results in enumerate(pool.run(2, calls_after_a_caught_failure, timeout=180)):

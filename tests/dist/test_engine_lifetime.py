@@ -154,6 +154,7 @@ def test_the_ring_that_auto_has_found_decides_whether_fp16_fits(pool):
         assert text.startswith("ValueError: torch_autocast.dtype is float16 under cyclic.rule 3: a stage is updated before"), text
 
 
+@pytest.mark.slow
 def test_a_script_that_ends_without_destroy_starts_no_thread(operators):
     """Python 3.12 refuses to; the engine's exit callback then failed, and the process ended only after its timeout."""
     first, second = both_ranks("ending_script", seconds=90)

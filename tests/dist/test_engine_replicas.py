@@ -132,6 +132,7 @@ def crosses(rank: int, world: int, kinds: list[dict], folder: str) -> None:
             other.destroy()
 
 
+@pytest.mark.slow
 def test_checkpoints_cross_between_stages(pool, tmp_path):
     kinds = [
         dict(kind="mlp", rule="cdp-v2", rounds=2, optimizer="sgd", schedule="lambda", clip=0.3),

@@ -130,6 +130,7 @@ ENDS = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", ENDS)
 def test_a_rank_that_fails_ends_the_others_in_time(pool, calm, tmp_path, record, fault):
     world, who, rule, says = ENDS[fault]

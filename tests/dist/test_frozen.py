@@ -89,6 +89,7 @@ def test_these_are_all_meetings(pool, tmp_path, job, world):
         assert set(names) == {m.format(world) for m in MEETINGS[job]}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("job", "guilty", "meeting"), [pytest.param(*c, marks=[] if c in ALWAYS else pytest.mark.slow) for c in ALL]
 )
@@ -159,6 +160,7 @@ def test_a_script_ends_although_rank_0_is_frozen(operators, tmp_path, how):
             record("frozen_exit", seconds, error, "the process ends with code 1, its interpreter and torch's exit included")
 
 
+@pytest.mark.slow
 def test_a_host_that_disappears(operators, tmp_path):
     """Each rank has a host (a network namespace) of its own; the link between them goes down while rank 1 is in a flush."""
     hosts = two_hosts(1000)

@@ -188,6 +188,7 @@ def pretrained(rank: int, world: int, jobs: list[Job], folder: str) -> list[tupl
     return results
 
 
+@pytest.mark.slow
 def test_from_pretrained_under_hf_deepspeed_config(pool, tmp_path):
     pytest.importorskip("accelerate")  # HfDeepSpeedConfig is empty without it
     jobs = [Job("llama", "cdp-v2"), Job("llama-tied", "cdp-v1", bf16=True), Job("llama-tied", "dp", 2)]

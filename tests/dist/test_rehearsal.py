@@ -119,6 +119,7 @@ def trained(rank: int, world: int, stage: int) -> list[tuple]:
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("world", "stage"), [(2, 3), (3, 3), (2, 2)])
 def test_they_train_as_the_oracle_does(pool, world, stage):
     """Bitwise, running statistics included: the rehearsal leaves no trace."""

@@ -16,6 +16,7 @@ def run(rank: int, world: int, at: int, rules: list[str | None]) -> list[list[fl
     return [report.script(replace(JOB, rule=rule, cyclic=report.cyclic if rule else {}), rank, world) for rule in rules]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("at", range(len(REPORTS)), ids=[x.source for x in REPORTS])
 def test_it_runs(pool, at):
     stock = [] if REPORTS[at].stock else [None]
