@@ -167,6 +167,7 @@ def sharded(rank: int, world: int, name: str) -> tuple[list[float], bool, bool, 
     return losses, left, torch.nn.functional.linear is engines.LINEAR, there
 
 
+@pytest.mark.slow
 def test_models_built_in_shards_train(pool):
     for name, untouched in (("fsdp2", True), ("zero3-leaf", False)):
         for losses, left, cleaned, there in pool.run(2, sharded, name):

@@ -55,6 +55,7 @@ COVER: dict[int, list[Job]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_weight_and_loss_equals_the_oracle(pool, world):
     """Bitwise: sums are made in the oracle's order, so there is nothing to allow for."""
@@ -111,6 +112,7 @@ def test_sums_inside_products_are_the_oracles_to_rounding(pool, world):
 STOCK = [("mlp", 1, False), ("mlp", 2, False), ("llama-tied", 1, False), ("llama-tied", 2, False), ("llama-tied", 1, True)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_dp_equals_stock_zero3(pool, world):
     """fp32: within 1e-5 relative (ZeRO-3 divides before it sums); bf16: within ZeRO-3's own rounding of bf16 sums."""

@@ -49,6 +49,7 @@ COVER: dict[int, list[Job]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [pytest.param(n, marks=pytest.mark.slow) if n == 4 else n for n in COVER])
 def test_every_weight_and_loss_equals_the_oracle(pool, world):
     """Bitwise, as under stage 3."""
@@ -75,6 +76,7 @@ STOCK = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [2, 3])
 def test_dp_equals_stock_deepspeed(pool, world):
     """ZeRO-0, 1 and 2: fp32 to 1e-5 (it divides before it sums), bf16 to its own rounding of sums; other rules differ from it."""

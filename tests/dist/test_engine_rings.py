@@ -28,6 +28,7 @@ COVER = {
 }  # two of three
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", COVER)
 def test_every_weight_and_loss_equals_the_oracle(pool, world):
     jobs = COVER[world]

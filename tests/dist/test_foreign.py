@@ -96,6 +96,7 @@ def tolerance(name: str) -> tuple[float, float]:
     return (2e-2, 4e-3) if name == "bf16" else (1e-6, 1e-6)
 
 
+@pytest.mark.slow
 def test_stock_zero3_is_taken_up_and_training_goes_on(pool, stock, tmp_path):
     """On as many ranks it comes to what stock comes to; on others it is the same as from a converted checkpoint, bit by bit."""
     root, want = stock

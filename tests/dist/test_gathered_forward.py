@@ -66,6 +66,7 @@ def run(rank: int, world: int, jobs: list[tuple[Job, bool]]) -> list[dict]:
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("world", [2, 3])
 def test_equals_the_oracle(pool, world):
     jobs = [(job, fused) for job in JOBS for fused in (False, True)]

@@ -59,6 +59,7 @@ def trains(rank: int, world: int, how: str, jobs: list[Job]) -> list[tuple[bytes
     return results
 
 
+@pytest.mark.slow
 def test_zero_init_trains_as_the_whole_model_does(pool):
     """Frozen and root parameters, batch norm, tied weights, bf16: bit by bit."""
     want = pool.run(2, trains, "plain", JOBS, timeout=180)

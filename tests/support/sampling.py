@@ -10,6 +10,7 @@ from collections import defaultdict
 import pytest
 
 SEED = os.environ.get("CDP_TEST_SEED", "")
+MANY = 6  # cases of a test
 
 
 def chosen(case: str, one_in: int) -> bool:
@@ -22,14 +23,18 @@ def _rank(case: str) -> int:
 
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases of tests marked ``sampled(one_in)`` that are not in the sample; of each test at least one stays."""
+    """Cases that are not in the sample: of tests marked ``sampled(one_in)``, and one in three of tests with many cases.
+
+    Of each test at least one case stays.
+    """
     families: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items if SEED else []:
-        if item.get_closest_marker("sampled"):
+        if not item.get_closest_marker("slow"):
             families[item.nodeid.split("[")[0]].append(item)
     out = []
     for cases in families.values():
-        (one_in,) = cases[0].get_closest_marker("sampled").args
+        marker = cases[0].get_closest_marker("sampled")
+        one_in = marker.args[0] if marker else 3 if len(cases) > MANY else 1
         first = min(cases, key=lambda item: _rank(item.nodeid))
         out += [item for item in cases if item is not first and not chosen(item.nodeid, one_in)]
     return out
