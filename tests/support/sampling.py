@@ -10,7 +10,7 @@ from collections import defaultdict
 import pytest
 
 SEED = os.environ.get("CDP_TEST_SEED", "")
-MANY = 6  # cases of a test
+MANY = 4  # cases of a test
 
 
 def chosen(case: str, one_in: int) -> bool:
