@@ -2,6 +2,8 @@
 
 WHY_MISSING = "a rank crashed, exited or is late, or evaluates, saves, loads or flushes where others do not"
 
+SET_ANY_ORDER = 'set "cyclic": {"any_order": true}, with which parameters stay for the whole step'
+
 
 class HandoffError(RuntimeError):
     """A message did not arrive, or was not taken: the peer failed, is too slow, or is out of step.

@@ -1,6 +1,4 @@
-"""``deepspeed-cdp doctor``: installed versions, registration, access between GPUs, and a self-test on this machine; or a model's
-plan.
-"""
+"""``deepspeed-cdp doctor``: versions, registration, access between GPUs and a self-test on this machine; or a model's plan."""
 
 import argparse
 import importlib.metadata
@@ -27,8 +25,7 @@ TOLERANCE = 1e-6  # of the largest weight, fp32
 
 def add(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    models.add(parser)
-    next(a for a in parser._actions if a.dest == "model").required = False
+    models.add(parser, required=False)
     parser.add_argument("--config", metavar="FILE", help="with --model: ds_config.json")
     parser.add_argument("--no-self-test", action="store_true", help="look only; train nothing")
     parser.add_argument("--ranks", type=whole, help="of the self-test or the plan; default: all GPUs, or 2")
@@ -43,8 +40,9 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check, test and print, or explain a model's plan; exit code 1 if something does not work."""
+    ranks = args.ranks or torch.cuda.device_count() or 2
     if args.model is not None:
-        plan = explain.explain(args)
+        plan = explain.explain(args, ranks)
         show(plan, explain.text(plan), args.json)
         return 0
     result: dict[str, Any] = {
@@ -63,7 +61,6 @@ def run(args: argparse.Namespace) -> int:
     if args.no_self_test:
         result["self_test"] = None
     else:
-        ranks = args.ranks or torch.cuda.device_count() or 2
         if torch.cuda.device_count() and ranks > torch.cuda.device_count():
             raise UserError(f"--ranks is {ranks}, but there are {torch.cuda.device_count()} GPUs; use at most as many")
         result["self_test"] = self_test(ranks, args.seconds, args.trace)

@@ -3,36 +3,27 @@
 import argparse
 from typing import Any
 
-from deepspeed_cdp.cli import models, settings
 from deepspeed_cdp.cli.output import columns, human
-from deepspeed_cdp.model import discover
-from deepspeed_cdp.model.make_plan import find_for_batch, make_plan
+from deepspeed_cdp.cli.prediction import planned
+from deepspeed_cdp.model.discover import why_persistent
 
 
-def explain(args: argparse.Namespace) -> dict[str, Any]:
+def explain(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
     """The plan as data, with the reason for each persistent parameter, and for a plan that differs from the model's definition.
 
     Raises:
         UserError, ValueError: the model or config cannot be planned.
     """
-    ranks = args.ranks or 2
-    config = settings.read(args.config, ranks, None, None)
-    ring = ranks if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
-    loaded = models.load(args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence, args.class_name)
-    module, chosen = loaded.module, config.settings
-    seen = discover.trace(module, loaded.example)
-    trained = frozenset(n for n, p in module.named_parameters() if p.requires_grad)
-    found, why = find_for_batch(module, trained, ring, chosen, seen)
-    plan, _ = make_plan(module, trained, chosen, ring, ranks // ring, found)
-    parameters, reasons = dict(module.named_parameters()), discover.why_persistent(module, found, seen)
+    _, loaded, trace, found, made_anew, plan, _ = planned(args, ranks)
+    parameters, reasons = dict(loaded.module.named_parameters()), why_persistent(loaded.module, found, trace)
     return {
         "model": loaded.name,
         "batch": loaded.batch,
-        "ranks": ring,
+        "ranks": plan.schedule.ranks,
         "rings": plan.rings,
-        "followed": seen is not None,
+        "followed": trace is not None,
         "any_order": found.any_order,
-        "made_anew": why,
+        "made_anew": made_anew,
         "stages": [
             {
                 "stage": stage,
@@ -40,7 +31,7 @@ def explain(args: argparse.Namespace) -> dict[str, Any]:
                 "bytes": sum(plan.unit(i).p_bytes for i in plan.members(stage)),
                 "units": [plan.unit(i).name for i in plan.members(stage) if plan.unit(i).name],
             }
-            for stage in range(ring)
+            for stage in range(plan.schedule.ranks)
         ],
         "persistent": [
             {"name": name, "bytes": parameters[name].numel() * parameters[name].element_size(), "why": reasons[name]}

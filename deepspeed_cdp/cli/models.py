@@ -27,11 +27,11 @@ class Loaded(NamedTuple):
     batch: str
 
 
-def add(parser: argparse.ArgumentParser) -> None:
+def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Options that say which model and which batch."""
     parser.add_argument(
         "--model",
-        required=True,
+        required=required,
         metavar="hf:PATH|python:MODULE:FUNC",
         help="a Hugging Face config (its folder or JSON file), or a function that returns a module, or a module "
         "and one micro-batch (a tensor, a tuple or a dict of keyword arguments); it is called under "

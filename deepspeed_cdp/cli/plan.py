@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
 
 def check(args: argparse.Namespace) -> int:
     """Dry-run the plan and print one line; exit code 1 if the dry-run fails."""
-    config, _, _, plan, _ = prediction.planned(args)
+    planned = prediction.planned_in_order(args)
     try:
-        summary = check_rings(Phases(plan, config.settings.warmup_steps).plans)
+        summary = check_rings(Phases(planned.plan, planned.config.settings.warmup_steps).plans)
     except PlanError as error:
         complain(f"the plan fails its dry-run: {error}", args.json)
         return 1

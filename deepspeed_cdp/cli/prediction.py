@@ -103,9 +103,7 @@ def hardware_of(args: argparse.Namespace, update_bytes: float | None = None) -> 
 
 def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """Options of every command that plans a model."""
-    models.add(parser)
-    if not required:
-        next(a for a in parser._actions if a.dest == "model").required = False
+    models.add(parser, required)
     parser.add_argument("--ranks", type=whole, required=True, metavar="N", help="ranks of all rings")
     parser.add_argument(
         "--ring-size",
@@ -126,29 +124,53 @@ def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument("--device-memory", type=size, default=size("80GiB"), metavar="SIZE", help="of a rank; default: 80GiB")
 
 
-def planned(
-    args: argparse.Namespace,
-) -> tuple[settings.Config, models.Loaded, discover.Trace | None, Plan, dict[int, FlatLayout]]:
-    """The config and the model of the options, a trace of its batch, and the engine's plan after such a batch.
+class Planned(NamedTuple):
+    """A model's plan.
 
+    Attributes:
+        trace: of the model's batch; None if its forward cannot be followed.
+        found, made_anew: the units after such a batch, and why they are not those of the start; else empty.
+    """
+
+    config: settings.Config
+    loaded: models.Loaded
+    trace: discover.Trace | None
+    found: discover.FoundUnits
+    made_anew: str
+    plan: Plan
+    layouts: dict[int, FlatLayout]
+
+
+def planned(args: argparse.Namespace, ranks: int, rule: str | int | None = None, ring_size: int | None = None) -> Planned:
+    """The config and the model of the options, and the engine's plan after a batch of the model.
+
+    Args:
+        ranks: of all rings.
+        rule, ring_size: in the place of the config's.
     Raises:
         UserError, ValueError: the model or config cannot be planned.
     """
     with contextlib.redirect_stdout(io.StringIO()):
-        config = settings.read(args.config, args.ranks, args.rule, args.ring_size)
-        ranks = args.ranks if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
-        loaded = models.load(
-            args.model, config.dtype, args.micro_batch or config.micro_batch or 1, args.sequence, args.class_name
-        )
+        config = settings.read(args.config, ranks, rule, ring_size)
+        ring = ranks if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
+        micro_batch = args.micro_batch or config.micro_batch or 1
+        loaded = models.load(args.model, config.dtype, micro_batch, args.sequence, args.class_name)
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
         trace = discover.trace(loaded.module, loaded.example)
-        found, _ = find_for_batch(loaded.module, trained, ranks, config.settings, trace)
-        if found.any_order:
-            raise UserError(
-                "with cyclic.any_order, which this model or its ds_config needs, times and memory are not predicted; "
-                "deepspeed-cdp doctor --model shows the plan"
-            )
-        return config, loaded, trace, *make_plan(loaded.module, trained, config.settings, ranks, args.ranks // ranks, found)
+        found, made_anew = find_for_batch(loaded.module, trained, ring, config.settings, trace)
+        plan, layouts = make_plan(loaded.module, trained, config.settings, ring, ranks // ring, found)
+        return Planned(config, loaded, trace, found, made_anew, plan, layouts)
+
+
+def planned_in_order(args: argparse.Namespace) -> Planned:
+    """As ``planned``, by the options; raises UserError for ``any_order``, of which times and memory are not predicted."""
+    result = planned(args, args.ranks, args.rule, args.ring_size)
+    if result.found.any_order:
+        raise UserError(
+            "with cyclic.any_order, which this model or its ds_config needs, times and memory are not predicted; "
+            "deepspeed-cdp doctor --model shows the plan"
+        )
+    return result
 
 
 def predict(args: argparse.Namespace) -> Prediction:
@@ -157,7 +179,7 @@ def predict(args: argparse.Namespace) -> Prediction:
     Raises:
         UserError, ValueError: the model or config cannot be planned.
     """
-    config, loaded, trace, plan, layouts = planned(args)
+    config, loaded, trace, _, _, plan, layouts = planned_in_order(args)
     flops = {} if trace is None else by_path(trace, [path for unit in plan.units for path in unit.modules])
     traced = any(flops.values())
     if not traced and args.step_ms is None:

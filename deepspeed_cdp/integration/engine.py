@@ -234,7 +234,8 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
                     self._rehearse(Example(inputs, kwargs))
                 with self._runtime.forward():
                     output = super().forward(*inputs, **kwargs)
-                self._collectives = _collectives()
+                if not self._runtime.executor.state.step:
+                    self._collectives = _collectives()
                 return output
             self._runtime.gather_for_forward()
         return super().forward(*inputs, **kwargs)  # an evaluation changes no state: its errors are the script's

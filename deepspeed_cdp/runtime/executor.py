@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from deepspeed_cdp.errors import class_and_text
+from deepspeed_cdp.errors import SET_ANY_ORDER, class_and_text
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
@@ -188,7 +188,7 @@ class Executor:
     def _order_error(self, unit: int, backward: bool) -> str:
         name, latest, where = self.plan.unit(unit).name, self.plan.unit(self._latest).name, f"step {self.global_step}"
         when = f"in the {'backward' if backward else 'forward'} of {where}"
-        fix = 'which the first batch did not do; set "cyclic": {"any_order": true}, with which parameters stay for the whole step'
+        fix = f"which the first batch did not do; {SET_ANY_ORDER}"
         if backward:
             fix = "but the plan has it before; if an activation checkpoint spans several units, checkpoint each by itself"
         return f"unit {name!r} was used {'twice' if name == latest else f'after unit {latest!r}'} {when}, {fix}"

@@ -24,7 +24,9 @@ _mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add
 
 
 class Passes(Protocol):
-    """Callbacks of fused layers (``ParamHooks``)."""
+    """Callbacks of fused layers (``ParamHooks``), and whether units are used in any order (``ParamHooks.any_order``)."""
+
+    any_order: bool
 
     def in_forward(self, i: int) -> bool:
         """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
@@ -110,7 +112,9 @@ class GradAccumulation:
         cuda = device.type == "cuda"
         if setting is False or setting == "auto" and not cuda:
             return 0
-        if _linear_is_stock():
+        if self.passes.any_order:
+            self.not_fused_reason = "with cyclic.any_order gradients are added after the whole backward"
+        elif _linear_is_stock():
             self._layers = [_Layer(self, m, i, k, device.type) for m, i, k in fusible(module, self._slots, cuda)]
             self.not_fused_reason = (
                 ""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from deepspeed_cdp.errors import SET_ANY_ORDER
 from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
 from deepspeed_cdp.model.lookup import holds, links
 from deepspeed_cdp.model.placeholders import SavedView, UserPacked, is_placeholder, placeholder, refuse_use
@@ -21,7 +22,6 @@ from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 
 IDLE, FORWARD, BACKWARD, FAILED, REHEARSAL = "idle", "forward", "backward", "failed", "rehearsal"
-ADVICE = 'set "cyclic": {"any_order": true}, with which parameters stay for the whole step'
 MOST_NODES = 1000  # of a loss's graph that are searched
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
 
@@ -49,14 +49,13 @@ class ParamHooks:
         layouts: Mapping[int, FlatLayout],
         events: Events,
         borrowed: Container[torch.nn.Parameter] = (),
-        any_order: bool = False,
     ):
         """
         Args:
             layouts: by unit index, PERSISTENT included.
             borrowed: parameters that GatheredParameters has given out.
         """
-        self.executor, self.layouts, self.events, self.mode, self.any_order = executor, layouts, events, IDLE, any_order
+        self.executor, self.layouts, self.events, self.mode, self.any_order = executor, layouts, events, IDLE, False
         parameters = dict(module.named_parameters())
         self.slots: dict[int, list[tuple[torch.nn.Parameter, Slot]]] = {
             i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()
@@ -196,7 +195,7 @@ class ParamHooks:
             if p.grad is not None and s.sum_offset >= 0:
                 raise ValueError(
                     f"parameter {s.name!r} got a gradient in step {self.executor.global_step}, but its module was not called, so "
-                    f"it was read outside the module's forward, where it {self._elsewhere}; {ADVICE}"
+                    f"it was read outside the module's forward, where it {self._elsewhere}; {SET_ANY_ORDER}"
                 )
 
     # ---- a micro-batch --------------------------------------------------------------------------------------------------

@@ -53,9 +53,7 @@ class ReplicaHooks(ParamHooks):
         self._drop_untrained_grads(i)
 
     def release_all(self) -> None:
-        for pairs in self.slots.values():
-            for p, _ in pairs:
-                p.grad = None
+        self.drop_grads()
 
     def forget_views(self) -> None:
         """Nothing: the replica's memory stays."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from deepspeed_cdp.errors import DivergenceError
+from deepspeed_cdp.errors import SET_ANY_ORDER, DivergenceError
 from deepspeed_cdp.model.discover import Example, FoundUnits, Trace, join, misfit, observe, trace
 from deepspeed_cdp.model.make_plan import Settings, find, make_plan
 from deepspeed_cdp.model.materialize import Initial
@@ -27,7 +27,7 @@ from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.runtime.divergence import Divergence
 from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.owned_stage import OwnedStage
-from deepspeed_cdp.runtime.param_hooks import ADVICE, BACKWARD, IDLE, ParamHooks
+from deepspeed_cdp.runtime.param_hooks import BACKWARD, IDLE, ParamHooks
 from deepspeed_cdp.runtime.replica_hooks import ReplicaHooks
 from deepspeed_cdp.runtime.residency import Partitioned, Replicated
 from deepspeed_cdp.runtime.state import RankState
@@ -120,8 +120,9 @@ class Runtime:
         self.param_hooks = residency.hooks(module, self.executor, layouts, self, self.borrowed)
         if found.any_order:
             self.param_hooks.keep_all()
-        fusion = False if found.any_order else settings.gradient_accumulation_fusion
-        self.fused = self.param_hooks.accumulation.fuse(module, fusion, device)
+            if settings.any_order == "auto":
+                self._tell_of_any_order("too few modules run once and in one order")
+        self.fused = self.param_hooks.accumulation.fuse(module, settings.gradient_accumulation_fusion, device)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
         self.param_hooks.release_all()
         self.executor.residency.sync_replicas()
@@ -227,7 +228,7 @@ class Runtime:
         if (name := self.param_hooks.absent_parameter(loss)) and bool(loss.isnan().any()):
             raise ValueError(
                 f"the loss of step {self.executor.global_step} is nan, and reads parameter {name!r} after its module's forward, "
-                f"where it is not there; read it inside that forward, or {ADVICE}"
+                f"where it is not there; read it inside that forward, or {SET_ANY_ORDER}"
             )
         first = not (self.executor.global_step or self.executor.state.round or self.settings.loss_scale)
         if first and not bool(torch.isfinite(loss).all()):
@@ -336,12 +337,15 @@ class Runtime:
         if self.settings.any_order != "auto" or state.step or state.round:
             step, setting = self.executor.global_step, self.settings.any_order
             late = ", which the first micro-batch did not do" if setting == "auto" else ""
-            raise ValueError(f"{why} in step {step}{late}; {ADVICE}")
-        if self.transport.world_rank == 0:
-            logger.warning("%s, so from now on parameters stay for the whole step (cyclic.any_order)", why)
+            raise ValueError(f"{why} in step {step}{late}; {SET_ANY_ORDER}")
+        self._tell_of_any_order(why)
         whole = self.executor.residency.whole_after_flush
         self.param_hooks.keep_all(None if whole else dict(self._version_0()))
         self._on_gathered(True)
+
+    def _tell_of_any_order(self, why: str) -> None:
+        if self.transport.world_rank == 0:
+            logger.warning("%s, so from now on parameters stay for the whole step (cyclic.any_order)", why)
 
     def used_outside(self, how: str) -> None:
         """The module was used while its parameters are placeholders.
@@ -373,11 +377,11 @@ class Runtime:
             if how == "was called":
                 raise ValueError(
                     "the module itself was called in train() mode, so its gradients would be lost; call the engine "
-                    f"instead, or call engine.eval() first, or {ADVICE}"
+                    f"instead, or call engine.eval() first, or {SET_ANY_ORDER}"
                 )
             return
         fix = (
-            f"call the engine instead, or the module after eval() or under no_grad(), on every rank, or {ADVICE}"
+            f"call the engine instead, or the module after eval() or under no_grad(), on every rank, or {SET_ANY_ORDER}"
             if how == "was called"
             else "use engine.module_state_dict() on every rank"
         )

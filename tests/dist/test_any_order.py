@@ -157,6 +157,14 @@ def test_a_forward_without_gradients_may_come_between_micro_batches(pool):
     assert all(pool.run(2, between_rounds, timeout=60))
 
 
+def ended(engine: Any, run: Callable[[], None]) -> str:
+    """The script's error, once all ranks have theirs: a rank that has failed hangs up on destroy."""
+    text = told(run)
+    dist.barrier()
+    engine.destroy()
+    return text
+
+
 def late(rank: int, world: int, setting: bool | str, first: int) -> str:
     engine = start(Job("mlp", timeout=10.0, cyclic={"any_order": setting}), world, built(Parts))
 
@@ -166,10 +174,7 @@ def late(rank: int, world: int, setting: bool | str, first: int) -> str:
             engine.backward(loss)
             engine.step()
 
-    text = told(run)
-    dist.barrier()
-    engine.destroy()
-    return text
+    return ended(engine, run)
 
 
 @pytest.mark.parametrize(("setting", "first"), [("auto", 1), (False, 0)])
@@ -195,10 +200,7 @@ def penalty(rank: int, world: int, stage: int, any_order: bool) -> str:
             engine.backward(loss)
             engine.step()
 
-    text = told(run)
-    dist.barrier()
-    engine.destroy()
-    return text
+    return ended(engine, run)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -208,6 +210,15 @@ def test_parameters_read_outside_their_module_in_a_later_step(pool, stage):
     for text in pool.run(2, penalty, stage, False, timeout=60):  # a rank may wait for one that has failed
         assert re.match(f"ValueError: {expected}|HandoffError: ", text), text
     assert pool.run(2, penalty, stage, True, timeout=60) == ["no error"] * 2
+
+
+def fused(rank: int, world: int) -> str:
+    return told(lambda: start(Job("mlp", cyclic={"any_order": True, "gradient_accumulation_fusion": True}), world))
+
+
+def test_gradients_are_not_added_inside_products(pool):
+    for text in pool.run(2, fused, timeout=60):
+        assert text.startswith("ValueError: cyclic.gradient_accumulation_fusion is true, but with cyclic.any_order"), text
 
 
 def gathers(rank: int, world: int, rounds: int) -> str:
@@ -221,10 +232,7 @@ def gathers(rank: int, world: int, rounds: int) -> str:
                 engine.backward(loss)
                 engine.step()
 
-    text = told(run)
-    dist.barrier()
-    engine.destroy()
-    return text
+    return ended(engine, run)
 
 
 @pytest.mark.parametrize(("world", "rounds"), [(2, 1), (2, 2), (3, 1), (3, 2)])

@@ -1,6 +1,7 @@
 """Two engines in one process, as a generator and a discriminator have them."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -20,20 +21,20 @@ def adversaries(rank: int, world: int, rule: str | None, how: str) -> list[float
         torch.manual_seed(seed)
         engines.append(start(Job("mlp", rule, timeout=20.0), world, models.MLP(blocks=4)))
     (g, d), numbers, losses = engines, torch.Generator().manual_seed(rank), []
+
+    def update(engine: Any, loss: torch.Tensor) -> None:
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+
     for _ in range(4):
         z, x = torch.randn(2, 4, 8, generator=numbers)
-        loss = (d(x).mean() - 1).pow(2) + d(g(z).detach()).mean().pow(2)
-        d.backward(loss)
-        d.step()
-        losses.append(loss.item())
+        update(d, (d(x).mean() - 1).pow(2) + d(g(z).detach()).mean().pow(2))
         if how == "freeze":
             d.module.requires_grad_(False)
         elif how == "eval":
             d.eval()
-        loss = (d(g(z)).mean() - 1).pow(2)
-        g.backward(loss)
-        g.step()
-        losses.append(loss.item())
+        update(g, (d(g(z)).mean() - 1).pow(2))
         if how == "freeze":
             d.module.requires_grad_(True)
         elif how == "eval":

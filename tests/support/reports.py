@@ -40,15 +40,16 @@ def batches(rank: int, steps: int = 4, width: int = 8) -> Iterator[torch.Tensor]
         yield models.batch("mlp", step, 0, rank)[:, :width]
 
 
+def update(engine: Any, loss: torch.Tensor) -> float:
+    """One step; returns the loss."""
+    engine.backward(loss)
+    engine.step()
+    return loss.item()
+
+
 def trained(engine: Any, rank: int, loss: Callable[[Any, torch.Tensor], torch.Tensor] | None = None) -> list[float]:
     """The losses of four steps."""
-    losses = []
-    for x in batches(rank):
-        value = engine(x).pow(2).mean() if loss is None else loss(engine, x)
-        engine.backward(value)
-        engine.step()
-        losses.append(value.item())
-    return losses
+    return [update(engine, engine(x).pow(2).mean() if loss is None else loss(engine, x)) for x in batches(rank)]
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
@@ -156,13 +157,9 @@ def touch(job: Job, rank: int, world: int) -> list[float]:
 
     engine, seen = start(job, world), []
     for x in batches(rank):
-        value = engine(x).pow(2).mean()
-        engine.backward(value)
-        engine.step()
+        seen.append(update(engine, engine(x).pow(2).mean()))
         with deepspeed.zero.GatheredParameters(list(engine.module.parameters())[:3], modifier_rank=None):
-            weight = next(iter(engine.module.parameters()))
-            weight.data[0, :].add_(0.0)
-            seen.append(value.item())
+            next(iter(engine.module.parameters())).data[0, :].add_(0.0)
     engine.destroy()
     return seen
 
@@ -173,10 +170,7 @@ def switching(job: Job, rank: int, world: int) -> list[float]:
     for step, x in enumerate(batches(rank)):
         for at, block in enumerate(engine.module.blocks):
             block.requires_grad_((at < 3) == (step < 2))
-        value = engine(x).pow(2).mean()
-        engine.backward(value)
-        engine.step()
-        losses.append(value.item())
+        losses.append(update(engine, engine(x).pow(2).mean()))
     engine.destroy()
     return losses
 
@@ -235,8 +229,7 @@ def moving_average(job: Job, rank: int, world: int) -> list[float]:
     average = copy.deepcopy(module)
     engine, norms = start(job, world, module), []
     for x in batches(rank):
-        engine.backward(engine(x).pow(2).mean())
-        engine.step()
+        update(engine, engine(x).pow(2).mean())
         with torch.no_grad(), deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
             for p, q in zip(engine.module.parameters(), average.parameters()):
                 q.lerp_(p, 0.5)
