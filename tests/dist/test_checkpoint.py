@@ -51,6 +51,7 @@ def load_elsewhere(rank: int, world: int, jobs: list[Job], folder: str) -> list[
     return results
 
 
+@pytest.mark.slow
 def test_another_ring_rule_or_partition_reads_it(pool, tmp_path):
     job = Job("rooted", "cdp-v2", 1, clip=0.3)
     saved = unpack(pool.run(3, save_once, job, str(tmp_path), timeout=180)[0])

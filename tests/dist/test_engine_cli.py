@@ -62,6 +62,7 @@ def test_the_engine_records_and_the_timeline_merges(pool, tmp_path, capsys):
     assert found["handoffs"] > 10
 
 
+@pytest.mark.slow
 def test_the_doctor_passes_here(operators, capsys):
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)

@@ -57,7 +57,7 @@ def stops_early(rank: int, world: int, how: str, rule: str) -> float | str:
     return time.monotonic() - began
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "rule"), [("destroys", "cdp-v2"), ("returns", "cdp-v1"), ("evaluates", "cdp-v2"), ("saves", "cdp-v2")]
 )

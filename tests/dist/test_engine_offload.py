@@ -114,6 +114,7 @@ def chosen(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
     return {"chosen": kind is DeepSpeedCPUAdam, "state": pack(state), "stages": stages}
 
 
+@pytest.mark.slow
 def test_adam_in_the_config_is_deepspeeds_for_cpus(pool, tmp_path):
     predicting = Job("mlp", "cdp-v2", 1, clip=0.3, flush_after=(2,), config={"optimizer": ADAMW}, correction="predict")
     job = offloaded(predicting, pin_memory=True)

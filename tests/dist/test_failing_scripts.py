@@ -28,7 +28,7 @@ def check(how: str, who: str, words: str) -> None:
         assert (words if who in ("all", str(number)) else "HandoffError: ") in last, (number, done.stdout[-3000:])
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("how", "who"), SHORT)
 def test_the_sentence_is_last_and_the_exit_code_1(operators, how, who):
     check(how, who, SHORT[how, who])

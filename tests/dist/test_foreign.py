@@ -186,6 +186,7 @@ def test_universal_both_ways(pool, ours, stock, tmp_path):
             same(unpack(theirs[0][name][when]), unpack(direct[0][name][when]))
 
 
+@pytest.mark.slow
 def test_deepspeeds_functions_read_our_checkpoints(ours, tmp_path):
     """Also copies of them that a script imported before the engine was registered, lazily, and into files or a model."""
     from deepspeed.utils import zero_to_fp32

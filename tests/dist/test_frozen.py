@@ -139,7 +139,8 @@ def last_error(folder: Path, rank: int) -> str:
     return next((line for line in reversed(lines) if "HandoffError: " in line), "no error: " + "\n".join(lines[-30:]))
 
 
-@pytest.mark.parametrize("how", ["flushes", *(pytest.param(h, marks=pytest.mark.slow) for h in ("destroys", "ends"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["flushes", "destroys", "ends"])
 def test_a_script_ends_although_rank_0_is_frozen(operators, tmp_path, how):
     with scripts(how, tmp_path, [[], []], "127.0.0.1", {}) as (first, second):
         state = Path(f"/proc/{first.pid}/stat")

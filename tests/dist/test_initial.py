@@ -257,6 +257,7 @@ def peaks(rank: int, world: int, how: str, folder: str) -> float:
     return peak - buffers
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="peak memory cannot be reset here")
 def test_no_rank_ever_holds_the_model(pool, tmp_path, capsys):
     """64 MiB on four ranks: a stage is 16, a layer 4."""

@@ -97,7 +97,7 @@ def build(environment: Environment, source: Path, kind: str, folder: Path) -> Pa
     return folder / done.stdout.splitlines()[-1]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("way", ["folder", "sdist", "wheel", "editable"])
 def test_install_activates_and_uninstall_removes(environment, source, tmp_path, way):
     if way == "folder":

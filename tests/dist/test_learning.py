@@ -25,7 +25,6 @@ def launched(rank: int, world: int, config: str) -> list[tuple[float, float]]:
     )
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_simulating_a_script_is_launching_it(pool, tmp_path, rule) -> None:

@@ -29,6 +29,7 @@ def itself(rank: int, world: int) -> int:
     return os.getpid()
 
 
+@pytest.mark.slow
 def test_a_launch_leaves_nothing(tmp_path: Path) -> None:
     """Not even what it has started in sessions of their own."""
     child = f"import time; {BUFFER}time.sleep(600)"
