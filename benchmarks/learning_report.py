@@ -21,13 +21,22 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib import ticker  # noqa: E402
 
-COLOURS = {"dp": "#444444", "cdp-v1": "#009E73", "cdp-v2": "#0072B2", "cdp-v2-warmup": "#D55E00"}  # Okabe and Ito's
+COLOURS = {
+    "dp": "#444444",
+    "cdp-v1": "#009E73",
+    "cdp-v2": "#0072B2",
+    "cdp-v2-warmup": "#D55E00",
+    "cdp-v1-warmup": "#CC79A7",
+}  # Okabe and Ito's
 LINES = {"none": "-", "extrapolate": "--", "predict": "-.", "auto": (0, (5, 1, 1, 1, 1, 1))}
 NAMES = {
     "digits": "digits, ResNet-14",
     "gpt": "byte-level GPT on Python's sources",
     "gpt-beta1-0.5": "the same GPT, AdamW's β₁ 0.5",
     "gpt-beta1-0": "the same GPT, AdamW's β₁ 0",
+    "gpt-31m": "byte-level GPT of 32 million parameters on Python's sources",
+    "gpt-31m-tuned": "the same, fine-tuned on C++ headers",
+    "gpt-124m": "byte-level GPT of 124 million parameters on Python's sources",
 }
 OPTIMIZERS = {"adamw": "AdamW", "nadamw": "NAdamW", "muon": "Muon", "sgd": "SGD"}
 MEASURES = {"test_loss": "test loss", "test_accuracy": "test accuracy"}

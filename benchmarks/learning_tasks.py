@@ -4,13 +4,17 @@ Cases of one seed and as many ranks start from the same weights and see the same
 corrections are compared pair by pair. One process simulates all ranks (deepspeed_cdp/analysis/learning_simulator.py).
 """
 
+import fcntl
 import hashlib
 import math
 import sys
+import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +27,7 @@ from examples.gpt import GPT, read_text, sample
 from examples.images import digits
 from examples.resnet import resnet
 
-RULES = ("dp", "cdp-v1", "cdp-v2", "cdp-v2-warmup")
+RULES = ("dp", "cdp-v1", "cdp-v2", "cdp-v2-warmup", "cdp-v1-warmup")
 CORRECTIONS = ("none", "extrapolate", "predict", "auto")  # or predict:a:c, with coefficients
 _EAGER_STEPS = 4  # before a graph is captured, so that libraries have set themselves up
 
@@ -41,11 +45,19 @@ BETA1 = {"gpt": 0.9, "gpt-beta1-0.5": 0.5, "gpt-beta1-0": 0.0}  # AdamW's moment
 SIZES = {
     "digits": {"full": Size(32, 440, 11), "small": Size(32, 440, 11), "tiny": Size(8, 12, 4)},
     **dict.fromkeys(BETA1, {"full": Size(8, 1000, 50), "small": Size(4, 800, 40), "tiny": Size(2, 12, 4)}),
+    "gpt-31m": {"full": Size(4, 3000, 200), "tiny": Size(2, 12, 4)},
+    "gpt-31m-tuned": {"full": Size(4, 1000, 100), "tiny": Size(2, 12, 4)},
+    "gpt-124m": {"full": Size(4, 3000, 200), "tiny": Size(2, 12, 4)},
 }
-# Layers, width, bytes per sequence, test windows
-GPTS = {"full": (4, 256, 256, 64), "small": (6, 96, 64, 128), "tiny": (2, 32, 32, 8)}
+# Layers, width, heads, bytes per sequence, test windows
+_TINY = (2, 32, 4, 32, 8)
+GPTS = dict.fromkeys(BETA1, {"full": (4, 256, 4, 256, 64), "small": (6, 96, 4, 64, 128), "tiny": _TINY})
+GPTS |= dict.fromkeys(("gpt-31m", "gpt-31m-tuned"), {"full": (10, 512, 8, 256, 256), "tiny": _TINY})
+GPTS["gpt-124m"] = {"full": (18, 768, 12, 256, 256), "tiny": _TINY}
+PRETRAINING = {"full": 2000, "tiny": 12}  # steps of 16 windows under dp, before fine-tuning
 RATES = {"adamw": 1e-3, "nadamw": 1e-3, "muon": 3e-3, "sgd": 0.1}  # of the GPTs
-OPTIMIZERS = {"digits": ("sgd",), **dict.fromkeys(BETA1, tuple(RATES))}  # the first is the dataset's own
+TUNING = 0.1  # of these, in fine-tuning
+OPTIMIZERS = {"digits": ("sgd",), **dict.fromkeys(GPTS, tuple(RATES))}  # the first is the dataset's own
 
 
 @dataclass(frozen=True)
@@ -174,17 +186,47 @@ def _digits(case: Case, device: torch.device) -> Task:
     )
 
 
+def _sources(megabytes: float, folders: list[Path], pattern: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Training and held-out bytes: a twentieth of all files, chosen by the hash of their names, is held out."""
+    parts: tuple[list[bytes], list[bytes]] = ([], [])
+    size = 0
+    for folder in folders:
+        for path in sorted(folder.rglob(pattern)):
+            if size < megabytes * 1e6 and path.is_file() and path.stat().st_size > 200:
+                source = path.read_bytes()
+                size += len(source)
+                name = str(path.relative_to(folder)).encode()
+                parts[hashlib.sha256(name).digest()[0] < 13].append(source)
+    train, held_out = (torch.frombuffer(bytearray(b"\n".join(part)), dtype=torch.uint8) for part in parts)
+    return train, held_out
+
+
+def _text(dataset: str, size: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The standard library; for the larger models, Python's sources of torch and what is installed beside it; to fine-tune on,
+    torch's C++ headers."""
+    if dataset in BETA1:
+        return read_text(8.0)
+    package = Path(torch.__file__).parent
+    if dataset.endswith("-tuned"):
+        return _sources(20.0 if size == "full" else 1.0, [package / "include"], "*.h")
+    standard = Path(sysconfig.get_paths()["stdlib"])
+    return _sources(80.0 if size == "full" else 1.0, [package, standard], "*.py")
+
+
 def _gpt(case: Case, device: torch.device) -> Task:
-    """A byte-level GPT on the sources of Python's standard library; linear warm-up, cosine to a tenth."""
-    layers, width, length, windows = GPTS[case.size]
-    train, held_out = read_text(8.0)
+    """A byte-level GPT on source code; linear warm-up, cosine to a tenth. ``...-tuned`` starts from weights trained on Python."""
+    layers, width, heads, length, windows = GPTS[case.dataset][case.size]
+    train, held_out = _text(case.dataset, case.size)
     data = hashlib.sha256(train.numpy().tobytes()).hexdigest()[:12]
-    module, spans = GPT(layers, width, 4, length), case.spans
+    module, spans = GPT(layers, width, heads, length), case.spans
     fixed = sample(held_out, windows, length, torch.Generator().manual_seed(0), torch.device("cpu"))
     stages = stages_of(module, case.ranks, Example(tuple(t[:1] for t in fixed)))
     module.to(device)
     fixed = tuple(t.to(device) for t in fixed)
-    optimizer = optimizer_of(case.optimizer, module, BETA1[case.dataset])
+    tuned = case.dataset.endswith("-tuned")
+    if tuned:
+        module.load_state_dict(_pretrained(case, device))
+    optimizer = optimizer_of(case.optimizer, module, BETA1.get(case.dataset, 0.9))
     generator = torch.Generator().manual_seed(case.seed)
 
     def loss(module: nn.Module, batch: Any) -> torch.Tensor:
@@ -195,15 +237,44 @@ def _gpt(case: Case, device: torch.device) -> Task:
         tokens, targets = sample(train, case.ranks * spans.micro_batch, length, generator, device)
         return list(zip(tokens.chunk(case.ranks), targets.chunk(case.ranks)))
 
+    def evaluate() -> tuple[float, None]:
+        parts = list(zip(*(t.split(64) for t in fixed)))
+        return sum(loss(module, part).item() * len(part[0]) for part in parts) / windows, None
+
     def rate(step: int) -> float:
         warm = max(1, spans.steps // 20)
         progress = max(0.0, (step - warm) / (spans.steps - warm))
-        return RATES[case.optimizer] * case.rate * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * progress))
+        highest = RATES[case.optimizer] * case.rate * (TUNING if tuned else 1.0)
+        return highest * min((step + 1) / warm, 0.55 + 0.45 * math.cos(math.pi * progress))
 
-    return Task(module, stages, optimizer, batches, loss, lambda: (loss(module, fixed).item(), None), rate, data)
+    return Task(module, stages, optimizer, batches, loss, evaluate, rate, data)
 
 
-TASKS = {"digits": _digits, **dict.fromkeys(BETA1, _gpt)}
+def _pretrained(case: Case, device: torch.device) -> dict[str, torch.Tensor]:
+    """Weights of the case's model after some steps of AdamW on Python's sources; trained once, and kept in a temporary file."""
+    source = case.dataset.removesuffix("-tuned")
+    name = f"{source}-{case.size}-{PRETRAINING[case.size]}-{device.type}-torch{torch.__version__}"
+    path = Path(tempfile.gettempdir()) / f"pretrained-{name}.pt"
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # processes that need the same weights wait for the first
+        if not path.exists():
+            torch.manual_seed(0)
+            task = _gpt(Case(source, 1.0, "dp", 0, 4, case.size), device)
+            ring = Simulator(task.module, task.optimizer, task.stages, "dp", clip=1.0)
+            captured = None
+            for step in range(PRETRAINING[case.size]):
+                for group in task.optimizer.param_groups:
+                    group["lr"] = RATES["adamw"] * min(1.0, (step + 1) / 100, (PRETRAINING[case.size] - step) / 500)
+                batches = task.batches(step)
+                if device.type == "cuda" and step == _EAGER_STEPS:
+                    captured = ring.captured(batches, task.loss)
+                captured(batches) if captured else ring.step(batches, task.loss)
+            torch.save(task.module.state_dict(), f"{path}.new")
+            Path(f"{path}.new").rename(path)
+    return torch.load(path, map_location=device, weights_only=True)
+
+
+TASKS = {"digits": _digits, **dict.fromkeys(GPTS, _gpt)}
 
 
 def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any]]:
@@ -222,7 +293,7 @@ def run(case: Case, device: torch.device, graph: bool) -> Iterator[dict[str, Any
         task.stages,
         case.rule.removesuffix("-warmup"),
         warmup_steps=case.warmup_steps,
-        clip=1.0 if case.dataset in BETA1 else 0.0,
+        clip=1.0 if case.dataset in GPTS else 0.0,
         delay_correction=case.delay_correction,
     )
     parameters = sum(p.numel() for p in task.module.parameters())

@@ -129,7 +129,7 @@ def test_a_case_that_fails_is_told_and_others_go_on(tmp_path, capsys) -> None:
     assert run(tmp_path, "--datasets", "gpt", "--rules", "dp", "--seeds", "1", "--simulate-ranks", "50") == 1
     assert "gpt adamw 50 1 dp none 0: ValueError: this GPT has" in capsys.readouterr().err
     assert run(tmp_path, "--datasets", "gpt", "--seeds", "1", "--seconds", "0.1") == 1
-    assert "0.1 s are over and 4 of 4 cases are not finished" in capsys.readouterr().err
+    assert "0.1 s are over and 5 of 5 cases are not finished" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
