@@ -58,10 +58,13 @@ def against_oracle(
     bf16: bool = False,
     fp32_sums: bool = False,
     flush_after: tuple[int, ...] = (),
+    any_order: bool = False,
 ) -> Verdict:
     """A run beside the single-process reference on the same device."""
     dtype = torch.bfloat16 if bf16 else None
-    config: dict[str, Any] = {"gradient_clipping": clip}
+    config: dict[str, Any] = {"gradient_clipping": clip, "cyclic": {"any_order": any_order}}
+    if fp32_sums:  # sums inside products are rounded otherwise, and Adam makes a whole step of the least gradient
+        config["cyclic"]["gradient_accumulation_fusion"] = False
     if bf16:
         config["bf16"] = {"enabled": True}
     if fp32_sums:
@@ -354,6 +357,32 @@ def after_error(tools: Tools) -> Verdict:
     return raised and same(run(tools, "mlp"), run(tools, "mlp")), {"raised": raised}
 
 
+def collective_between(tools: Tools) -> Verdict:
+    """A script's own collective between forward and backward changes nothing on two ranks; larger rings refuse it."""
+    shared = torch.ones(1, device=tools.device)
+
+    def train(meets: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        engine, losses = tools.engine(models.build("llama"), "cdp-v2", None, LR), []
+        for x in tools.batches("llama", STEPS)[:, 0]:
+            loss = models.loss(engine, "llama", x)
+            if meets:
+                torch.distributed.all_reduce(shared)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        tools.destroy(engine)
+        return losses
+
+    alone, refused = train(False), False
+    try:
+        met = train(True)
+    except ValueError as error:
+        refused, met = "ring_size" in str(error), alone
+    equal = all(map(torch.equal, alone, met))
+    return equal and refused == (tools.size > 2), {"equal": equal, "refused": refused}
+
+
 CASES: dict[str, Callable[[Tools], Verdict]] = {
     "three_steps": three_steps,
     "first_use": first_use,  # before others use what it loads
@@ -369,6 +398,8 @@ CASES: dict[str, Callable[[Tools], Verdict]] = {
     "accumulate": lambda tools: against_oracle(tools, rounds=3, flush_after=(2,)),
     "bf16": lambda tools: against_oracle(tools, bf16=True),
     "fp32_sums": lambda tools: against_oracle(tools, bf16=True, fp32_sums=True, rounds=2),
+    "any_order": lambda tools: against_oracle(tools, any_order=True, rounds=2, clip=0.1),
+    "collective_between": collective_between,
     "watched": watched,
     "slow_rank": slow_rank,
     "after_error": after_error,

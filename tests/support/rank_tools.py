@@ -79,9 +79,10 @@ class Tools:
             "steps_per_print": 10**9,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
-            "cyclic": {"enabled": True, "rule": rule, "transport": self.transport, "timeout_seconds": self.timeout},
             **(config or {}),
         }
+        cyclic = {"enabled": True, "rule": rule, "transport": self.transport, "timeout_seconds": self.timeout}
+        whole["cyclic"] = cyclic | whole.get("cyclic", {})
         engine = deepspeed.initialize(model=module, optimizer=optimizer, config=whole)[0]
         self.engines.append(engine)
         return engine
