@@ -131,6 +131,9 @@ class Simulator:
         self._corrected = _flat(self._fresh)  # the correction of theta_t, which the next update makes stale
         self.correction = resolve(delay_correction, optimizer, self.threshold)
         self._corrector = Corrector(self.correction, optimizer)
+        self._early: list[list[Tensor]] = []  # by stage, the gradients that predict the next version
+        self._factors: list[Tensor | float] = [1.0] * len(stages)  # that the last update multiplied gradients with
+        self._applied: list[dict[str, Any]] | None = None  # the options of the last update since a flush
         self._buffers = [b for b in module.buffers()]
         own = [b.data for b in self._buffers]
         self._ranks_buffers = [own, *([b.clone() for b in own] for _ in range(self.ranks - 1))]
@@ -166,6 +169,7 @@ class Simulator:
     @torch.no_grad()
     def flush(self) -> None:
         """The next step reads theta_t everywhere, as it does when the engine evaluates or saves."""
+        self._applied = None
         self._corrected = _flat(self._fresh)
         torch._foreach_copy_(_flat(self._stale), self._corrected)
 
@@ -188,7 +192,7 @@ class Simulator:
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             losses = self._gradients(tree_unflatten(leaves, shape), loss)
-        gradients = [p.grad for p in _flat(self._parameters)]
+        gradients, early = [p.grad for p in _flat(self._parameters)], self._early
 
         def step(batches: Sequence[Any]) -> Tensor:
             self._before()
@@ -198,6 +202,7 @@ class Simulator:
             for parameter, gradient in zip(_flat(self._parameters), gradients):
                 parameter.grad = gradient
             graph.replay()
+            self._early = early
             self._update()
             return losses
 
@@ -214,19 +219,34 @@ class Simulator:
         if odd or not rounds:
             raise ValueError(f"got {len(batches)} micro-batches for {self.ranks} ranks; give as many for each rank")
         losses = []
+        early: dict[int, list[Tensor]] = {}
         try:
             for q, batch in enumerate(batches):
                 self._bind(*divmod(q, self.ranks))
                 value = loss(self.module, batch)
                 losses.append(value.detach())
                 (value / rounds).backward()
+                for stage in range(self.stages) if self._predicts and q // self.ranks == rounds - 1 else ():
+                    if min(stage, self.ranks - 1) == q % self.ranks:
+                        early[stage] = self._early_gradients(stage, q + 1, len(batches))
         finally:
             self._unbind()
         for parameter in _flat(self._parameters):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         torch._foreach_div_([p.grad for p in _flat(self._parameters)], self.ranks)
+        self._early = [early[s] for s in sorted(early)]
         return torch.stack(losses)
+
+    @property
+    def _predicts(self) -> bool:
+        """Whether stale readers read predictions, which are made during the step."""
+        return self.correction.method == "predict" and self.delayed
+
+    def _early_gradients(self, stage: int, count: int, micro_batches: int) -> list[Tensor]:
+        """The stage's gradients averaged over the first ``count`` micro-batches of a step."""
+        rounds = micro_batches // self.ranks
+        return [torch.zeros_like(p) if p.grad is None else p.grad / (count / rounds) for p in self._parameters[stage]]
 
     def _bind(self, round: int, rank: int) -> None:
         """Point parameters and buffers at the versions that this micro-batch reads."""
@@ -245,14 +265,20 @@ class Simulator:
 
     @torch.no_grad()
     def _update(self) -> None:
+        parameters = _flat(self._parameters)
+        if self._predicts and self._applied is not None:  # theta_{t+1}, for the step to come
+            for gradients, factor in zip(self._early, self._factors):
+                if gradients:
+                    torch._foreach_mul_(gradients, factor)
+            self._corrected = self._corrector.predict(parameters, _flat(self._early), self._applied)
         if self.clip > 0:
             self._clip()
         torch._foreach_copy_(_flat(self._stale), self._corrected)
-        corrects, parameters = self.correction and self.delayed, _flat(self._parameters)
-        before = self._corrector.before(parameters) if corrects else []
+        extrapolates = self.correction.method == "extrapolate" and self.delayed
+        before = self._corrector.before(parameters) if extrapolates else []
         self.optimizer.step()
-        if corrects:
-            self._corrected = self._corrector.after(parameters, [p.grad for p in parameters], before)
+        self._applied = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
+        self._corrected = self._corrector.after(parameters, [], before) if extrapolates else _flat(self._fresh)
         self.steps += 1
 
     def _clip(self) -> None:
@@ -260,10 +286,10 @@ class Simulator:
         now = torch.stack([_square(_gradients(stage)) for stage in self._parameters if stage])
         exact = not self.delayed or self.threshold == self.ranks + self.stages - 1
         last = torch.zeros_like(now) if self._last is None else self._last
-        for s, stage in enumerate(stage for stage in self._parameters if stage):
-            square = now.sum() if exact else now[s:].sum() + last[:s].sum()
-            factor = torch.clamp((square.sqrt() + _EPSILON) / self.clip, min=1.0).reciprocal().float()
-            torch._foreach_mul_(_gradients(stage), factor)
+        for at, s in enumerate(s for s, stage in enumerate(self._parameters) if stage):
+            square = now.sum() if exact else now[at:].sum() + last[:at].sum()
+            self._factors[s] = torch.clamp((square.sqrt() + _EPSILON) / self.clip, min=1.0).reciprocal().float()
+            torch._foreach_mul_(_gradients(self._parameters[s]), self._factors[s])
         self._last = now
 
 

@@ -8,10 +8,11 @@ the paper's definition line by line::
 where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K and theta_{t-1}^s otherwise. K = 0 is plain data parallelism,
 K = N-1 is CDP-v2, K = 2N-1 is CDP-v1. All indices count from 0 (the paper's i = rank + 1, j = stage + 1).
 
-With a delay correction, stale readers of theta_{t-1} read ``_corrected`` instead: an estimate of theta_t, made as soon as
-theta_{t-1} is.
+With a delay correction, stale readers of theta_{t-1} read an estimate of theta_t instead: ``_predicted``, made from the sums that
+rank s has of stage s in step t-1, or ``_corrected``, made as soon as theta_{t-1} is.
 """
 
+import copy
 import functools
 import itertools
 import math
@@ -97,6 +98,7 @@ def train(
     warmup_steps: int = 0,
     rings: int = 1,
     delay_correction: DelayCorrection | None = None,
+    early: bool = True,
 ) -> Trained:
     """Train as N = len(stages) ranks (times ``rings``) do under threshold K, one micro-batch after the other.
 
@@ -123,8 +125,9 @@ def train(
         rings: number of rings of N ranks. World rank w is rank w % N of ring w // N and reads that rank's versions; ``batches``
             and the result have world ranks. The sums of the rings are added in order, then divided by N times ``rings``.
         warmup_steps: number of first steps with K = 0; a flush follows, then steps with ``threshold``.
-        delay_correction: what stale readers read; default: the old version. ``predict`` needs numbers for ``momentum`` and
-            ``gradient``.
+        delay_correction: what stale readers read; default: the old version. ``predict`` needs a number for ``weight``.
+        early: ``predict`` uses the sum that rank s of the ring has after its last backward of stage s; else the gradient of the
+            last update, with numbers for ``momentum`` and ``gradient``.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     listed = [name for stage in stages for name in stage if name in trained]
@@ -139,6 +142,10 @@ def train(
     buffers = [{name: buffer.detach().clone() for name, buffer in module.named_buffers()} for _ in range(ranks * rings)]
     start = _snapshot(masters)
     versions = _Versions(start, start, start)
+    predicts = early and delay_correction is not None and delay_correction.method == "predict"
+    predicted: list[dict[str, Tensor]] = []  # by ring, what stale readers read; empty: the version itself
+    applied: list[dict[str, Any]] = []  # the groups' options in the last update since a flush
+    factors = [1.0] * ranks  # of the last update, by stage
     last_squares = [0.0] * ranks
     result = Trained({}, {}, [], [], buffers, optimizer)
 
@@ -150,12 +157,14 @@ def train(
             scaler.update_scale(unheard.pop(0))
         scale = 1.0 if scaler is None else scaler.loss_scale
         by_ring: list[dict[str, Tensor]] = [{} for _ in range(rings)]
+        early_sums: list[dict[str, Tensor]] = [{} for _ in range(rings)]
         for ring, rnd, rank in itertools.product(range(rings), range(rounds), range(ranks)):
             world, sums = ring * ranks + rank, by_ring[ring]
             leaves = {}
             for name in trained:
                 read = version(threshold, ranks, step, rnd, rank, stage_of[name], versions.flushed_at)
-                source = versions.fresh if read == versions.number else versions.stale
+                stale = predicted[ring] if predicted else versions.stale
+                source = versions.fresh if read == versions.number else stale
                 leaves[name] = source[name].to(dtypes[name], copy=True).requires_grad_()
 
             def call(*args: Any, leaves: dict[str, Tensor] = leaves, rank: int = world, **kwargs: Any) -> Any:
@@ -169,6 +178,8 @@ def train(
                 if gradient is not None:
                     gradient = gradient.to(grad_dtype or dtypes[name])
                     sums[name] = sums[name] + gradient if name in sums else gradient
+            if rnd == rounds - 1:
+                early_sums[ring] |= {name: sums[name] for name in sums if stage_of[name] == rank}
         total = functools.reduce(_added, by_ring)
         averaged = {
             name: total[name].float() / (ranks * rings * scale) if name in total else torch.zeros_like(master)
@@ -177,10 +188,20 @@ def train(
         squares = [
             math.fsum(float(averaged[name].double().square().sum()) for name in stage if name in averaged) for stage in stages
         ]
-        clip_norms = _clip_norms(threshold, squares, last_squares)
+        clip_norms, new_factors = _clip_norms(threshold, squares, last_squares), [1.0] * ranks
+        predicted = []
+        if predicts and threshold > 0 and applied:
+            for sums in early_sums:
+                averages = {}
+                for name, master in masters.items():
+                    count = (rounds - 1) * ranks + stage_of[name] + 1
+                    early_sum = sums[name].float() if name in sums else torch.zeros_like(master)
+                    averages[name] = early_sum / (scale * (count / rounds)) * factors[stage_of[name]]
+                predicted.append(_predicted(delay_correction, optimizer, masters, averages, applied))
         for name, master in masters.items():
             factor = max(1.0, (clip_norms[stage_of[name]] + _EPSILON) / clip) if clip > 0 else 1.0
             master.grad = averaged[name].mul_(1.0 / factor) if factor > 1.0 else averaged[name]
+            new_factors[stage_of[name]] = 1.0 / factor
         result.norms.append(math.sqrt(math.fsum(squares)))
         result.clip_norms.append(clip_norms)
         last_squares = squares
@@ -190,10 +211,12 @@ def train(
         overflow = not math.isfinite(sum(squares)) and threshold in (0, 2 * ranks - 1)
         if not overflow:  # a step without a finite norm is skipped, as in ZeRO-3
             optimizer.step()
+            factors = new_factors
+        applied = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
         before, versions.stale = versions.fresh, versions.corrected
         versions.fresh = versions.corrected = _snapshot(masters)
         versions.number = step + 1
-        if delay_correction and not overflow:
+        if delay_correction and not predicts and not overflow:
             versions.corrected = {n: _corrected(delay_correction, optimizer, p, before[n]) for n, p in masters.items()}
         unheard.append(overflow)
         result.scales.append(scale)
@@ -202,9 +225,38 @@ def train(
         if step in flush_after or step == warmup_steps - 1:
             versions.stale = versions.corrected = versions.fresh
             versions.flushed_at = step + 1
+            predicted, applied = [], []
 
     result.masters = {name: master.detach().clone() for name, master in masters.items()}
     return result
+
+
+@torch.no_grad()
+def _predicted(
+    correction: DelayCorrection | None,
+    optimizer: torch.optim.Optimizer,
+    masters: dict[str, nn.Parameter],
+    averages: dict[str, Tensor],
+    options: list[dict[str, Any]],
+) -> dict[str, Tensor]:
+    """A copy of the optimizer makes the step with m + w (g - m), where m is the momentum as an average of gradients."""
+    assert correction is not None and correction.weight is not None, "'predict' needs a number for weight here"
+    trial, theta = copy.deepcopy((optimizer, masters))
+    for group, given in zip(trial.param_groups, options):
+        group.update(given)
+        for p in group["params"]:
+            name = next(n for n in theta if theta[n] is p)
+            g, state = averages[name], trial.state.get(p) or {}
+            if "exp_avg" in state:
+                beta1 = group["betas"][0]
+                m = state["exp_avg"] / (1.0 - beta1 ** float(state["step"]))
+            else:
+                beta1 = group.get("momentum", 0.0)
+                m = state["momentum_buffer"] * (1.0 - beta1) if state.get("momentum_buffer") is not None else g
+            p.grad = torch.lerp(-m if group.get("maximize") else m, g, min(correction.weight, 1.0 / (1.0 - beta1)))
+    with torch.enable_grad():
+        trial.step()
+    return {n: torch.where(p.isfinite(), p, masters[n]).detach() for n, p in theta.items()}
 
 
 @torch.no_grad()

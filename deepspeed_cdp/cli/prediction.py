@@ -196,7 +196,8 @@ def predict(args: argparse.Namespace) -> Prediction:
         work.append(Work(sum(flops.get(p, 0) for p in unit.modules) if traced else 2.0 * every, elements, fused[i]))
     persistent = sum(s.shape.numel() for s in layouts[PERSISTENT].trained) if plan.persistent else 0
     compute = None if args.step_ms is None else args.step_ms / 1e3
-    ours = replace(hardware, update_bytes=hardware.update_bytes + 2 * plan.corrects)  # the update writes corrections, too
+    writes = plan.corrects and not plan.predicts  # the update writes corrections, too
+    ours = replace(hardware, update_bytes=hardware.update_bytes + 2 * writes)
     given = times(plan, work, ours, persistent, compute)
     total = sum(w.forward for w in work) * 3
     what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"

@@ -47,8 +47,13 @@ class CorrectionConfig(BaseModel):
 
     method: Literal["none", "extrapolate", "predict"]
     updates: float = Field(1.0, description="`extrapolate`: how often the last update is expected to happen again.")
-    momentum: float | None = Field(None, description="`predict`: the factor of the optimizer's momentum. null: from its beta1.")
-    gradient: float | None = Field(None, description="`predict`: the factor of the last gradient. null: from its beta1.")
+    weight: float | None = Field(None, description="`predict`: the weight of the ranks' gradients beside the momentum. null: 2.")
+    momentum: float | None = Field(
+        None, description="`predict` in pipelines: the factor of the optimizer's momentum. null: from its beta1."
+    )
+    gradient: float | None = Field(
+        None, description="`predict` in pipelines: the factor of the last gradient. null: from its beta1."
+    )
 
 
 class CyclicConfig(DeepSpeedConfigModel):
@@ -139,13 +144,15 @@ class CyclicConfig(DeepSpeedConfigModel):
     delay_correction: Annotated[
         Literal["auto", "none", "extrapolate", "predict"] | CorrectionConfig,
         Words(
-            '"auto", "none", "extrapolate", "predict" or a block with "method" and numbers "updates", "momentum", "gradient"',
+            '"auto", "none", "extrapolate", "predict" or a block with "method" and numbers "updates", "weight", "momentum", '
+            '"gradient"',
             'use "auto", or "none" for the paper\'s rule',
         ),
     ] = Field(
         "auto",
         description="What stale readers read. `none`: the old parameters, the paper's rule. `extrapolate`: the old ones moved on "
-        "by the last update. `predict`: moved on by the step that the optimizer is expected to make. `auto`: `predict` for Adam, "
+        "by the last update. `predict`: moved on by the step that the optimizer makes with the gradients of the ranks that have "
+        "them (in pipelines: with the last ones). `auto`: `predict` for Adam, "
         "AdamW and Adamax, `extrapolate` for Muon, `none` for others.",
     )
     placement: Annotated[

@@ -133,4 +133,5 @@ def make_plan(
         rings,
         separate_sums=settings.warmup_steps > 0,
         delay_corrected=bool(settings.delay_correction),
+        predicts=settings.delay_correction.method == "predict",
     ), layouts

@@ -1,6 +1,7 @@
-"""Estimates of the next version for stale readers, from an optimizer's state right after its step (plan/delay_correction.py).
+"""Estimates of the next version for stale readers (plan/delay_correction.py).
 
-``predict`` needs to know the optimizer's formula. With m, v and g of the step just made:
+On a ring ``predict`` lets the optimizer make its step, and takes it back. In pipelines it needs the optimizer's formula. With m,
+v and g of the step just made:
 
 ==========================================  =========================================================================
 Adam, AdamW, NAdam, DeepSpeed's Adams       theta - lr (a m / (1 - b1^t) + c g) / (sqrt(v / (1 - b2^t)) + eps)
@@ -17,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deepspeed_cdp.plan.delay_correction import DelayCorrection, parsed
 
@@ -37,12 +38,21 @@ def family(optimizer: torch.optim.Optimizer) -> str:
     return _FAMILIES.get(f"{type(optimizer).__module__}.{name}", "muon" if "muon" in name.lower() else "")
 
 
-def resolve(setting: str | Mapping[str, Any], optimizer: torch.optim.Optimizer, threshold: int) -> DelayCorrection:
+def resolve(
+    setting: str | Mapping[str, Any], optimizer: torch.optim.Optimizer, threshold: int, pipeline: bool = False
+) -> DelayCorrection:
     """The correction for this optimizer under K = ``threshold``; without stale readers (K = 0) none.
 
     Raises:
-        ValueError: ``predict`` is set, and this optimizer's formula is not known.
+        ValueError: ``predict`` is set, and this optimizer's momentum or formula is not known; or a number has no effect here.
     """
+    block = {} if isinstance(setting, str) else setting
+    for key, elsewhere in (("weight", "rings"), ("momentum", "pipelines"), ("gradient", "pipelines")):
+        if block.get(key) is not None and pipeline != (elsewhere == "pipelines"):
+            raise ValueError(
+                f"cyclic.delay_correction has {key} {block[key]}, which predictions on {elsewhere} have; allowed here is "
+                f"{'momentum and gradient' if pipeline else 'weight'}; remove it"
+            )
     if threshold == 0:
         return DelayCorrection()
     known = family(optimizer)
@@ -90,6 +100,63 @@ class Corrector:
                 gradient = gradient.add(old[0], alpha=decay)
             ahead.append(p - self._step(group, self._optimizer.state[p], gradient))
         return ahead
+
+    @torch.no_grad()
+    def predict(
+        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], options: Sequence[Mapping[str, Any]]
+    ) -> list[Tensor]:
+        """The next version, fp32, as far as it is known before the step: the optimizer makes that step, and takes it back.
+
+        Args:
+            gradients: of the parameters, averaged over the ranks so far.
+            options: of each group.
+        """
+        optimizer, values = self._optimizer, [p.detach().clone() for p in parameters]
+        own = [p.grad for p in parameters]
+        states = [
+            {k: x.clone() if isinstance(x, Tensor) else x for k, x in optimizer.state[p].items()}
+            if p in optimizer.state
+            else None
+            for p in parameters
+        ]
+        before = [dict(group) for group in optimizer.param_groups]
+        for group, given in zip(optimizer.param_groups, options):
+            group.update(given)
+        for p, gradient in zip(parameters, gradients):
+            group, state = optimizer.param_groups[self._group_of[p]], optimizer.state.get(p) or {}
+            if "step" in state and not isinstance(state["step"], Tensor):
+                state["step"] = int(self._count(group, state))
+            p.grad = self._leading(p, gradient)
+        with torch.enable_grad():
+            optimizer.step()
+        ahead = [p.detach().clone() for p in parameters]
+        torch._foreach_copy_([p.detach() for p in parameters], values)
+        for p, state, grad in zip(parameters, states, own):
+            p.grad = grad
+            if state is None:
+                del optimizer.state[p]
+                continue
+            for k, x in state.items():
+                if isinstance(x, Tensor):
+                    optimizer.state[p][k].copy_(x)
+                else:
+                    optimizer.state[p][k] = x
+        for group, old in zip(optimizer.param_groups, before):
+            group.update(old)
+        return [torch.where(x.isfinite(), x, value) for x, value in zip(ahead, values)]
+
+    def _leading(self, p: Tensor, gradient: Tensor) -> Tensor:
+        """m + w (g - m), with the momentum m as an average of gradients; g where there is none yet."""
+        group, state = self._optimizer.param_groups[self._group_of[p]], self._optimizer.state.get(p) or {}
+        if "exp_avg" in state:
+            beta1 = group["betas"][0]
+            mean = state["exp_avg"] / (1.0 - beta1 ** self._count(group, state))
+        elif state.get("momentum_buffer") is not None:
+            beta1 = group["momentum"]
+            mean = state["momentum_buffer"] * (1.0 - beta1)
+        else:
+            return gradient
+        return torch.lerp(-mean if group.get("maximize") else mean, gradient, self.correction.lead(beta1))
 
     def _coupled_decay(self, group: dict[str, Any]) -> float:
         """The decay of weights that the optimizer adds to the gradient: what is not in the gradient is not in v, and may be far

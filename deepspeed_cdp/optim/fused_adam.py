@@ -119,6 +119,49 @@ if triton is not None:
             _write(_pointer(table, tensor, 5, PARAMETER) + at, ahead.to(PARAMETER), inside, MASKED)
 
     @triton.jit
+    def _predict(
+        table,
+        chunks,
+        squares,
+        clip,
+        scale,
+        first,
+        weight,
+        step,
+        keep1,
+        gain1,
+        keep2,
+        gain2,
+        root,
+        eps,
+        decay,
+        DECOUPLED: tl.constexpr,
+        CLIPPED: tl.constexpr,
+        SUM: tl.constexpr,
+        PARAMETER: tl.constexpr,
+        SIZE: tl.constexpr,
+        MASKED: tl.constexpr,
+    ):
+        tensor, at, inside = _chunk(table, chunks, SIZE)
+        gradient = _read(_pointer(table, tensor, 0, SUM) + at, inside, MASKED).to(tl.float32) * scale
+        master = _read(_pointer(table, tensor, 1, tl.float32) + at, inside, MASKED)
+        m = _read(_pointer(table, tensor, 2, tl.float32) + at, inside, MASKED)
+        v = _read(_pointer(table, tensor, 3, tl.float32) + at, inside, MASKED)
+        if CLIPPED:
+            gradient = gradient * tl.load(clip)
+        mean = tl.div_rn(m, first)
+        gradient = mean + weight * (gradient - mean)
+        if DECOUPLED:
+            ahead = master * decay
+        else:
+            gradient, ahead = gradient + decay * master, master
+        m = keep1 * m + gain1 * gradient
+        v = keep2 * v + gain2 * gradient * gradient
+        ahead = ahead - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
+        ahead = tl.where(tl.abs(ahead) <= 3.4028234663852886e38, ahead, master)  # nan and infinities fail
+        _write(_pointer(table, tensor, 4, PARAMETER) + at, ahead.to(PARAMETER), inside, MASKED)
+
+    @triton.jit
     def _square(table, chunks, squares, scale, SUM: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
         tensor, at, inside = _chunk(table, chunks, SIZE)
         gradient = _read(_pointer(table, tensor, 0, SUM) + at, inside, MASKED).to(tl.float32) * scale
@@ -135,6 +178,7 @@ class Batch:
         sums: finished gradient sums; masters, m, v: fp32; published, corrected: by copy, what the masters and their corrections
             are written to in the parameters' dtype. All contiguous and aligned to 16 bytes; the lists are parallel.
         correction: what ``corrected`` gets; None if it is empty.
+        early: early gradient sums, for ``predict``, which alone writes ``corrected`` then; or empty.
     """
 
     def __init__(
@@ -147,17 +191,20 @@ class Batch:
         published: Sequence[Sequence[torch.Tensor]],
         corrected: Sequence[Sequence[torch.Tensor]] = (),
         correction: DelayCorrection | None = None,
+        early: Sequence[torch.Tensor] = (),
     ):
         columns = (sums, masters, m, v)
-        every = (*columns, *published, *corrected)
+        every = (*columns, *published, *corrected, *([early] if early else ()))
         assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for column in every for x in column)
         assert all(x.dtype == torch.float32 for column in columns[1:] for x in column)
         device, self.group, self.count, self._correction = masters[0].device, group, 0, correction
         self._sum, self._parameter = KINDS[sums[0].dtype], KINDS[published[0][0].dtype]
         sizes = [x.numel() for x in masters]
         # where fresh readers are none, both may have one place
-        self._publishes = not corrected or corrected[0][0].data_ptr() != published[0][0].data_ptr()
-        tables = [(*columns, copy, ahead) for copy, ahead in zip(published, corrected or published)]
+        self._publishes = not corrected or bool(early) or corrected[0][0].data_ptr() != published[0][0].data_ptr()
+        tables = [(*columns, copy, ahead) for copy, ahead in zip(published, (corrected if not early else ()) or published)]
+        tables += [(early, masters, m, v, corrected[0], corrected[0])] if early else []
+        self._predicts = bool(early)
         self._tables = [
             torch.tensor(
                 [[*(column[i].data_ptr() for column in table), sizes[i]] for i in range(len(sizes))],
@@ -232,9 +279,33 @@ class Batch:
         )
         return self._squares
 
+    def predict(self, hyper: Hyper, scale: float, clip: torch.Tensor | None) -> None:
+        """Write the next step's masters, as far as early sums tell, into ``corrected``; arguments as of ``update``."""
+        assert self._predicts and self._correction and self.count > 0
+        keep1, keep2, count = hyper.beta1, hyper.beta2, self.count + 1
+        self._launch(
+            _predict,
+            self._tables[-1],
+            (
+                self._squares if clip is None else clip,
+                scale,
+                1 - keep1**self.count,
+                self._correction.lead(keep1),
+                hyper.lr / (1 - keep1**count),
+                keep1,
+                1 - keep1,
+                keep2,
+                1 - keep2,
+                (1 - keep2**count) ** 0.5,
+                hyper.eps,
+                1 - hyper.lr * hyper.decay if hyper.decoupled else hyper.decay,
+            ),
+            (hyper.decoupled, clip is not None, self._sum, self._parameter, BLOCK),
+        )
+
     def _ahead(self, hyper: Hyper, first: float) -> tuple[int, float, float]:
         """The kernel's CORRECT, ahead1 and ahead2; ``first`` is 1 - beta1^t."""
-        if not self._correction:
+        if not self._correction or self._predicts:
             return 0, 0.0, 0.0
         if self._correction.method == "extrapolate":
             return 2, self._correction.updates, 0.0
@@ -247,7 +318,7 @@ class Adam:
 
     Args:
         optimizer: one that ``suits`` accepts.
-        masters: by name; fp32. sums: by unit and name; published, corrected: by copy and name.
+        masters: by name; fp32. sums, early: by unit and name; published, corrected: by copy and name.
         correction: as for ``Batch``.
     """
 
@@ -259,7 +330,9 @@ class Adam:
         published: Sequence[Mapping[str, torch.Tensor]],
         corrected: Sequence[Mapping[str, torch.Tensor]] | None = None,
         correction: DelayCorrection | None = None,
+        early: Mapping[Any, Mapping[str, torch.Tensor]] | None = None,
     ):
+        self._early = early
         self.optimizer, self.masters, self._sums, self._published = optimizer, masters, sums, published
         self._corrected, self._correction = corrected or (), correction
         self._batches: dict[
@@ -296,6 +369,13 @@ class Adam:
             assert hyper is not None, "suits() has checked it"
             squares.append(batch.update(hyper, scale, clip, copy))
         return self._concatenated(squares)
+
+    def predict(self, unit: Hashable, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None) -> None:
+        """Predict a unit's next version; see ``Batch.predict``."""
+        for batch, _ in self._batches_of(unit):
+            hyper = _hyper(self.optimizer, options[batch.group])
+            assert hyper is not None, "suits() has checked it"
+            batch.predict(hyper, scale, clip)
 
     def write_step_counts(self) -> None:
         """Write the step counts into the optimizer's state. The next update reads them again, since callers may change them."""
@@ -350,6 +430,7 @@ class Adam:
                 [[copy[n] for n in names] for copy in self._published],
                 [[copy[n] for n in names] for copy in self._corrected],
                 self._correction,
+                [self._early[unit][n] for n in names] if self._early else (),
             )
             batch.count = count
             batches.append((batch, names))

@@ -55,6 +55,8 @@ class StageOwner:
         device: torch.device,
         corrected: Sequence[Mapping[str, torch.Tensor]] | None = None,
         correction: DelayCorrection = DelayCorrection(),  # noqa: B008  (it is frozen)
+        early: Sums | None = None,
+        early_divisor: Callable[[int], float] = lambda step: 1.0,
     ):
         """
         Args:
@@ -66,9 +68,14 @@ class StageOwner:
             divisor: of a step: the number that turns its sums of scaled gradients into averages.
             clip: ``gradient_clipping``; 0 for none.
             device: of sums and published copies.
-            corrected: by copy and name, what stale readers read; updates write it too. None: they read ``published``.
+            corrected: by copy and name, what stale readers read. None: they read ``published``.
             correction: how it is made.
+            early: by unit and name, early gradient sums; ``predict`` makes ``corrected`` of them, else updates do.
+            early_divisor: as ``divisor``, of early sums.
         """
+        self._early, self._early_divisor = early, early_divisor
+        self._factor: torch.Tensor | None = None  # that the last update multiplied gradients with
+        self._applied: list[dict[str, Any]] | None = None  # the groups' options in the last update; None: none since the start
         self.clip, self._divisor, self._device, self._published = clip, divisor, device, published
         self.master_device, self.copies = self.master_device or device, len(published)
         trained = {name for views in sums.values() for name in views}
@@ -101,7 +108,7 @@ class StageOwner:
         dtypes = {t.dtype for views in (*sums.values(), self._published[0]) for n, t in views.items() if n in self.masters}
         suits = fused_adam.Adam.suits(self.optimizer, self.master_device or self._device, dtypes)
         correction = self._corrector.correction if self._corrector else None
-        written = self._published, self._corrected, correction
+        written = self._published, self._corrected, correction, self._early
         self._fused = fused_adam.Adam(self.optimizer, self.masters, sums, *written) if suits else None
 
     @property
@@ -128,7 +135,7 @@ class StageOwner:
         """
         if names:
             self._write(self._published[slot], {n: self.masters[n] for n in names})
-            if self._corrected:
+            if self._corrected and self._early is None:
                 self._write(self._corrected[slot], {n: ahead.get(n, self.masters[n]) for n in names}, True)
 
     def _write(self, copy: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], corrected: bool = False) -> None:
@@ -136,8 +143,11 @@ class StageOwner:
 
     def publish_all(self) -> None:
         """Write masters and frozen parameters into every published copy, and into every correction."""
+        self._applied = None
         for copy in range(self.copies):
             self.publish(copy, self.masters)
+        if self._corrected and self._early is not None and self.masters:
+            self._write(self._corrected[0], dict(self.masters), True)
         for views in (*self._published, *(self._corrected or ())):
             for name, value in self.frozen.items():
                 views[name].copy_(value)
@@ -164,6 +174,31 @@ class StageOwner:
             sums += [words[even:].view(torch.int32).sum()] if even < len(words) else []
         total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=self.master_device)
         return torch.stack([total & 0xFFFFFFFF, total >> 32]).double()
+
+    @torch.no_grad()
+    def predict(self, step: int, unit: Hashable) -> None:
+        """Write a unit's next version, as far as its early sum tells, where stale readers read it.
+
+        It has the hyperparameters and the clipping of the last update since ``publish_all``. Where a prediction is not finite,
+        stale readers read the master.
+        """
+        assert self._early is not None and self._corrected and self._corrector and self._applied is not None
+        names, scale = list(self._early[unit]), 1 / self._early_divisor(step)
+        if self._fused:
+            self._fused.predict(unit, self._applied, scale, self._factor)
+        else:
+            masters = [self.masters[n] for n in names]
+            options = [{k: v for k, v in g.items() if k not in self._kept_by_optimizer} for g in self._applied]
+            ahead = self._corrector.predict(masters, self._early_gradients(unit, step), options)
+            self._write(self._corrected[0], dict(zip(names, ahead)), True)
+
+    def _early_gradients(self, unit: Hashable, step: int) -> list[torch.Tensor]:
+        """Averaged early gradients, fp32, scaled as the last update's were to clip them."""
+        assert self._early is not None
+        grads = [v.to(torch.float32) / self._early_divisor(step) for v in self._early[unit].values()]
+        if self._factor is not None:
+            torch._foreach_mul_(grads, self._factor)
+        return grads
 
     @torch.no_grad()
     def advance(self, step: int, unit: Hashable, slot: int | None) -> torch.Tensor:
@@ -219,6 +254,8 @@ class StageOwner:
             # as ZeRO-3 does: divided by (norm + epsilon) / clip where that is above one
             factor = (1.0 / torch.clamp((norm2.sqrt() + EPSILON) / self.clip, min=1.0)).to(torch.float32).squeeze()
         units = [i for i in ([unit] if unit is not None else list(self._grads)) if i in self._grads]
+        if units:  # else the step is skipped
+            self._factor = factor
         grads: dict[str, torch.Tensor] = {}
         ahead: dict[str, torch.Tensor] = {}
         for i in units:
@@ -247,7 +284,7 @@ class StageOwner:
 
     def finish(self, step: int) -> None:
         """All of the step's updates are done."""
-        del self._recorded[step]
+        self._applied = self._recorded.pop(step)
 
     def sync_optimizer_state(self) -> None:
         """Write step counts into the optimizer's state; call it before reading that state."""

@@ -35,11 +35,14 @@ class Kind(Enum):
 
     # End of a pass
     RELEASE_PARAM = _Properties("release", of_pass=True)  # the pass is over: its parameters may be overwritten
+    SEND_EARLY_GRAD = _Properties("send early grad", of_pass=True, carries="grad", initiates=True)  # to the owner, who predicts
     SEND_GRAD = _Properties("send grad", of_pass=True, carries="grad", initiates=True)  # add this rank's gradients, send the sum
     RECV_PERSISTENT_GRAD = _Properties("recv persistent grad", of_pass=True, carries="grad", incoming=True)
+    SEND_EARLY_PERSISTENT_GRAD = _Properties("send early persistent grad", of_pass=True, carries="grad", initiates=True)
     SEND_PERSISTENT_GRAD = _Properties("send persistent grad", of_pass=True, carries="grad", initiates=True)
     RELEASE_PERSISTENT_PARAM = _Properties("release persistent", of_pass=True)
     # Owner of a stage, and the credits in between
+    PREDICT_PARAM = _Properties("predict", of_owner=True, carries="param", incoming=True)  # the next version, from an early sum
     REDUCE_GRAD = _Properties("average", of_owner=True, incoming=True)  # receive and average one unit's finished sum
     GRAD_NORM = _Properties("norm", of_owner=True, incoming=True, names_unit=False)  # send the norms to the next owner
     SEND_NORM = _Properties("total", of_owner=True, names_unit=False)  # the last owner sends the global norm to all others

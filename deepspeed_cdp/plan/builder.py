@@ -43,6 +43,9 @@ class Builder:
             yield from self._pulls(step)
         for version in range(max(self.step - 1, 0), self.step + 2):
             yield from self._update(version)
+            yield from self._predict(version)
+        if self.step and (posts := self._early_sum_posts()):
+            yield Action(self._prediction_used(), START, Kind.GRANT_CREDIT, 0, 0, False, posts=tuple(posts))
 
     # ---- this rank's own passes -----------------------------------------------------------------------------------------
     def _passes(self) -> Iterator[Action]:
@@ -59,6 +62,7 @@ class Builder:
                     yield Action(end, END, Kind.RELEASE_PARAM, m, i, backward, posts=tuple(self._release_posts(m, number)))
                 if backward and plan.units[i].g_bytes:
                     yield from self._recv_grad(Kind.RECV_GRAD, start, START, m, i)
+                    yield from self._send_early(Kind.SEND_EARLY_GRAD, end, m, i)
                     yield from self._send_grad(Kind.SEND_GRAD, end, m, i, tuple(self._posts(m, RELEASES * number + 2)))
             if posts := tuple(self._posts(m, RELEASES * visits_before)):
                 yield Action(begin + update, START, Kind.GRANT_CREDIT, m, 0, False, posts=posts)
@@ -70,6 +74,7 @@ class Builder:
         if has_grad:
             posts = tuple(self._persistent_grad_posts(m + 1))
             yield from self._recv_grad(Kind.RECV_PERSISTENT_GRAD, end, END, m, PERSISTENT)
+            yield from self._send_early(Kind.SEND_EARLY_PERSISTENT_GRAD, end, m, PERSISTENT)
             yield from self._send_grad(Kind.SEND_PERSISTENT_GRAD, end, m, PERSISTENT, posts)
         posts = tuple(self._persistent_posts(self.step * self.schedule.rounds + m + 2))
         yield Action(end, END, Kind.RELEASE_PERSISTENT_PARAM, m, PERSISTENT, True, posts=posts)
@@ -127,6 +132,13 @@ class Builder:
         rest = self._running_sum(i)
         yield Action(time, END, kind, m, i, True, peer, stream, nbytes=unit.g_bytes, into=into, posts=posts, **rest)
 
+    def _send_early(self, kind: Kind, time: int, m: int, i: int) -> Iterator[Action]:
+        """Send the running sum to its owner too, who predicts the next version from it; not in the first step."""
+        plan, s, stage = self.plan, self.schedule, self.plan.unit(i).stage
+        if self.step and s.ranks > 1 and plan.is_predicted(stage) and (m, self.rank) == (s.rounds - 1, s.predictor(stage)):
+            into, rest = (*plan.early_place(i), m), self._running_sum(i)
+            yield Action(time, END, kind, m, i, True, s.owner(stage), "E", nbytes=plan.unit(i).g_bytes, into=into, **rest)
+
     def _pulls(self, step: int) -> Iterator[Action]:
         """As a first reader, pull from the owner: two positions before the pass, but not before the version is published."""
         s, plan = self.schedule, self.plan
@@ -139,7 +151,7 @@ class Builder:
                 version = s.version(step, m, self.rank, stage)
                 time = self._pull_time(step, m, 0 if i == PERSISTENT else plan.spans[i, backward][0])
                 if step:  # version 0 is published before step 0, but the later steps share one program
-                    time = self._not_before_update(time, step, version, stage)
+                    time = self._not_before_published(time, step, version, i, backward)
                 place = ("H0", src, "H", 0) if i == PERSISTENT else ("P0", src, "PG", self.inbox.offsets[i, backward])
                 origin, nbytes = plan.published_offsets(stage, step - version)[i], plan.unit(i).p_bytes
                 post = Post(*place, nbytes, step - self.step, m, i, backward, origin, version - step)
@@ -149,12 +161,22 @@ class Builder:
         """Two positions before the pass that starts ``ticks`` after the round does."""
         return (self.schedule.start(step, m, self.rank) - 2) * self.plan.scale + ticks
 
-    def _not_before_update(self, time: int, step: int, version: int, stage: int) -> int:
-        """``time``, but not before the version is published, nor before this step begins if the owner publishes in this step."""
-        s, scale = self.schedule, self.plan.scale
-        update = s.update_time(version - 1, stage)
-        time = max(time, update * scale + 1)
-        return max(time, s.start(step, 0, self.rank) * scale) if update >= s.start(step, 0, s.owner(stage)) else time
+    def _published(self, version: int, i: int, lag: int, backward: bool = False) -> int:
+        """Ticks at which the owner publishes a unit's version for passes ``lag`` steps later; those for backwards come last."""
+        stage = self.plan.unit(i).stage
+        if lag and self.plan.is_predicted(stage):
+            return max(self.plan.predict_time(version, j) for j in self.plan.members(stage) if backward or j <= i)
+        return self.schedule.update_time(version - 1, stage) * self.plan.scale
+
+    def _not_before_published(self, time: int, step: int, version: int, i: int, backward: bool) -> int:
+        """``time``, but not before the version is published, nor before this step begins if the owner publishes in this step.
+
+        Predictions are pulled in the tick in which they are made: there, the order of kinds decides.
+        """
+        s, scale, stage = self.schedule, self.plan.scale, self.plan.unit(i).stage
+        published = self._published(version, i, step - version, backward)
+        time = max(time, published + (not (step > version and self.plan.is_predicted(stage))))
+        return max(time, s.start(step, 0, self.rank) * scale) if published >= s.start(step, 0, s.owner(stage)) * scale else time
 
     # ---- this rank as an owner ------------------------------------------------------------------------------------------
     def _update(self, version: int) -> Iterator[Action]:
@@ -179,6 +201,26 @@ class Builder:
             yield self._owner_action(time, START, Kind.OPTIMIZER_STEP, version=base, posts=posts, **waits)
         yield from self._publish(version, time)
 
+    def _predict(self, version: int) -> Iterator[Action]:
+        """Predict the version after this one of the owned stage, from the early sums of the step that reads this one."""
+        plan, s, stage = self.plan, self.schedule, self.stage
+        offsets = plan.v_layout(stage)[0] if plan.is_predicted(stage) else {}
+        for i in offsets:
+            sent = plan.unit(i).g_bytes and s.predictor(stage) != self.rank
+            message: dict[str, Any] = dict(peer=s.predictor(stage), stream="E") if sent else {}
+            place: dict[str, Any] = dict(region="W", offset=offsets[i], nbytes=plan.unit(i).p_bytes, version=version - self.step)
+            yield Action(plan.predict_time(version, i), START, Kind.PREDICT_PARAM, s.rounds - 1, i, True, **message, **place)
+
+    def _prediction_used(self) -> int:
+        """Ticks from which the next early sums may land in the place of the predictions that this step reads."""
+        plan, s, stage = self.plan, self.schedule, self.stage
+        begin, own = s.start(self.step, 0, 0) * plan.scale, s.start(self.step, 0, self.rank) * plan.scale
+        if self.rank == 0:  # reads its own
+            return begin + plan.spans[plan.members(stage)[0], True][1]
+        reader = type(self)(plan, 0, self.step)
+        pulls = [a.time for a in reader._pulls(self.step) if plan.unit(a.unit).stage == stage and a.round == 0]
+        return max([own, *(time + 1 for time in pulls)])
+
     def _owner_action(self, time: int, phase: int, kind: Kind, **rest: Any) -> Action:
         """An action about the whole stage."""
         return Action(time, phase, kind, 0, 0, False, **rest)
@@ -188,15 +230,16 @@ class Builder:
         for step in (version, version + 1):
             for v, m, reader in self.schedule.first_readers(step, self.stage):
                 if v == version:
-                    yield from self._publish_to(time, m, reader, version - self.step, step - version)
+                    yield from self._publish_to(time, m, reader, version, step - version)
 
     def _publish_to(self, time: int, m: int, reader: int, version: int, lag: int) -> Iterator[Action]:
         region, offsets = self.plan.published_region(lag), self.plan.published_offsets(self.stage, lag)
         messages = [v for v in self.plan.messages if v[0] in offsets]
         for i, backward in ([(PERSISTENT, False)] if PERSISTENT in offsets else []) + messages:
             stream, nbytes = "H0" if i == PERSISTENT else "P0", self.plan.unit(i).p_bytes
-            place = (region, offsets[i], nbytes, version)
-            yield Action(time, START, Kind.PUBLISH_PARAM, m, i, backward, reader, stream, *place)
+            place = (region, offsets[i], nbytes, version - self.step)
+            when = self._published(version, i, lag, backward) if lag and self.plan.is_predicted(self.stage) else time
+            yield Action(when, START, Kind.PUBLISH_PARAM, m, i, backward, reader, stream, *place)
 
     # ---- credits --------------------------------------------------------------------------------------------------------
     def _release_posts(self, m: int, number: int) -> Iterator[Post]:
@@ -266,4 +309,16 @@ class Builder:
             Post("O", last, region, offsets[i], self.plan.unit(i).g_bytes, ahead, round, i, True)
             for i in reversed(self.plan.members(self.stage))
             if self.plan.unit(i).g_bytes
+        ]
+
+    def _early_sum_posts(self) -> list[Post]:
+        """Credits for this step's early sums of the owned stage, in the order in which the predictor sends them."""
+        plan, s = self.plan, self.schedule
+        src, units = s.predictor(self.stage), plan.members(self.stage) if plan.is_predicted(self.stage) else ()
+        if src == self.rank:
+            return []
+        return [
+            Post("E", src, *plan.early_place(i), plan.unit(i).g_bytes, 0, s.rounds - 1, i, True)
+            for i in reversed(units)
+            if plan.unit(i).g_bytes
         ]

@@ -1,16 +1,18 @@
 """What stale readers read: the old parameters, or a correction towards the next version.
 
 A stale reader of version v works beside fresh readers of version v + 1. Instead of theta_v it may read an estimate of
-theta_{v+1}, made by the owner from the update that made theta_v:
+theta_{v+1}, made by the owner:
 
 ===========  =====================================================================================================
 none         theta_v: the paper's rule
 extrapolate  theta_v + s (theta_v - theta_{v-1}): the last update happens again, s times
-predict      theta_v - lr (a m + c g) / d: the momentum m and the averaged gradient g of that update, in the units of the
-             optimizer (optim/delay_correction.py); d is Adam's denominator
+predict      the optimizer's step from theta_v with the gradient m + w (g - m): m is the momentum as an average of gradients, g
+             the average of the gradients of version v that exist when the first stale reader begins (``Schedule.predictor``)
+             In pipelines: theta_v - lr (a m + c g) / d, with the momentum and gradient of the update that made theta_v, in the
+             units of the optimizer (optim/delay_correction.py); d is Adam's denominator
 ===========  =====================================================================================================
 
-``coefficients`` gives a and c. docs/algorithm.md#delay-correction derives them.
+docs/algorithm.md#delay-correction tells why. ``coefficients`` gives a and c.
 """
 
 from collections.abc import Mapping
@@ -27,17 +29,23 @@ class DelayCorrection:
     Attributes:
         method: one of ``METHODS``.
         updates: s, for ``extrapolate``.
-        momentum, gradient: a and c, for ``predict``; None: by ``coefficients``.
+        weight: w, for ``predict`` on rings; None: 2.
+        momentum, gradient: a and c, for ``predict`` in pipelines; None: by ``coefficients``.
     """
 
     method: str = "none"
     updates: float = 1.0
     momentum: float | None = None
     gradient: float | None = None
+    weight: float | None = None
 
     def __bool__(self) -> bool:
         """Whether stale readers read anything but the old version."""
         return self.method != "none"
+
+    def lead(self, beta1: float) -> float:
+        """w for an optimizer whose momentum averages gradients with this factor: at most the step of the gradient alone."""
+        return min(2.0 if self.weight is None else self.weight, 1.0 / (1.0 - beta1))
 
     def weights(self, beta1: float) -> tuple[float, float]:
         """a and c for an optimizer whose momentum averages gradients with this factor."""

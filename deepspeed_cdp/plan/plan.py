@@ -10,6 +10,7 @@ P, H    parameters forwarded to the ring neighbour: units, persistent parameters
 P0, H0  the same from the owner's published copy, pulled by each first reader
 G, GH   running gradient sums of units, of persistent parameters: rank r to r+1 (and N-1 to 0 between rounds)
 O       finished gradient sums, rank N-1 to the owner
+E       early sums: the running sums that predict a stage's next version, from rank s to the owner
 S       a few scalars, owner to owner: squared norms by stage, loss (runtime/step_metrics.py)
 T       the global squared norm, rank N-1 to every owner (dp and v1 only)
 ======  =============================================================================================
@@ -99,12 +100,40 @@ class Plan(UnitSchedule):
 
     def region_of(self, region: str, version: int) -> str:
         """The region that an action means by ``V`` (a published version) or ``W`` (its correction); others are as they are."""
-        return self.copy_region(version) if region == "V" else f"W{version % self.copies}" if region == "W" else region
+        if region == "V":
+            return self.copy_region(version)
+        return f"W{version % self.corrected_copies}" if region == "W" else region
 
     def written(self, version: int, stage: int) -> list[tuple[str, dict[int, int]]]:
         """Regions that the update to ``version`` writes, and the units' offsets in each."""
-        lags = (0, 1) if self.corrects else (0,)
+        lags = (0, 1) if self.corrects and not self.predicts else (0,)
         return [(self.region_of(self.published_region(x), version), self.published_offsets(stage, x)) for x in lags]
+
+    @property
+    def corrected_copies(self) -> int:
+        """Copies of corrections. A prediction is out of use before the next one is made."""
+        return 1 if self.predicts else self.copies
+
+    def early_place(self, unit: int) -> tuple[str, int]:
+        """Region and offset where the unit's early sum lands at its owner.
+
+        That is the place of the prediction, which overwrites it element by element, if both have the same layout.
+        """
+        stage = self.unit(unit).stage
+        if self.schedule.ranks == 1:
+            return self.o_region, self.o_layout(0)[unit]
+        if self._early_in_place(unit):
+            return "W0", self.v_layout(stage)[0][unit]
+        apart = {i: self.unit(i).g_bytes for i in self.members(stage) if self.unit(i).g_bytes and not self._early_in_place(i)}
+        return "E", _stacked(apart)[0][unit]
+
+    def _early_in_place(self, unit: int) -> bool:
+        return not self.unit(unit).frozen and self.unit(unit).p_bytes == self.unit(unit).g_bytes
+
+    def _early_apart(self, stage: int) -> int:
+        """Bytes of the stage's early sums that have a region of their own."""
+        places = [(self.early_place(i), i) for i in self.members(stage) if self.unit(i).g_bytes and self.is_predicted(stage)]
+        return max((at + aligned(self.unit(i).g_bytes) for (region, at), i in places if region == "E"), default=0)
 
     def copy_offsets(self, stage: int) -> dict[int, int]:
         """Offsets of the stage's units in the region of a published copy."""
@@ -115,7 +144,7 @@ class Plan(UnitSchedule):
         in_flight = self.p_layouts[self.schedule.owner(stage)].nbytes
         separate = 0 if self.sums_in_gaps else self.x_layout(stage)[1]
         published = self.v_layout(stage)[1]
-        return {"PG": in_flight + separate, "V": published, "W": published}
+        return {"PG": in_flight + separate, "V": published, "W": published, "W0": published, "E": self._early_apart(stage)}
 
     @cached_property
     def copies(self) -> int:
@@ -138,6 +167,8 @@ class Plan(UnitSchedule):
         s, uses, stage = self.schedule, [], self.unit(unit).stage
         last = 0 if unit == PERSISTENT else self.spans[unit, not self.kept(unit)][0]  # the last pass that pulls it
         for step in (version, version + 1):
+            if self.predicts and self.is_corrected(step - version):
+                continue  # these read predictions
             for v, m, r in s.first_readers(step, stage):
                 if v == version:
                     uses.append(((s.start(step, m, r) - 2) * self.scale + last, START))  # two positions ahead of the pass
@@ -157,9 +188,10 @@ class Plan(UnitSchedule):
         B     parameters for backwards   as F, without units kept after the forward and persistent parameters
         G     running gradient sums      k Psi; rank 0: (k - 1) Psi
         O     finished gradient sums     the owned stage; rank N-1: 0
+        E     early sums                 the owned stage, if stale readers read its prediction; 0 if the owner has them
         ====  =========================  =====================================================================
         """
-        s, total = self.schedule, {"F": 0, "B": 0, "G": 0, "O": 0}
+        s, total = self.schedule, {"F": 0, "B": 0, "G": 0, "O": 0, "E": 0}
         for i in self.every_unit:
             unit = self.unit(i)
             first, second, later = (s.source(1, m, rank, unit.stage) is not None for m in range(3))  # all later ones alike
@@ -169,6 +201,8 @@ class Plan(UnitSchedule):
             if s.ranks > 1:
                 total["G"] += (s.rounds - (rank == 0)) * unit.g_bytes
                 total["O"] += unit.g_bytes if rank == s.owner(unit.stage) and rank != s.ranks - 1 else 0
+                predicted = rank == s.owner(unit.stage) != s.predictor(unit.stage) and self.is_predicted(unit.stage)
+                total["E"] += unit.g_bytes if predicted else 0
         return total
 
     @cached_property
@@ -181,6 +215,7 @@ class Plan(UnitSchedule):
         GH         their running gradient sum
         V0 (, V1)  published versions of the owned stage; an action names them as ``V``
         W0 (, W1)  their corrections, if stale readers read these; an action names them as ``W``
+        E          early sums that cannot lie where their prediction does
         X          several rings: gradient sums of the rings so far, then of all of them
         S          scalars
         =========  ==================================================================================
@@ -200,7 +235,9 @@ class Plan(UnitSchedule):
         """Add regions that every type of plan has: ``W``, ``X``, and ``S`` for a vector of scalars and for the global norm."""
         if self.corrects:
             largest = max(self.v_layout(s)[1] for s in range(self.schedule.ranks))
-            sizes |= {f"W{c}": largest for c in range(self.copies)}
+            sizes |= {f"W{c}": largest for c in range(self.corrected_copies)}
+        if early := max(map(self._early_apart, range(self.schedule.ranks))):
+            sizes["E"] = early
         if self.rings > 1:
             sizes["X"] = max(self.x_layout(s)[1] for s in range(self.schedule.ranks)) + aligned(self.across_nbytes)
         return sizes | {"S": 2 * aligned(8 * self.scalars)}
@@ -226,7 +263,7 @@ class Plan(UnitSchedule):
         =========  ==================================================================================
         """
         published = dict.fromkeys("VW", "published")
-        kinds = dict.fromkeys("PGH", "in flight") | published | {"X": "sums", "S": "scalars"}
+        kinds = dict.fromkeys("PGH", "in flight") | published | {"X": "sums", "E": "sums", "S": "scalars"}
         total = dict.fromkeys(kinds.values(), 0)
         for name, nbytes in self.regions.items():
             total[kinds[name[0]]] += nbytes

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from deepspeed_cdp.plan.actions import Action, Kind, Post
 from deepspeed_cdp.plan.builder import Builder
-from deepspeed_cdp.plan.constants import START
+from deepspeed_cdp.plan.constants import PERSISTENT, START
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.replicated import ReplicaBuilder, ReplicatedPlan
 
@@ -89,6 +89,23 @@ class Program:
     def skipped(self, round: int) -> int:
         """How many rounds come between this round of the step and the equal round of ``held``."""
         return min(max(round // REPEATED - 1, 0), self.repeats) * REPEATED
+
+
+def forward_ends(actions: Sequence[Action]) -> dict[int, int]:
+    """By round, the index at which the script's code between a forward and its backward comes.
+
+    That is right before the first backward: pulls before it must not wait for that code. Predictions of the same time come after
+    the code, since they wait for another rank's backward.
+    """
+    ends: dict[int, int] = {}
+    for index, a in enumerate(actions):
+        if a.kind.of_pass and a.backward and a.unit != PERSISTENT and a.round not in ends:
+            before = index
+            while before and actions[before - 1].key == a.key:
+                before -= 1
+            predicted = (x for x in range(before, index) if actions[x].kind == Kind.PREDICT_PARAM)
+            ends[a.round] = next(predicted, index)
+    return ends
 
 
 def builder(plan: Plan, rank: int, step: int) -> Builder:

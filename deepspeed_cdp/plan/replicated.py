@@ -156,7 +156,7 @@ class ReplicatedPlan(Plan):
     @property
     def copies(self) -> int:
         """Of corrections; what fresh readers read has one place. Rules that stall update before stale readers have pulled."""
-        return 2 if self.corrects and self.schedule.stalls else 1
+        return 2 if self.corrects and self.schedule.stalls and not self.predicts else 1
 
     @cached_property
     def replica(self) -> tuple[dict[int, int], tuple[int, ...], int]:
@@ -203,6 +203,8 @@ class ReplicatedPlan(Plan):
             "O": self.x_layout(stage)[1],
             "V": self.v_layout(stage)[1],
             "W": self.v_layout(stage)[1],
+            "W0": self.v_layout(stage)[1],
+            "E": self._early_apart(stage),
             "L": self.v_layout(0)[1],
             "R": self.replica[2],
         }
@@ -224,7 +226,7 @@ class ReplicatedPlan(Plan):
         return {
             "replica": regions["R"],
             "in flight": sum(regions.get(x, 0) for x in ("L", "G", "GH")),
-            "sums": regions["O"] + regions.get("X", 0),
+            "sums": regions["O"] + regions.get("X", 0) + regions.get("E", 0),
             "published": sum(regions.get(x, 0) for x in ("V0", "W0", "W1")),
             "scalars": regions["S"],
         }
@@ -266,12 +268,13 @@ class ReplicaBuilder(Builder):
         plan, s, stage = self.plan, self.schedule, self.stage
         ahead, round = self._ahead(m + 1)
         version = plan.refreshed_version(self.step + ahead, round, self.rank, stage)
-        if version is None or round == 0 and self._updates_in_step_of_read(version, ahead):
-            return
-        begin, update = s.start(self.step, m, self.rank) * plan.scale, (s.update_time(version - 1, stage) * plan.scale, START)
-        for i in reversed(plan.members(stage)):
+        begin, lag = s.start(self.step, m, self.rank) * plan.scale, 0 if version is None else self.step + ahead - version
+        for i in reversed(plan.members(stage)) if version is not None else ():
+            assert version is not None
+            if round == 0 and self._publishes_in_step_of_read(version, ahead, i):
+                continue
             end = begin + (plan.round_ticks if i == PERSISTENT else plan.spans[i, True][1])
-            time, phase = max((end, END), update)
+            time, phase = max((end, END), (self._published(version, i, lag), START))
             yield self._refresh_own(time, phase, m, i, True, version - self.step, self.step + ahead - version)
 
     def _refresh_own(self, time: int, phase: int, m: int, i: int, backward: bool, version: int, lag: int) -> Action:
@@ -281,10 +284,10 @@ class ReplicaBuilder(Builder):
         into = ("R", plan.replica[0][i], m)
         return Action(time, phase, Kind.REFRESH_PARAM, m, i, backward, version=version, into=into, **place)
 
-    def _updates_in_step_of_read(self, version: int, ahead: int) -> bool:
-        """Whether the owner computes this version of its stage only in the step (``ahead``) in which it first reads it."""
-        s = self.schedule
-        return s.update_time(version - 1, self.stage) >= s.start(self.step + ahead, 0, self.rank)
+    def _publishes_in_step_of_read(self, version: int, ahead: int, i: int) -> bool:
+        """Whether the owner publishes this version of its unit only in the step (``ahead``) in which it first reads it."""
+        step = self.step + ahead
+        return self._published(version, i, step - version) >= self.schedule.start(step, 0, self.rank) * self.plan.scale
 
     def _read(self, time: int, m: int, i: int, backward: bool, offset: int) -> Iterator[Action]:
         """Refresh the unit if the version changes before this pass, read it, and forward a new version to the ring neighbour."""
@@ -301,7 +304,7 @@ class ReplicaBuilder(Builder):
             landed = place | dict(zip(("region", "offset"), plan.landing_place(i)))
             stream, into = "P0" if plan.reads_first(self.rank, stage, -version) else "P", ("R", place["offset"], m)
             yield Action(time, START, Kind.REFRESH_PARAM, m, i, False, src, stream, into=into, **landed)
-        elif refreshed and plan.publishes_separate_copy and m == 0 and self._updates_in_step_of_read(self.step + version, 0):
+        elif refreshed and plan.publishes_separate_copy and m == 0 and self._publishes_in_step_of_read(self.step + version, 0, i):
             yield self._refresh_own(time, START, m, i, False, version, -version)
         posts = tuple(self._landing_posts(m, True)) if i == self._first_of_stage_1 else ()
         yield Action(time, START, Kind.WAIT_PARAM, m, i, False, posts=posts, **place)
@@ -349,11 +352,16 @@ class ReplicaBuilder(Builder):
                 if version is None or src == self.rank or not plan.reads_first(self.rank, stage, step - version):
                     continue
                 time = self._pull_time(step, m, 0 if i == PERSISTENT else plan.spans[i, False][0])
-                time = self._not_before_update(time, step, version, stage)
+                time = self._not_before_published(time, step, version, i, False)
                 origin, ahead = plan.published_offsets(stage, step - version)[i], step - self.step
                 place = (src, *plan.landing_place(i), plan.unit(i).p_bytes)
                 post = Post("P0", *place, ahead, m, i, False, origin, version - step)
                 yield Action(time, START, Kind.PULL_PARAM, m, i, False, src, "P0", posts=(post,))
+
+    def _prediction_used(self) -> int:
+        """The owner's own replica gets the prediction before its forward."""
+        begin = self.schedule.start(self.step, 0, self.rank) * self.plan.scale
+        return max(super()._prediction_used(), begin + 1 + self.plan.spans[self.plan.members(self.stage)[-1], False][0])
 
     def _publish(self, version: int, time: int) -> Iterator[Action]:
         plan = self.plan
@@ -364,7 +372,8 @@ class ReplicaBuilder(Builder):
             offsets, region = plan.published_offsets(stage, ahead), plan.published_region(ahead)
             for i in plan.members(stage) if version + ahead else ():
                 place = (region, offsets[i], plan.unit(i).p_bytes, version - self.step)
-                yield Action(time, START, Kind.PUBLISH_PARAM, m, i, False, reader, "P0", *place)
+                when = self._published(version, i, ahead) if ahead and plan.is_predicted(stage) else time
+                yield Action(when, START, Kind.PUBLISH_PARAM, m, i, False, reader, "P0", *place)
 
 
 def grid(schedule: Schedule, rank: int, steps: int = 2) -> str:

@@ -108,6 +108,17 @@ class Schedule:
         """The stage that ``rank`` owns."""
         return self.ranks - 1 - rank
 
+    def is_read_stale(self, stage: int) -> bool:
+        """Whether some rank reads the stage stale; rank 0 does so first, in the first round."""
+        return self.threshold > stage
+
+    def predictor(self, stage: int) -> int:
+        """The rank whose running sum, after its last backward of the stage in a step, predicts the stage's next version: s.
+
+        It ends that backward when rank 0 begins its forward of the stage in the next step.
+        """
+        return stage
+
     def start(self, step: int, round: int, rank: int) -> int:
         """Logical time of the rank's first position in this round."""
         return self.period * step + 2 * self.ranks * round + 2 * rank

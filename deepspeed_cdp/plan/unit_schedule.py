@@ -45,6 +45,7 @@ class UnitSchedule:
         separate_sums: finished sums have a place of their own in the buffer, so that two rules can share it (warmup.py).
         layout_schedule: the buffers are laid out for this schedule's messages (``Plan.under``); None: for ``schedule``.
         delay_corrected: stale readers read corrections (delay_correction.py).
+        predicts: these are predictions, made from running sums while the step's later ranks still compute.
     """
 
     schedule: Schedule
@@ -55,6 +56,7 @@ class UnitSchedule:
     separate_sums: bool = False
     layout_schedule: Schedule | None = None
     delay_corrected: bool = False
+    predicts: bool = False
 
     def __post_init__(self) -> None:
         stages = [u.stage for u in self.units]
@@ -168,3 +170,24 @@ class UnitSchedule:
         """Ticks at which the unit's gradient sum is finished: the end of the last micro-batch's backward."""
         s = self.schedule
         return s.start(step, s.rounds - 1, s.ranks - 1) * self.scale + self.spans[unit, True][1]
+
+    # ---- predictions ----------------------------------------------------------------------------------------------------
+    def is_predicted(self, stage: int) -> bool:
+        """Whether stale readers of the stage read a prediction."""
+        return self.predicts and self.schedule.is_read_stale(stage)
+
+    def predict_time(self, step: int, unit: int) -> int:
+        """Ticks at which the unit's version step + 1 is predicted. All early sums of its stage are there by then.
+
+        The stage's first unit comes when rank 0 begins to read it, the others a tick later, so that they need not wait for each
+        other's transfers; but none after its update.
+        """
+        s, stage, persistent = self.schedule, self.unit(unit).stage, unit == PERSISTENT
+        first = next(i for i in self.members(stage) if i != PERSISTENT)
+        read = s.start(step + 1, 0, 0) * self.scale + (0 if persistent else self.spans[first, False][0] + (unit != first))
+        return min(read, s.update_time(step, 0) * self.scale if persistent else self.sum_finished(step, unit))
+
+    def early_share(self, stage: int) -> float:
+        """Micro-batches in the stage's early sum, by rounds: divides a sum of gradients of losses divided by the rounds."""
+        s = self.schedule
+        return ((s.rounds - 1) * s.ranks + s.predictor(stage) + 1) / s.rounds

@@ -78,6 +78,8 @@ class Executor:
         self.actions: dict[Kind, Callable[[Action], None]] = {
             Kind.RECV_GRAD: self._recv_grad,
             Kind.RECV_PERSISTENT_GRAD: self._recv_grad,
+            Kind.SEND_EARLY_GRAD: self._send_early_grad,
+            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_early_grad,
             Kind.SEND_GRAD: self._send_grad,
             Kind.SEND_PERSISTENT_GRAD: self._send_grad,
             Kind.RELEASE_PARAM: self._release_param,
@@ -266,11 +268,17 @@ class Executor:
             self.empty_sums.discard(unit)
             self.transport.work_enqueued()
 
+    def _send_early_grad(self, a: Action) -> None:
+        self._add_grads(a.unit)
+        if a.peer == self.state.rank:
+            self.owner_executor.copy_sum(a)
+        else:
+            self.messages.push(a)
+
     def _send_grad(self, a: Action) -> None:
-        view = self.grad_sums[a.unit]
         self._add_grads(a.unit)
         if a.peer == self.state.rank:  # the last rank owns stage 0
-            self.owner_executor.copy_own_sum(a, view)
+            self.owner_executor.copy_sum(a)
         else:
             self.messages.push(a)
         self.messages.post_all(a)

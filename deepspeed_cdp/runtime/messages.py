@@ -156,6 +156,13 @@ class Messages:
         ticket = self._arrivals.pop(("O", state.step + a.version, (state.schedule.rounds - 1) % 2, unit, True))
         ticket.wait(ActionLocation(state, a))
 
+    def wait_early(self, a: Action) -> None:
+        """Wait for the unit's early sum (stream ``E``) of the step that ``a`` is about, if it is a message."""
+        if a.peer is not None:
+            state = self.state
+            ticket = self._arrivals.pop(("E", state.step + a.version, (state.schedule.rounds - 1) % 2, a.unit, True))
+            ticket.wait(ActionLocation(state, a))
+
     def wait_readers(self, a: Action, region: str, offset: int, nbytes: int) -> None:
         """Wait for the pending reads of these bytes."""
         for ticket in self.reads.take(region, offset, nbytes):

@@ -14,6 +14,7 @@ class OwnedStage:
     Attributes:
         published: by published copy, every parameter in its own dtype.
         corrected: the same of the corrections that stale readers read; None if these read the versions themselves.
+        early: by unit, the early sums that predict the next version, as ``sums``; None if nothing is predicted from them.
         sums: by unit, the finished gradient sum of every trained parameter, over all rings, in the dtype of sums.
         ring_sums: by unit, the sums of this ring alone, in the same order; the same tensors if there is one ring.
     """
@@ -26,15 +27,12 @@ class OwnedStage:
         plan, stage, buffers = state.plan, state.owned_stage, state.buffers
         units = plan.v_layout(stage)[0]
 
+        def sums(unit: int, region: str, offset: int) -> dict[str, torch.Tensor]:
+            flat = buffers.view(region, offset, plan.unit(unit).g_bytes)
+            return {s.name: s.sum(flat) for s in layouts[unit].trained}
+
         def views(region: str, offsets: Mapping[int, int]) -> dict[int, dict[str, torch.Tensor]]:
-            return {
-                i: {
-                    s.name: s.sum(buffers.view(region, offsets[i], plan.unit(i).g_bytes))
-                    for s in layouts[i].slots
-                    if s.sum_offset >= 0
-                }
-                for i in units
-            }
+            return {i: sums(i, region, offsets[i]) if layouts[i].trained else {} for i in units}
 
         def values(region: str, offsets: Mapping[int, int]) -> dict[str, torch.Tensor]:
             flats = {i: buffers.view(region, offsets[i], plan.unit(i).p_bytes) for i in units}
@@ -42,7 +40,11 @@ class OwnedStage:
 
         copies = [[values(*place) for place in plan.written(copy, stage)] for copy in range(plan.copies)]
         self.published = [written[0] for written in copies]
-        self.corrected = [written[1] for written in copies] if plan.corrects else None
+        self.corrected = [written[1] for written in copies] if plan.corrects and not plan.predicts else None
+        self.early: dict[int, dict[str, torch.Tensor]] | None = None
+        if plan.is_predicted(stage):
+            self.corrected = [values("W0", units)]
+            self.early = {i: sums(i, *plan.early_place(i)) for i in units if layouts[i].trained}
         own = views(plan.o_region, plan.o_layout(stage))
         self.sums = own if plan.rings == 1 else views("X", plan.x_layout(stage)[0])
         self.ring_sums = {i: list(sums.values()) for i, sums in own.items()}

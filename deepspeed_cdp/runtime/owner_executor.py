@@ -1,4 +1,4 @@
-"""The owner's actions of a rank's program: REDUCE_GRAD, GRAD_NORM, SEND_NORM, OPTIMIZER_STEP, PUBLISH_PARAM.
+"""The owner's actions of a rank's program: PREDICT_PARAM, REDUCE_GRAD, GRAD_NORM, SEND_NORM, OPTIMIZER_STEP, PUBLISH_PARAM.
 
 All of them run on the owner's stream, beside the passes. The owner's stream gets an action only when the executor on the host
 reaches it, and the host is often not ahead of the passes. So each unit has its own REDUCE_GRAD, at the logical time at which its
@@ -42,6 +42,7 @@ class OwnerExecutor:
         self.trained, self.frozen = ([i for i in owned if bool(plan.unit(i).g_bytes) == has_sum] for has_sum in (True, False))
         self.skipped = 0
         self.actions: dict[Kind, Callable[[Action], None]] = {
+            Kind.PREDICT_PARAM: self.predict,
             Kind.REDUCE_GRAD: self._on_owner_stream(self.reduce),
             Kind.GRAD_NORM: self._on_owner_stream(self.norm),
             Kind.SEND_NORM: self._on_owner_stream(self.send_norm),
@@ -73,6 +74,7 @@ class OwnerExecutor:
         self._sum_places = [(offsets[i], state.plan.unit(i).g_bytes) for i in self.trained]
         self._step_end = self._own_read_end = self.transport.record_event()
         self._published_at: dict[tuple[int, int], Any] = {}  # unit, copy -> event behind its last write
+        self._predicted_at: dict[int, Any] = {}  # unit -> event behind its last prediction
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units reduced so far
         self._sum_ends: dict[int, Any] = {}  # unit -> event behind its sum, where this rank finishes it
         self._losses.clear()
@@ -117,20 +119,25 @@ class OwnerExecutor:
         """A pass of this rank has read its own published copy for the last time."""
         self._own_read_end = self.transport.record_event()
 
-    def wait_published(self, unit: int, version: int) -> None:
-        """Make the current stream wait until the published copy has this version (relative to the step) of an owned unit."""
+    def wait_published(self, unit: int, version: int, region: str) -> None:
+        """Make the current stream wait until this region has this version (relative to the step) of an owned unit."""
         state = self.state
+        if state.plan.predicts and region == "W":
+            self.transport.wait_event(self._predicted_at.get(unit))
+            return
         self.transport.wait_event(self._published_at.get((unit, (state.step + version) % state.plan.copies)))
 
-    def copy_own_sum(self, a: Action, view: torch.Tensor) -> None:
-        """Rank N-1, which finishes the sums of its own stage: copy one to the place of finished sums, on the owner's stream."""
-        region, offset, _ = a.into
+    def copy_sum(self, a: Action) -> None:
+        """Copy a sum that this rank makes and owns to the place of finished sums, or of early ones, on the owner's stream."""
+        (region, offset, _), view = a.into, self.messages.place(a)[1]
         summed = self.transport.record_event()
         with self.transport.owner_stream():
             self.transport.wait_event(summed)
             self.messages.wait_readers(a, region, offset, a.nbytes)
             self.state.buffers.view(region, offset, a.nbytes).copy_(view)
-            self._sum_ends[a.unit] = copied = self.transport.record_event()
+            copied = self.transport.record_event()
+            if a.stream != "E":
+                self._sum_ends[a.unit] = copied
         self.transport.work_enqueued()
         if copied is not None:
             self.messages.reads.add(a.region, a.offset, a.nbytes, copied)
@@ -140,6 +147,23 @@ class OwnerExecutor:
     def _eager(self) -> bool:
         """Whether each unit is updated as soon as its own sum is finished."""
         return self.owner.updates_eagerly and not self.state.schedule.exact_norm
+
+    def predict(self, a: Action) -> None:
+        """PREDICT_PARAM: predict one unit's next version from its early sum; not in the first step since a flush."""
+        if self.state.step + a.version == 0:
+            return
+        plan, (region, _) = self.state.plan, self.messages.place(a)
+        summed = self.transport.record_event() if plan.schedule.ranks == 1 else None  # the passes have made it
+        with self.transport.owner_stream():
+            self.transport.wait_event(summed)
+            self.transport.wait_event(self._own_read_end)
+            self.messages.wait_early(a)
+            self.messages.wait_readers(a, region, a.offset, a.nbytes)
+            if a.unit in self.trained:
+                self.owner.predict(self.state.global_step + a.version, a.unit)
+            self._predicted_at[a.unit] = event = self.transport.record_event()
+        if event is not None and a.unit in self.trained:  # the next early sum lands where this one was read
+            self.messages.reads.add(*plan.early_place(a.unit), plan.unit(a.unit).g_bytes, event)
 
     def reduce(self, a: Action) -> None:
         """REDUCE_GRAD: average one unit's finished sum."""

@@ -1,8 +1,8 @@
 """A rank's program as the executor runs it: the indices at which passes begin and end, and locations for errors."""
 
 from deepspeed_cdp.plan.actions import Action, Kind
-from deepspeed_cdp.plan.constants import END, PERSISTENT
-from deepspeed_cdp.plan.program import Program
+from deepspeed_cdp.plan.constants import END
+from deepspeed_cdp.plan.program import Program, forward_ends
 from deepspeed_cdp.runtime.state import RankState
 
 
@@ -21,14 +21,12 @@ class IndexedProgram:
         self.actions = actions
         self._pass_starts: dict[tuple[int, int, bool], int] = {}  # (round, unit, backward) -> index in ``actions.held``
         self._pass_ends: dict[tuple[int, int, bool], int] = {}
-        self._forward_ends: dict[int, int] = {}
+        self._forward_ends = forward_ends(actions.held)
         self._round_ends: dict[int, int] = {}
         for index, a in enumerate(actions.held, 1):
             if a.kind.of_pass:
                 (self._pass_ends if a.phase == END else self._pass_starts)[a.round, a.unit, a.backward] = index
                 self._round_ends[a.round] = index
-                if a.unit != PERSISTENT and a.backward:
-                    self._forward_ends.setdefault(a.round, index - 1)
         for visit, index in self._pass_starts.items():
             self._pass_ends.setdefault(visit, index)  # parameters that are kept: their forward ends without an action
 
@@ -43,7 +41,7 @@ class IndexedProgram:
         return self._pass_ends[round - skipped, unit, backward] + skipped * self.actions.per_round
 
     def forward_end(self, round: int) -> int:
-        """The index of the round's first backward: pulls before it must not wait for the script's code between the passes."""
+        """The index at which the script's code between the round's forward and its backward comes."""
         skipped = self.actions.skipped(round)
         return self._forward_ends[round - skipped] + skipped * self.actions.per_round
 
@@ -72,4 +70,5 @@ class ActionLocation:
             unit = plan.unit(a.unit)
             stage, what = unit.stage, f"{'backward' if a.backward else 'forward'} of {unit.name or 'persistent parameters'}"
             what = f"new version for the {what}" if a.kind == Kind.REFRESH_PARAM else what
+            what = f"prediction of {unit.name or 'persistent parameters'}" if a.kind == Kind.PREDICT_PARAM else what
         return f"rank {state.transport.world_rank}, step {self.step}, stage {stage}, {what}"

@@ -58,7 +58,7 @@ class Partitioned:
             return
         self._receives[a.unit] = self.messages.wait(a)
         if a.peer is None:
-            self.owner_executor.wait_published(a.unit, a.version)
+            self.owner_executor.wait_published(a.unit, a.version, a.region)
         self.params[a.unit] = self.messages.place(a)[1]
 
     def forward(self, a: Action) -> None:
@@ -115,7 +115,7 @@ class Replicated(Partitioned):
         if a.peer is not None:
             self._receives[a.unit] = self.messages.wait(a)
         else:
-            self.owner_executor.wait_published(a.unit, a.version)
+            self.owner_executor.wait_published(a.unit, a.version, a.region)
         if region != "R":
             self.messages.wait_readers(a, "R", a.into[1], a.nbytes)
             self.state.buffers.view("R", a.into[1], a.nbytes).copy_(view)
@@ -126,7 +126,7 @@ class Replicated(Partitioned):
     def wait(self, a: Action) -> None:
         if not a.backward:
             if a.unit in self._owned and not self.plan.publishes_separate_copy:
-                self.owner_executor.wait_published(a.unit, 0)  # the owner's stream wrote it in place
+                self.owner_executor.wait_published(a.unit, 0, a.region)  # the owner's stream wrote it in place
             self.params[a.unit] = self.messages.place(a)[1]
         self.messages.post_all(a)
 

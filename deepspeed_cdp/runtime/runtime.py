@@ -110,6 +110,8 @@ class Runtime:
                 device=state.buffers.arena.device,
                 corrected=stage.corrected,
                 correction=settings.delay_correction,
+                early=stage.early,
+                early_divisor=lambda step: self.scale.of(step) * self.plan.early_share(state.owned_stage),
             )
         compares = settings.check_divergence and transport.size * transport.rings > 1
         self.divergence = Divergence(state, self.owner, settings.check_divergence) if compares else None

@@ -26,8 +26,15 @@ from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.transport.choose import host
 
 RECEIVES = (Kind.REFRESH_PARAM, Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD)
-SENDS = (Kind.FORWARD_PARAM, Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.PUBLISH_PARAM)
-OWNER = (Kind.REDUCE_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
+SENDS = (
+    Kind.FORWARD_PARAM,
+    Kind.SEND_EARLY_GRAD,
+    Kind.SEND_EARLY_PERSISTENT_GRAD,
+    Kind.SEND_GRAD,
+    Kind.SEND_PERSISTENT_GRAD,
+    Kind.PUBLISH_PARAM,
+)
+OWNER = (Kind.PREDICT_PARAM, Kind.REDUCE_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
 BEGINS = (Kind.WAIT_PARAM, Kind.FORWARD_PARAM, Kind.RECV_GRAD)
 TRACKS = {"passes": 0, "waits": 1, "owner": 2}
 MOST_EVENTS = 200_000  # per rank

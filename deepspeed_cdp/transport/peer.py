@@ -25,7 +25,7 @@ from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, Stre
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 from deepspeed_cdp.transport.stream_selection import select_wait_streams
 
-STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "S", "T", "X", "Y")
+STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "E", "S", "T", "X", "Y")
 _CUDA_STREAMS = ("credit", "G", "P", "O", "P0", "H0")  # names of the CUDA streams; those that wait most come first
 _CUDA_STREAM_OF = {  # CUDA stream of each pushed stream
     "P": "P",
@@ -33,6 +33,7 @@ _CUDA_STREAM_OF = {  # CUDA stream of each pushed stream
     "G": "G",
     "GH": "G",
     "O": "O",
+    "E": "O",  # the rank of "O" sends none under a rule without a stall
     "S": "S",
     "T": "S",
     "X": "X",

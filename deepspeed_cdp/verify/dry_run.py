@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from deepspeed_cdp.plan.actions import Action, Kind, Post
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import after_passes, build, initial_posts
+from deepspeed_cdp.plan.program import after_passes, build, forward_ends, initial_posts
 from deepspeed_cdp.verify.state import BEFORE, Key, Landing, Place, Push, Rank, Tag
 from deepspeed_cdp.verify.well_formed import PlanError
 
@@ -78,6 +78,9 @@ class DryRun:
             Kind.RECV_PERSISTENT_GRAD: self._recv_grad,
             Kind.SEND_GRAD: self._send_grad,
             Kind.SEND_PERSISTENT_GRAD: self._send_grad,
+            Kind.SEND_EARLY_GRAD: self._send_early,
+            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_early,
+            Kind.PREDICT_PARAM: self._predict,
             Kind.REDUCE_GRAD: self._reduce_grad,
             Kind.GRAD_NORM: self._grad_norm,
             Kind.SEND_NORM: self._send_norm,
@@ -88,6 +91,8 @@ class DryRun:
         }
         for rank in self.ranks:
             self._new_version(rank, 0)
+            if plan.is_predicted(owned := self.schedule.owned(rank.number)):
+                rank.content.update({("W0", at): ("corrected", i, 0) for i, at in plan.v_layout(owned)[0].items()})
             for post in posts(rank.number) if posts else initial_posts(plan, rank.number):
                 self._post(rank, BEFORE, post, None)
         if n > 1:
@@ -126,11 +131,7 @@ class DryRun:
     def _meetings(self, rank: Rank) -> int:
         first = self._first_backwards.get(id(rank.program))
         if first is None:
-            of_rounds: dict[int, int] = {}
-            for index, a in enumerate(rank.program):
-                if a.kind.of_pass and a.backward and a.unit != PERSISTENT:
-                    of_rounds.setdefault(a.round, index)
-            first = self._first_backwards[id(rank.program)] = list(of_rounds.values())
+            first = self._first_backwards[id(rank.program)] = list(forward_ends(rank.program).values())
         return rank.step * self.schedule.rounds + sum(index <= rank.cursor for index in first)
 
     def _tried(self, rank: Rank, a: Action) -> bool:
@@ -147,7 +148,9 @@ class DryRun:
 
     def _key(self, rank: Rank, a: Action) -> Key:
         time = a.time + max(rank.step - 1, 0) * self.period  # later steps run the program of step 1
-        return rank.step, after_passes(self.plan, rank.number, rank.step == 0, a), time, a.phase
+        # a prediction is made, published, pulled and read in one tick, in the order of the kinds
+        predicts = a.kind == Kind.PREDICT_PARAM or self.plan.predicts and a.stream in ("P0", "H0")
+        return rank.step, after_passes(self.plan, rank.number, rank.step == 0, a), time, a.phase, a.order if predicts else 0
 
     def _at(self, rank: Rank, a: Action) -> Place:
         """Region and offset of an action's bytes in this step."""
@@ -164,6 +167,8 @@ class DryRun:
         n, m = self.schedule.ranks, post.round
         if post.stream[0] in "PH":
             return self._params(post.unit, step, self.schedule.version(step, m, r, self.plan.unit(post.unit).stage))
+        if post.stream == "E":
+            return "g", post.unit, step, m * n + self.schedule.predictor(self.plan.unit(post.unit).stage) + 1
         return "g", post.unit, step, n * self.schedule.rounds if post.stream == "O" else m * n + r
 
     # ---- one action -----------------------------------------------------------------------------------------------------
@@ -308,6 +313,46 @@ class DryRun:
             self._earlier(rank, a, rank.pulled.pop(place, BEFORE), "a reader")
             rank.content.pop(place, None)
 
+    def _predict(self, rank: Rank, a: Action) -> bool:
+        step, place, early, src = rank.step + a.version, self._at(rank, a), None, self.schedule.predictor(self._stage(a))
+        message, sums = ("E", src, step, a.round, a.unit, True), self.plan.unit(a.unit).g_bytes
+        sent = sums and src != rank.number
+        there = self.plan.v_layout(self.schedule.owned(rank.number))[0].get(a.unit)
+        if (a.peer, a.stream, a.round, a.backward) != (*((src, "E") if sent else (None, "")), self.schedule.rounds - 1, True):
+            raise self._error(rank, "predicts from another message than the schedule says")
+        if place != ("W0", there):
+            raise self._error(rank, "predicts into another place than its readers'")
+        if rank.predicted.get(a.unit, 0) != step:
+            raise self._error(rank, f"predicts version {step + 1} after version {rank.predicted.get(a.unit, 0)}")
+        if step == 0:  # the correction of version 0 is version 0
+            rank.predicted[a.unit] = 1
+            return True
+        if sums:
+            early = self.plan.early_place(a.unit)
+            if sent:
+                if message not in rank.landed:
+                    return False
+                self._earlier(rank, a, rank.landed[message][0], "a push")
+            want = ("g", a.unit, step, a.round * self.schedule.ranks + src + 1)
+            if rank.content.get(early) != want:
+                raise self._error(rank, f"predicts from {rank.content.get(early)} where it should find {want}")
+        if self._still_read(rank, *place, a.nbytes):
+            return False
+        rank.landed.pop(message, None)
+        if rank.version != step or a.unit in rank.averaged:
+            raise self._error(rank, f"predicts version {step + 1} from version {rank.version}")
+        if place in rank.using.values():
+            raise self._error(rank, "overwrites a prediction that a pass of this rank reads")
+        self._earlier(rank, a, rank.pulled.pop(place, BEFORE), "a reader")
+        if early and early[0] != self.plan.o_region:
+            self._free(rank, *early)
+        rank.content[place] = ("corrected", a.unit, step)
+        rank.predicted[a.unit] = step + 1
+        return True
+
+    def _stage(self, a: Action) -> int:
+        return self.plan.unit(a.unit).stage
+
     def _send_norm(self, rank: Rank, a: Action) -> bool:
         if rank.normed != rank.step + a.version + 1:
             raise self._error(rank, f"comes after {rank.normed} norms")
@@ -415,6 +460,21 @@ class DryRun:
         else:
             self._push(rank, a)
         self._free(rank, *place)
+        return True
+
+    def _send_early(self, rank: Rank, a: Action) -> bool:
+        m, place, to = a.round, self._at(rank, a), a.into[:2]
+        own = a.peer == rank.number
+        if own and self._still_read(rank, *to, a.nbytes):
+            return False
+        self._check_content(rank, a, ("g", a.unit, rank.step, m * self.schedule.ranks + rank.number + 1))
+        if not own:
+            self._push(rank, a)
+            return True
+        if to != self.plan.early_place(a.unit) or a.stream != "E" or not a.backward:
+            raise self._error(rank, "copies an early sum to another place than its owner's")
+        self._claim(rank, *to, a.nbytes)
+        rank.content[to] = rank.content[place]
         return True
 
     def _check_content(self, rank: Rank, a: Action, want: Tag) -> None:

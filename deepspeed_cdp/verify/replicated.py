@@ -26,15 +26,14 @@ class ReplicaDryRun(DryRun):
     def __init__(self, plan: ReplicatedPlan, *args: Any, **kwargs: Any):
         self.holds: dict[tuple[int, int], tuple[int, bool]] = {}
         super().__init__(plan, *args, **kwargs)
+        owned = [plan.schedule.owned(r) for r in range(plan.schedule.ranks)]
+        self.v_predicted = [plan.v_layout(stage)[0] if plan.is_predicted(stage) else {} for stage in owned]
         self.handlers[Kind.REFRESH_PARAM] = self._refresh_param
         for rank in self.ranks:
             for i, offset in plan.replica[0].items():
                 rank.content["R", offset] = ("p", i, 0)
                 rank.busy.setdefault("R", {})[offset] = plan.unit(i).p_bytes
                 self.holds[rank.number, i] = (0, False)
-
-    def _stage(self, a: Action) -> int:
-        return self.plan.unit(a.unit).stage
 
     def _next_version(self, rank: Rank, a: Action) -> int | None:
         """The version of the unit's stage that the next micro-batch changes to, if it does."""
@@ -53,7 +52,7 @@ class ReplicaDryRun(DryRun):
             return False
         if a.into[0] != "R" or to[1] != self.plan.replica[0].get(a.unit):
             raise self._error(rank, "refreshes another place than the unit's in the replica")
-        published = self.written[rank.number][version % self.plan.copies]
+        published = [*self.written[rank.number][version % self.plan.copies], ("W0", self.v_predicted[rank.number])]
         if a.peer is None and place not in [(region, offsets.get(a.unit)) for region, offsets in published]:
             raise self._error(rank, "copies a unit that this rank neither owns nor was sent")
         current = self.order[rank.reads - 1][0]  # the round under way
@@ -102,9 +101,14 @@ class ReplicaDryRun(DryRun):
         for i in units:
             if not self.plan.publishes_separate_copy:
                 self._claim(rank, "R", self.v_layouts[rank.number][i], self.plan.unit(i).p_bytes)
-            elif self.holds[rank.number, i][0] != rank.step + a.version:
+            elif self._reads_published(rank, i) and self.holds[rank.number, i][0] != rank.step + a.version:
                 raise self._error(rank, f"overwrites a version of unit {i} that is not in its owner's replica yet")
         super()._overwrite(rank, a, units)
+
+    def _reads_published(self, rank: Rank, unit: int) -> bool:
+        """Whether the owner reads what its updates publish, and not predictions only."""
+        stage = self.plan.unit(unit).stage
+        return not self.plan.is_predicted(stage) or (rank.number, stage, False) in self.plan.first_reads
 
     def _new_version(self, rank: Rank, version: int) -> None:
         super()._new_version(rank, version)

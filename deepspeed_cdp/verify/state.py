@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from deepspeed_cdp.plan.actions import Action, Post
 
-Key = tuple[int, bool, int, int]  # (step, after the step's passes, logical time, phase), compared lexicographically
+# (step, after the step's passes, logical time, phase, place among predictions of one tick), compared lexicographically
+Key = tuple[int, bool, int, int, int]
 Tag = tuple  # ("p" or "corrected", unit, version) or ("g", unit, step, micro-batches summed)
 Place = tuple[str, int]  # region and offset; slots of H have offsets 0 and 1, published copies are regions V0, V1, W0, W1
-BEFORE: Key = (-1, False, 0, 0)  # earlier than the first action
+BEFORE: Key = (-1, False, 0, 0, 0)  # earlier than the first action
 
 
 class Push(NamedTuple):
@@ -49,6 +50,7 @@ class Rank:
         normed: number of steps whose GRAD_NORM is done.
         averaged: units of the next of these steps with a REDUCE_GRAD done; their published copies may be half written.
         version: number of updates applied.
+        predicted: owned unit -> the version that was predicted last.
         content: what each place holds.
         busy: region -> offset -> bytes, from the post to the last use.
         using: passes under way -> the place that they read.
@@ -68,6 +70,7 @@ class Rank:
     normed: int = 0
     averaged: list[int] = field(default_factory=list)
     version: int = 0
+    predicted: dict[int, int] = field(default_factory=dict)
     content: dict[Place, Tag] = field(default_factory=dict)
     busy: dict[str, dict[int, int]] = field(default_factory=dict)
     using: dict[tuple[int, int, bool], Place] = field(default_factory=dict)

@@ -25,7 +25,7 @@ def check_form(plan: Plan, r: int, programs: Sequence[Sequence[Action]], before:
     def check(x: Action | Post, where: str, a: Action | str) -> None:
         if x.unit not in known:
             raise PlanError(f"{where}: {a}: there is no unit {x.unit}")
-        sums = x.kind.carries == "grad" if isinstance(x, Action) else x.stream in ("G", "GH", "O")
+        sums = x.kind.carries == "grad" if isinstance(x, Action) else x.stream in ("G", "GH", "O", "E")
         nbytes = plan.unit(x.unit).g_bytes if sums else plan.unit(x.unit).p_bytes
         if x.nbytes != nbytes or not 0 <= x.offset <= ends.get(x.region, nbytes) - nbytes:
             raise PlanError(f"{where}: {a}: {x.region}[{x.offset}:{x.offset + x.nbytes}] is not unit {x.unit}, of {nbytes} bytes")

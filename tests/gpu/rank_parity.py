@@ -39,7 +39,7 @@ from support import models  # noqa: E402
 from support.engine_work import explicit  # noqa: E402
 from support.gpu_places import take_gpu  # noqa: E402
 
-STEPS = 6
+STEPS = 7
 
 
 def adamw(named):

@@ -241,6 +241,7 @@ def oracle(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
         on_step=decay,
         warmup_steps=case.warmup_steps,
         delay_correction=case.correction,
+        early=False,
     )
     means = [
         sum(trained.losses[t, m, r] for m in range(case.rounds) for r in range(case.stages)) / (case.rounds * case.stages)

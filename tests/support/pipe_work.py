@@ -280,8 +280,9 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         flush_after=job.eval_after,
         grad_dtype=torch.float32 if job.sum_fp32 else None,
         on_step=on_step,
+        early=False,
         delay_correction=_with_numbers(
-            resolve(job.cyclic.get("delay_correction", "auto"), make_optimizer([("", nn.Parameter(torch.ones(1)))]), k)
+            resolve(job.cyclic.get("delay_correction", "auto"), make_optimizer([("", nn.Parameter(torch.ones(1)))]), k, True)
         ),
     )
     count = job.rounds * job.stages

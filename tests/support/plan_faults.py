@@ -26,7 +26,7 @@ STARTS = (Kind.GRAD_NORM, Kind.SEND_NORM, Kind.OPTIMIZER_STEP)
 def plan(name: str) -> Plan:
     """v2 with two rounds, persistent and frozen parameters; v1 and dp, which have a SEND_NORM; v2 on four ranks; one rank alone.
 
-    Stale readers of the first two read corrections.
+    Stale readers of the first two read corrections. "p2" and "p1" are as "v2" and "v1", but these are predictions.
 
     "r-NAME" is the same with all parameters on every rank (tests in test_replica_faults.py).
     """
@@ -34,6 +34,8 @@ def plan(name: str) -> Plan:
     counts, k, rounds = {
         "v2": ((1, 2, 1), 2, 2),
         "v1": ((1, 2, 1), 5, 1),
+        "p2": ((1, 2, 1), 2, 2),
+        "p1": ((1, 2, 1), 5, 1),
         "dp": ((1, 2, 1), 0, 1),
         "one": ((2,), 0, 2),
         "four": ((1, 2, 1, 1), 3, 1),
@@ -41,11 +43,12 @@ def plan(name: str) -> Plan:
     }[name]
     stages = [stage for stage, count in enumerate(counts) for _ in range(count)]
     units = tuple(
-        Unit(f"u{i}", stage, (f"w{i}",), (), 256 * (3 + i), 0 if (name, i) == ("v2", 1) else 128 * (3 + i))
+        Unit(f"u{i}", stage, (f"w{i}",), (), 256 * (3 + i), 0 if (name, i) in (("v2", 1), ("p2", 1)) else 128 * (3 + i))
         for i, stage in enumerate(stages)
     )
     persistent = None if name in ("dp", "four") else Unit("", 0, ("tied",), (), 512, 256)
-    return make(Schedule(len(counts), k, rounds), units, persistent, name == "keep", delay_corrected=name in ("v2", "v1"))
+    corrections = dict(delay_corrected=name in ("v2", "v1", "p2", "p1"), predicts=name in ("p2", "p1"))
+    return make(Schedule(len(counts), k, rounds), units, persistent, name == "keep", **corrections)
 
 
 @cache
@@ -71,7 +74,7 @@ def rejected(name: str, rank: int, first: bool, wrong: Program) -> str:
 
 def mutations(name: str, fault: Fault, kind: str | None = None) -> Iterator[tuple[Action, int, bool, Program]]:
     """(the action made wrong, its rank, whether of the first step, the program), for every place (under v2: every second)."""
-    some = name in ("v2", "four", "keep", "r-v2", "r-four")
+    some = name in ("v2", "p2", "four", "keep", "r-v2", "r-p2", "r-four")
     for rank in range(plan(name).schedule.ranks):
         for first in (True, False):
             good = program(name, rank, first)
@@ -132,6 +135,7 @@ def wrong_version(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program
             Kind.REFRESH_PARAM,
             Kind.FORWARD_PARAM,
             Kind.PUBLISH_PARAM,
+            Kind.PREDICT_PARAM,
             Kind.REDUCE_GRAD,
             *STARTS,
         ):

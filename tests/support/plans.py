@@ -20,10 +20,11 @@ def make(
     keep: bool = False,
     kind: type[Plan] = Plan,
     corrected: bool = False,
+    predicts: bool = False,
 ) -> Plan:
     """A plan with equal units."""
     units = tuple(Unit(f"u{i}", i // per_stage, (f"w{i}",), (), p_bytes, g_bytes) for i in range(ranks * per_stage))
-    return kind(Schedule(ranks, k, rounds), units, persistent, keep, delay_corrected=corrected)
+    return kind(Schedule(ranks, k, rounds), units, persistent, keep, delay_corrected=corrected or predicts, predicts=predicts)
 
 
 @st.composite
@@ -47,5 +48,7 @@ def plans(draw: st.DrawFn, ranks: st.SearchStrategy[int], k: int | None = None, 
             )
     persistent = draw(st.sampled_from([None, PERSISTENT_UNIT, Unit("", 0, (), ("frozen",), 64, 0)]))
     k = draw(st.integers(0, 2 * n - 1)) if k is None else k
-    schedule, keep, corrected = Schedule(n, k, rounds or draw(st.integers(1, 3))), draw(st.booleans()), draw(st.booleans())
-    return Plan(schedule, tuple(units), persistent, keep, delay_corrected=corrected)
+    schedule, keep = Schedule(n, k, rounds or draw(st.integers(1, 3))), draw(st.booleans())
+    correction = draw(st.sampled_from(["none", "extrapolate", "predict"]))
+    corrects, predicts = correction != "none", correction == "predict"
+    return Plan(schedule, tuple(units), persistent, keep, delay_corrected=corrects, predicts=predicts)

@@ -11,11 +11,7 @@ from support import models
 from support.local_ring import train
 from support.optimizers import sgd
 
-NONE, PREDICT, EXTRAPOLATE = (
-    DelayCorrection(),
-    DelayCorrection("predict", momentum=0.3, gradient=0.1),
-    DelayCorrection("extrapolate"),
-)
+NONE, PREDICT, EXTRAPOLATE = (DelayCorrection(), DelayCorrection("predict", weight=1.7), DelayCorrection("extrapolate"))
 
 
 def schedule(step, optimizer):

@@ -83,7 +83,7 @@ SCHEMA = {
         ],
         "memory": [{str: int}],
         "activations": int,
-        "traffic": {"received": [{"F": int, "B": int, "G": int, "O": int}], "messages": [int], "link_busy": NUMBER},
+        "traffic": {"received": [{"F": int, "B": int, "G": int, "O": int, "E": int}], "messages": [int], "link_busy": NUMBER},
         "time": {
             "step": NUMBER,
             "parts": {str: NUMBER},

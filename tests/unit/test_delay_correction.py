@@ -1,9 +1,12 @@
 """optim/delay_correction.py: which correction an optimizer gets. What corrections are worth is measured in docs/learning.md."""
 
+import copy
+
 import pytest
 import torch
 
-from deepspeed_cdp.optim.delay_correction import resolve
+from deepspeed_cdp.optim.delay_correction import Corrector, resolve
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
@@ -39,5 +42,40 @@ def test_predict_needs_a_formula():
     for kind in (torch.optim.Adagrad, MuonAndAdamW):
         with pytest.raises(ValueError, match="is 'predict' and the optimizer .* use 'extrapolate' or 'auto'"):
             resolve("predict", kind(parameters), 1)
-    chosen = resolve({"method": "predict", "momentum": 0.5}, torch.optim.AdamW(parameters), 1)
+    chosen = resolve({"method": "predict", "momentum": 0.5}, torch.optim.AdamW(parameters), 1, True)
     assert chosen.weights(0.9) == (0.5, resolve("predict", torch.optim.AdamW(parameters), 1).weights(0.9)[1])
+
+
+@pytest.mark.parametrize(("key", "pipeline"), [("weight", True), ("momentum", False), ("gradient", False)])
+def test_numbers_of_the_other_kind_are_refused(key, pipeline):
+    """Rings and pipelines predict by different formulas."""
+    optimizer, block = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]), {"method": "predict", key: 0.5}
+    with pytest.raises(ValueError, match=f"cyclic.delay_correction has {key} 0.5, which predictions on .* remove it"):
+        resolve(block, optimizer, 1, pipeline)
+    assert resolve(block, optimizer, 1, not pipeline).method == "predict"
+
+
+def test_the_trial_step_leaves_nothing_behind():
+    """Values, state, options and gradients are as before; what it returns is what a copy of the optimizer makes."""
+    torch.manual_seed(0)
+    weights = [torch.nn.Parameter(torch.randn(3)), torch.nn.Parameter(torch.randn(2, 2))]
+    optimizer = torch.optim.AdamW(weights, lr=0.1, betas=(0.5, 0.9), weight_decay=0.1)
+    for w in weights:
+        w.grad = torch.randn_like(w)
+    optimizer.step()
+    before = copy.deepcopy((weights, optimizer.state_dict(), [w.grad for w in weights]))
+    gradients, options = [torch.randn_like(w) for w in weights], [{"lr": 0.3, "betas": (0.5, 0.9)}]
+    ahead = Corrector(DelayCorrection("predict", weight=1.5), optimizer).predict(weights, gradients, options)
+    for now, then in zip(weights, before[0]):
+        assert torch.equal(now, then)
+    assert all(torch.equal(w.grad, g) for w, g in zip(weights, before[2]))
+    assert str(optimizer.state_dict()) == str(before[1])
+    trial, copies = copy.deepcopy((optimizer, weights))
+    trial.param_groups[0]["lr"] = 0.3
+    for w, g in zip(copies, gradients):
+        m = trial.state[w]["exp_avg"] / 0.5
+        w.grad = m + 1.5 * (g - m)
+    trial.step()
+    for a, w in zip(ahead, copies):
+        torch.testing.assert_close(a, w.detach())
+        assert not torch.equal(a, before[0][0 if w.ndim == 1 else 1])

@@ -98,9 +98,12 @@ def test_a_program_holds_every_pass_once(plan: Plan) -> None:
 
 
 # ---- bytes --------------------------------------------------------------------------------------------------------------
+SENT = (Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.SEND_EARLY_GRAD, Kind.SEND_EARLY_PERSISTENT_GRAD)
+
+
 def counted(run: DryRun, rank: int, step: int) -> dict[str, int]:
     """Bytes that arrived in a step of the dry-run; finished sums are counted where rank N-1 sends them."""
-    total = {"F": 0, "B": 0, "G": 0, "O": 0}
+    total = {"F": 0, "B": 0, "G": 0, "O": 0, "E": 0}
     for r, t, a in run.log:
         if (
             t == step
@@ -109,8 +112,8 @@ def counted(run: DryRun, rank: int, step: int) -> dict[str, int]:
             and a.kind in (Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD)
         ):
             total["G" if a.kind != Kind.WAIT_PARAM else "B" if a.backward else "F"] += a.nbytes
-        if t == step and a.stream == "O" and a.peer == rank != r:
-            total["O"] += a.nbytes
+        if t == step and a.stream in ("O", "E") and a.kind in SENT and a.peer == rank != r:
+            total[a.stream] += a.nbytes
     return total
 
 
@@ -139,6 +142,7 @@ def test_closed_form_by_hand(ranks: int, keep: bool) -> None:
                     "B": (rounds * again - at_home * (own < again)) * psi // ranks,
                     "G": 2 * psi * (rounds - (r == 0)),
                     "O": 0 if r == ranks - 1 else 2 * psi // ranks,
+                    "E": 0,
                 }
     v2 = make(ranks, ranks - 1, per_stage=2, keep=keep)
     everyone = sum(v2.received_bytes(r)["F"] + v2.received_bytes(r)["B"] for r in range(ranks))
@@ -227,7 +231,7 @@ def test_a_kept_region_overwritten_between_forward_and_backward_is_refused(rule:
 
 def test_alone_nothing_travels() -> None:
     plan = make(1, 0, 2, per_stage=3, persistent=PERSISTENT_UNIT)
-    assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0}
+    assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0, "E": 0}
     assert plan.p_layouts[0].nbytes == 0 and plan.regions["PG"] == plan.memory()["sums"] == 3 * 2048 + 192
     assert {a.kind for a in build(plan, 0, False)} == {
         Kind.WAIT_PARAM,
@@ -243,7 +247,7 @@ def test_alone_nothing_travels() -> None:
 def test_held_parameters_travel_once() -> None:
     bare, persistent = make(3, 2), make(3, 2, persistent=PERSISTENT_UNIT)
     more = {k: persistent.received_bytes(1)[k] - v for k, v in bare.received_bytes(1).items()}
-    assert more == {"F": 320, "B": 0, "G": 192, "O": 0}  # rank 2 owns them
+    assert more == {"F": 320, "B": 0, "G": 192, "O": 0, "E": 0}  # rank 2 owns them
     assert (
         persistent.regions["H0"] == persistent.regions["H1"] == 320
         and persistent.regions["GH"] == 192

@@ -47,11 +47,11 @@ from support.plan_faults import (
 # ---- faults -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep", "one"])
+@pytest.mark.parametrize("name", ["v2", "v1", "p2", "p1", "dp", "four", "keep", "one"])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_fault_is_rejected_and_named(name: str, fault: Fault) -> None:
     messages = list(everywhere(name, fault, one_in=4))
-    uncorrected = fault is wrong_copy and name not in ("v2", "v1")
+    uncorrected = fault is wrong_copy and name not in ("v2", "v1", "p2", "p1")
     assert messages or uncorrected or (name == "one" and fault in (wrong_peer, wrong_stream, swap_pushes, wrong_landing))
     for action, rank, message in messages:
         assert NAMED.search(message), (action, rank, message)
@@ -60,24 +60,27 @@ def test_fault_is_rejected_and_named(name: str, fault: Fault) -> None:
 KINDS = {  # what the message names where this kind is missing: the kind itself, or those that suffer
     Kind.WAIT_PARAM: "WAIT_PARAM|FORWARD_PARAM|RELEASE_PARAM|RELEASE_PERSISTENT_PARAM|RECV_GRAD|RECV_PERSISTENT_GRAD",
     Kind.FORWARD_PARAM: "FORWARD_PARAM|WAIT_PARAM",
-    Kind.RECV_GRAD: "SEND_GRAD|RECV_GRAD|REDUCE_GRAD|GRAD_NORM",
+    Kind.RECV_GRAD: "SEND_GRAD|RECV_GRAD|REDUCE_GRAD|GRAD_NORM|SEND_EARLY_GRAD",
     Kind.SEND_GRAD: "SEND_GRAD|RECV_GRAD|REDUCE_GRAD|GRAD_NORM|RELEASE_PARAM|FORWARD_PARAM|WAIT_PARAM|PULL_PARAM|GRANT_CREDIT",
     Kind.RELEASE_PARAM: "RELEASE_PARAM|WAIT_PARAM|FORWARD_PARAM|PUBLISH_PARAM|PULL_PARAM|RECV_GRAD|SEND_GRAD|"
     "REDUCE_GRAD|OPTIMIZER_STEP|RECV_PERSISTENT_GRAD|RELEASE_PERSISTENT_PARAM|GRANT_CREDIT",
-    Kind.RECV_PERSISTENT_GRAD: "SEND_PERSISTENT_GRAD|RECV_PERSISTENT_GRAD|GRAD_NORM",
+    Kind.RECV_PERSISTENT_GRAD: "SEND_EARLY_PERSISTENT_GRAD|SEND_PERSISTENT_GRAD|RECV_PERSISTENT_GRAD|GRAD_NORM",
     Kind.SEND_PERSISTENT_GRAD: "SEND_PERSISTENT_GRAD|RECV_PERSISTENT_GRAD|GRAD_NORM|SEND_GRAD",
     Kind.RELEASE_PERSISTENT_PARAM: "RELEASE_PARAM|WAIT_PARAM|PULL_PARAM|FORWARD_PARAM",
+    Kind.SEND_EARLY_GRAD: "PREDICT_PARAM|SEND_EARLY_GRAD|SEND_EARLY_PERSISTENT_GRAD",
+    Kind.SEND_EARLY_PERSISTENT_GRAD: "PREDICT_PARAM|SEND_EARLY_PERSISTENT_GRAD",
+    Kind.PREDICT_PARAM: "PREDICT_PARAM|PUBLISH_PARAM|WAIT_PARAM|GRANT_CREDIT",
     Kind.PUBLISH_PARAM: "PUBLISH_PARAM|WAIT_PARAM",
     Kind.PULL_PARAM: "PUBLISH_PARAM|WAIT_PARAM",
     Kind.REDUCE_GRAD: "REDUCE_GRAD|GRAD_NORM",
     Kind.GRAD_NORM: "GRAD_NORM|OPTIMIZER_STEP|SEND_NORM",
     Kind.SEND_NORM: "OPTIMIZER_STEP",
-    Kind.OPTIMIZER_STEP: "OPTIMIZER_STEP|PUBLISH_PARAM|WAIT_PARAM|REDUCE_GRAD|GRAD_NORM|GRANT_CREDIT",
+    Kind.OPTIMIZER_STEP: "OPTIMIZER_STEP|PUBLISH_PARAM|WAIT_PARAM|REDUCE_GRAD|GRAD_NORM|GRANT_CREDIT|PREDICT_PARAM",
     Kind.GRANT_CREDIT: "GRANT_CREDIT|SEND_GRAD|FORWARD_PARAM|WAIT_PARAM|RECV_GRAD|REDUCE_GRAD|GRAD_NORM",
 }
 
 
-@pytest.mark.parametrize(("name", "kind"), [(n, k) for n in ("v2", "v1", "dp", "four", "keep", "one") for k in KINDS])
+@pytest.mark.parametrize(("name", "kind"), [(n, k) for n in ("v2", "v1", "p2", "p1", "dp", "four", "keep", "one") for k in KINDS])
 def test_a_missing_action_is_named_by_itself_or_by_what_suffers(name: str, kind: str) -> None:
     found = list(everywhere(name, drop, kind, one_in=4))
     present = {a.kind for r in range(plan(name).schedule.ranks) for a in program(name, r, False)}
@@ -108,7 +111,7 @@ def test_a_wrong_version_names_the_place() -> None:
 # ---- posts --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep"])
+@pytest.mark.parametrize("name", ["v2", "v1", "p2", "p1", "dp", "four", "keep"])
 def test_wrong_posts_are_rejected_and_named(name: str) -> None:
     messages = list(everywhere(name, wrong_posts, one_in=4))
     assert len(list(mutations(name, wrong_posts))) > 240
@@ -151,14 +154,14 @@ def early_post(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
                 yield put(wrong, before, good[before]._replace(posts=(*good[before].posts, post)))
 
 
-@pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep"])
+@pytest.mark.parametrize("name", ["v2", "v1", "p2", "p1", "dp", "four", "keep"])
 def test_a_post_before_its_gate_is_rejected(name: str) -> None:
     messages = [
         x
         for kind in (Kind.RELEASE_PARAM, Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.GRANT_CREDIT)
         for x in everywhere(name, early_post, kind)
     ]
-    places = {"v2": 37, "v1": 18, "dp": 6, "four": 52, "keep": 41}
+    places = {"v2": 37, "v1": 18, "p2": 37, "p1": 18, "dp": 6, "four": 52, "keep": 41}
     assert len(messages) == places[name] and any(a.kind == Kind.RELEASE_PARAM and plan(name).kept(a.unit) for a, _, _ in messages)
     assert all(NAMED.search(m) for _, _, m in messages), messages
     assert sum("still in use" in m for _, _, m in messages) > len(messages) // 2
@@ -167,11 +170,11 @@ def test_a_post_before_its_gate_is_rejected(name: str) -> None:
 # ---- time ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep"])
+@pytest.mark.parametrize("name", ["v2", "v1", "p2", "p1", "dp", "four", "keep"])
 def test_a_push_after_the_time_it_is_needed_is_rejected(name: str) -> None:
     messages = [x for kind in (Kind.FORWARD_PARAM, Kind.SEND_GRAD) for x in everywhere(name, late_push, kind)]
     kinds = (
-        {Kind.FORWARD_PARAM} if name == "v1" else {Kind.FORWARD_PARAM, Kind.SEND_GRAD}
+        {Kind.FORWARD_PARAM} if name in ("v1", "p1") else {Kind.FORWARD_PARAM, Kind.SEND_GRAD}
     )  # v1's programs end two positions after the first sum is passed on
     assert len(messages) > 12 and {a.kind for a, _, _ in messages} == kinds
     assert all(
@@ -180,7 +183,7 @@ def test_a_push_after_the_time_it_is_needed_is_rejected(name: str) -> None:
     ), messages
 
 
-@pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep"])
+@pytest.mark.parametrize("name", ["v2", "v1", "p2", "p1", "dp", "four", "keep"])
 def test_an_update_before_its_sums_are_complete_is_rejected(name: str) -> None:
     messages = list(everywhere(name, early_update))
     assert messages
@@ -238,7 +241,7 @@ def test_a_read_of_a_freed_region_with_the_same_content_is_rejected(name: str) -
     assert any("but its message landed at" in message for message in found), found
 
 
-@pytest.mark.parametrize("name", ["v2", "v1", "dp", "four", "keep", "one"])
+@pytest.mark.parametrize("name", ["v2", "v1", "p2", "p1", "dp", "four", "keep", "one"])
 def test_the_plans_themselves_pass(name: str) -> None:
     validate(plan(name))
     validate(plan(name), programs=lambda r, f: program(name, r, f), posts=lambda r: initial_posts(plan(name), r))

@@ -185,28 +185,33 @@ def test_corrections_with_sgd_by_hand(method, flush_after):
         lambda call, x: call(x),
         lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.5),
         5,
-        delay_correction=DelayCorrection(method, updates=0.7, momentum=0.3, gradient=0.2),
+        delay_correction=DelayCorrection(method, updates=0.7, weight=1.5),
         flush_after=flush_after,
     )
     a, b = [1.0], [2.0]
     buffer_a = buffer_b = 0.0
-    correction = [1.0]  # of a[t]
+    correction = [1.0]  # what is read in step t + 1
     for t in range(5):
-        reads = a[t] if t == 0 or t - 1 in flush_after else correction[t - 1]
+        reads = a[t] if t == 0 or t - 1 in flush_after else correction[t]
         assert got.losses[t, 0, 0] == pytest.approx(1.0 * reads * b[t], rel=1e-5)
         assert got.losses[t, 0, 1] == pytest.approx(2.0 * a[t] * b[t], rel=1e-5)
         grad_a, grad_b = (1.0 * b[t] + 2.0 * b[t]) / 2, (1.0 * reads + 2.0 * a[t]) / 2
+        lead = 0.5 * buffer_a + 1.5 * (1.0 * b[t] - 0.5 * buffer_a)  # rank 0 has its own gradient, and the buffer is m / 0.5
+        predicted = a[t] - 0.1 * (0.5 * buffer_a + lead) if t and t - 1 not in flush_after else a[t]
         buffer_a, buffer_b = 0.5 * buffer_a + grad_a, 0.5 * buffer_b + grad_b
         a.append(a[t] - 0.1 * buffer_a)
         b.append(b[t] - 0.1 * buffer_b)
-        ahead = 0.7 * (a[t] - a[t + 1]) if method == "extrapolate" else 0.1 * (0.3 * buffer_a + 0.2 / (1 - 0.5) * grad_a)
-        correction.append(a[t + 1] if t in flush_after else a[t + 1] - ahead)
+        if method == "predict":
+            correction.append(predicted)
+        else:
+            ahead = a[t] + 0.7 * (a[t] - a[t - 1]) if t and t - 1 not in flush_after else a[t]
+            correction.append(ahead)
     assert got.masters["a"].item() == pytest.approx(a[-1], rel=1e-5)
     assert got.masters["b"].item() == pytest.approx(b[-1], rel=1e-5)
 
 
 def test_predict_with_adamw_by_hand():
-    """f = (w x)^2 / 2 of one weight, K = 1 on one rank: every reader reads what was made of the version before."""
+    """f = (w x)^2 / 2 of one weight, K = 1 on one rank: every reader reads a prediction, made in the step before."""
     net = nn.Linear(1, 1, bias=False)
     nn.init.constant_(net.weight, 1.0)
     rates = [0.1, 0.05, 0.2, 0.1, 0.1]
@@ -224,25 +229,31 @@ def test_predict_with_adamw_by_hand():
         5,
         clip=3.0,
         on_step=set_rate,
-        delay_correction=DelayCorrection("predict", momentum=0.3, gradient=0.2),
+        delay_correction=DelayCorrection("predict", weight=1.5),
     )
-    now = before = 1.0  # before: the correction of the version before
-    correction = 1.0
+    now = before = 1.0  # before: what is read
     m = v = 0.0
+    factor = 1.0
     for t, rate in enumerate(rates):
         g = before * (1.0 + t) ** 2
-        g /= max(1.0, (abs(g) + 1e-6) / 3.0)
+        predicted = now
+        if t:  # with the last update's rate and clipping
+            mean, rate_before = m / (1 - 0.9**t), rates[t - 1]
+            lead = mean + 1.5 * (g * factor - mean)
+            m1, v1 = 0.9 * m + 0.1 * lead, 0.99 * v + 0.01 * lead * lead
+            denominator = (v1 / (1 - 0.99 ** (t + 1))) ** 0.5 + 1e-3
+            predicted = now * (1 - rate_before * 0.1) - rate_before * m1 / (1 - 0.9 ** (t + 1)) / denominator
+        factor = 1 / max(1.0, (abs(g) + 1e-6) / 3.0)
+        g *= factor
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         first, denominator = 1 - 0.9 ** (t + 1), (v / (1 - 0.99 ** (t + 1))) ** 0.5 + 1e-3
         now = now * (1 - rate * 0.1) - rate * m / first / denominator
-        before, correction = correction, now - rate * (0.3 * m / first + 0.2 * g) / denominator
+        before = predicted
     assert got.masters["weight"].item() == pytest.approx(now, rel=1e-4)
-    with pytest.raises(ValueError, match="needs numbers for momentum and gradient"):
-        train(make(), stages(make(), 1), 1, batch, mse, adamw, 1, delay_correction=DelayCorrection("predict"))
 
 
-def test_a_skipped_update_is_its_own_correction():
-    """fp16, K = 1 on one rank: step 1 overflows, so step 2 still reads a correction, and step 3 the version itself."""
+def test_a_prediction_that_is_not_finite_is_the_version_itself():
+    """fp16, K = 1 on one rank: step 1 overflows, so step 2 reads the version itself, and step 3 a prediction again."""
 
     class Scaler:
         loss_scale = 1.0
@@ -261,10 +272,10 @@ def test_a_skipped_update_is_its_own_correction():
         lambda named: torch.optim.SGD([p for _, p in named], lr=0.1, momentum=0.5),
         4,
         scaler=Scaler(),
-        delay_correction=DelayCorrection("predict", momentum=0.3, gradient=0.2),
+        delay_correction=DelayCorrection("predict", weight=1.5),
     )
     assert got.overflows == [False, True, False, False]
-    assert [got.losses[t, 0, 0] for t in (0, 2, 3)] == pytest.approx([1.0, 0.9 - 0.1 * (0.3 + 0.2 / 0.5), 0.9], rel=1e-6)
+    assert [got.losses[t, 0, 0] for t in (0, 2, 3)] == pytest.approx([1.0, 0.9, 0.9 - 0.1 * (0.5 + 0.5 + 1.5 * 0.5)], rel=1e-6)
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))

@@ -26,7 +26,8 @@ from support.runtime_runs import RULES, check, named_rule, oracle, schedule
 
 
 def replicated(plan: Plan) -> ReplicatedPlan:
-    return ReplicatedPlan(plan.schedule, plan.units, plan.persistent)
+    corrections = dict(delay_corrected=plan.delay_corrected, predicts=plan.predicts)
+    return ReplicatedPlan(plan.schedule, plan.units, plan.persistent, **corrections)
 
 
 # ---- plans --------------------------------------------------------------------------------------------------------------
@@ -95,8 +96,11 @@ def test_a_replica_changes_where_the_schedule_changes_version(ranks: int, k: int
                     assert gap == 2 if rank or k >= ranks - 1 else gap >= 2
 
 
+SENT = (Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.SEND_EARLY_GRAD, Kind.SEND_EARLY_PERSISTENT_GRAD)
+
+
 def counted(run, rank: int, step: int) -> dict[str, int]:
-    total = {"F": 0, "B": 0, "G": 0, "O": 0}
+    total = {"F": 0, "B": 0, "G": 0, "O": 0, "E": 0}
     for r, t, a in run.log:
         if (
             t == step
@@ -105,8 +109,8 @@ def counted(run, rank: int, step: int) -> dict[str, int]:
             and a.kind in (Kind.REFRESH_PARAM, Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD)
         ):
             total["F" if a.kind in (Kind.REFRESH_PARAM, Kind.WAIT_PARAM) else "G"] += a.nbytes
-        if t == step and a.stream == "O" and a.peer == rank != r:
-            total["O"] += a.nbytes
+        if t == step and a.stream in ("O", "E") and a.kind in SENT and a.peer == rank != r:
+            total[a.stream] += a.nbytes
     return total
 
 
@@ -133,6 +137,7 @@ def test_two_psi_a_step_by_hand(ranks: int, rule: str, rounds: int) -> None:
             "B": 0,
             "G": 2 * psi * (rounds - (r == 0)),
             "O": 0 if r == ranks - 1 else 2 * psi // ranks,
+            "E": 0,
         }
 
 
@@ -165,14 +170,14 @@ def test_regions_hold_all_that_is_placed_in_them(plan: Plan) -> None:
             actions = build(plan, rank, first)
             for x in [*actions, *(post for a in actions for post in a.posts)]:
                 if x.region:
-                    region = "V0" if x.region == "V" else x.region
+                    region = f"{x.region}0" if x.region in ("V", "W") else x.region
                     assert 0 <= x.offset <= plan.regions[region] - x.nbytes, x
 
 
 def test_alone_nothing_travels() -> None:
     for k in (0, 1):
         plan = make(1, k, 2, per_stage=3, persistent=PERSISTENT_UNIT, kind=ReplicatedPlan)
-        assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0} and "L" not in plan.regions
+        assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0, "E": 0} and "L" not in plan.regions
         kinds = {a.kind for a in build(plan, 0, False)}
         assert kinds == {
             Kind.WAIT_PARAM,

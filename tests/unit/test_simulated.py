@@ -9,7 +9,7 @@ from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.analysis.learning_simulator import Simulator, stages_of, threshold_of
 from deepspeed_cdp.model.discover import Example
 from deepspeed_cdp.plan import schedule
-from deepspeed_cdp.plan.delay_correction import DelayCorrection, coefficients
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from support.models import build
 
 STEPS = 7
@@ -136,9 +136,7 @@ def test_equals_the_oracle_bit_for_bit(kind, ranks, rule, rounds, clip, optimize
 def test_corrections_equal_the_oracle_bit_for_bit(
     kind, ranks, rule, rounds, clip, warmup, flush_after, optimizer, method
 ) -> None:
-    block = (
-        {"method": "extrapolate", "updates": 0.7} if method == "extrapolate" else dict(method=method, momentum=0.3, gradient=0.2)
-    )
+    block = {"method": "extrapolate", "updates": 0.7} if method == "extrapolate" else dict(method=method, weight=1.7)
     equals_the_oracle(kind, ranks, rule, rounds, clip, optimizer, block, DelayCorrection(**block), warmup, flush_after)
 
 
@@ -148,12 +146,11 @@ def test_muon_is_extrapolated(setting, updates) -> None:
     equals_the_oracle("matrices", 2, "cdp-v2", 1, 0.3, muon, setting, DelayCorrection("extrapolate", updates=updates))
 
 
-def test_auto_and_coefficients() -> None:
-    """Unless they are set, coefficients follow from the momentum; SGD keeps the paper's rule, as does dp."""
-    for optimizer, beta1 in ((adamw, 0.9), (adamax, 0.8)):
-        a, c = coefficients(beta1)
+def test_auto() -> None:
+    """Adam's kin is predicted, with weight 2; SGD keeps the paper's rule, as does dp."""
+    for optimizer in (adamw, adamax):
         for setting in ("auto", "predict"):
-            equals_the_oracle("mlp", 3, "cdp-v1", 1, 0.0, optimizer, setting, DelayCorrection("predict", momentum=a, gradient=c))
+            equals_the_oracle("mlp", 3, "cdp-v1", 1, 0.0, optimizer, setting, DelayCorrection("predict", weight=2.0))
     equals_the_oracle("mlp", 3, "cdp-v1", 1, 0.0, sgd, "auto")
     equals_the_oracle("mlp", 3, "dp", 1, 0.0, adamw, "predict")
 

@@ -99,10 +99,31 @@ def test_nadam_leads_already(a, c, expected):
     assert got == pytest.approx(expected, rel=0.04)
 
 
-@pytest.mark.parametrize("correction, a, c", [("none", 0.0, 0.0), ("extrapolate", 1.0, 0.0), ("predict", *coefficients(0.9))])
-def test_trainings_have_these_limits(correction, a, c):
-    """SGD on (w^2) / 2 with one rank under cdp-v1; its buffer is m / (1 - beta)."""
-    limit = limits(0.9, 0.0, np.array([a]), np.array([c]))[0]
+def limit_of_predictions(beta: float, weight: float) -> float:
+    """The largest rate times curvature if all readers read theta - lr (beta m + (1 - beta) (m + weight (g - m))): theta and m are
+    those before the step, g is the step's gradient, which is taken at the reads of the step before."""
+    for rate in np.arange(0.1, 60, 0.05):
+        # of theta_{t-1}, the m that made it, and the gradient of step t-1
+        read = np.array([1.0, -(beta + (1 - beta) * (1 - weight)), -(1 - beta) * weight])
+        step = np.array([[1.0, -beta, -(1 - beta)], [0.0, beta, 1 - beta], rate * read])
+        if max(abs(np.linalg.eigvals(step))) > 1 + 1e-9:
+            return float(rate)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("weight, expected", [(1.0, 38.0), (1.5, 12.7), (2.0, 7.6), (2.5, 5.4)])
+def test_predictions_are_exact_with_weight_1(weight, expected):
+    """As stable as without delay (2 (1 + beta) / (1 - beta)); a bolder weight is less so, if gradients are not noisy."""
+    assert limit_of_predictions(0.9, weight) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("correction", ["none", "extrapolate", 1.0, 2.0])
+def test_trainings_have_these_limits(correction):
+    """SGD on (w^2) / 2 with one rank under cdp-v1; its buffer is m / (1 - beta). A number is a prediction's weight."""
+    if isinstance(correction, float):
+        limit, correction = limit_of_predictions(0.9, correction), {"method": "predict", "weight": correction}
+    else:
+        limit = limits(0.9, 0.0, np.array([float(correction == "extrapolate")]), np.array([0.0]))[0]
     for factor, stable in ((0.9, True), (1.1, False)):
         module = nn.Linear(1, 1, bias=False)
         nn.init.ones_(module.weight)

@@ -10,6 +10,7 @@ import random
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -182,6 +183,13 @@ class Owning:
                 view = self.state.buffers.view(plan.copy_region(slot), offsets[i], plan.unit(i).p_bytes)
                 self.transport.writes(view, f"the owner writes unit {i}")
 
+    def predict(self, step: int, unit: int) -> None:
+        plan, view = self.state.plan, self.state.buffers.view
+        early = view(*plan.early_place(unit), plan.unit(unit).g_bytes)
+        self.transport.reads(early, f"the owner reads the early sum of unit {unit}")
+        there = view("W0", plan.v_layout(self.stage)[0][unit], plan.unit(unit).p_bytes)
+        self.transport.writes(there, f"the owner predicts unit {unit}")
+
     def advance(self, step: int, unit: int, slot: int | None) -> torch.Tensor:
         self.update(step, None, unit, slot)
         return torch.zeros(1)
@@ -226,13 +234,13 @@ def walked(
     residency = RESIDENCIES[type(plan)].params
     walk = Executor(state, residency, owner, views, observer, torch.device("cpu"), warmup)
     part, buffers, messages = walk.owner_executor, state.buffers, walk.messages
-    copy_own_sum, refresh, release = part.copy_own_sum, walk.actions.get(Kind.REFRESH_PARAM), walk.actions[Kind.RELEASE_PARAM]
+    copy_sum, refresh, release = part.copy_sum, walk.actions.get(Kind.REFRESH_PARAM), walk.actions[Kind.RELEASE_PARAM]
 
-    def kept(a: Any, view: torch.Tensor) -> None:
-        copy_own_sum(a, view)
-        there = buffers.view(plan.o_region, plan.o_layout(0)[a.unit], a.nbytes)
+    def kept(a: Any) -> None:
+        copy_sum(a)
+        view, there = messages.place(a)[1], buffers.view(*a.into[:2], a.nbytes)
         with transport.owner_stream():  # the mark behind it is made in there
-            part._sum_ends[a.unit].over |= {
+            messages.reads._reading[a.region][-1][2].over |= {
                 transport.reads(view, f"unit {a.unit} is copied to its owner's sums"),
                 transport.writes(there, f"unit {a.unit} comes to where its owner uses it"),
             }
@@ -251,7 +259,7 @@ def walked(
             transport.reads(walk.params[a.unit], f"the {'backward' if a.backward else 'forward'} uses unit {a.unit}")
         release(a)
 
-    part.copy_own_sum = kept
+    part.copy_sum = kept
     walk.actions |= {Kind.RELEASE_PARAM: done, Kind.RELEASE_PERSISTENT_PARAM: done}
     if refresh is not None:
         walk.actions[Kind.REFRESH_PARAM] = applied
@@ -291,7 +299,20 @@ def case(seed: int) -> Iterator[tuple[Plan, dict[str, Any]]]:
             "updates_per_unit": chance.random() < 0.8,
             "warmup": chance.choice([0, 0, 3]) if k else 0,
         }
-        yield make(schedule, tuple(units), persistent, keep, rings, how["warmup"] > 0), how
+        predicts, fp32_sums = chance.random() < 0.5, chance.random() < 0.3
+        yield (
+            make(
+                schedule,
+                tuple(replace(u, g_bytes=2 * u.g_bytes) if fp32_sums else u for u in units),
+                persistent,
+                keep,
+                rings,
+                how["warmup"] > 0,
+                delay_corrected=predicts,
+                predicts=predicts,
+            ),
+            how,
+        )
 
 
 @pytest.mark.sampled(4)
@@ -308,15 +329,15 @@ def test_nothing_is_written_while_it_is_read(seed: int, like: str) -> None:
 
 
 def test_a_sum_that_is_overwritten_while_it_is_copied_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = OwnerExecutor.copy_own_sum
+    keep = OwnerExecutor.copy_sum
 
-    def forgetful(self: OwnerExecutor, a: Any, view: torch.Tensor) -> None:
-        keep(self, a, view)
+    def forgetful(self: OwnerExecutor, a: Any) -> None:
+        keep(self, a)
         self.messages.reads._reading[a.region].pop()
 
     plan = Plan(Schedule(3, 2, 2), tuple(Unit(f"u{i}", i // 2, ("w",), (), 256, 256) for i in range(6)))
     assert not walked(plan, 2, 0, "peer", False, True, 0)[0].wrong
-    monkeypatch.setattr(OwnerExecutor, "copy_own_sum", forgetful)
+    monkeypatch.setattr(OwnerExecutor, "copy_sum", forgetful)
     assert any("while unit" in w and "is copied" in w for w in walked(plan, 2, 0, "peer", False, True, 0)[0].wrong)
 
 

@@ -118,6 +118,8 @@ class _RankClocks:
         self.published: dict[int, float] = {}
         self.read_from: dict[int, float] = {}
         self.sum_ends: dict[int, float] = {}
+        self.early_ends: dict[int, float] = {}
+        self.predicted: dict[int, float] = {}
         self.own_read_end = self.credits = self.waited = self.blocked = 0.0
         self.begun = False
 
@@ -146,6 +148,9 @@ class Simulation:
             Kind.RELEASE_PERSISTENT_PARAM: self._release,
             Kind.RECV_GRAD: self._recv_grad,
             Kind.RECV_PERSISTENT_GRAD: self._recv_grad,
+            Kind.SEND_EARLY_GRAD: self._send_early,
+            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_early,
+            Kind.PREDICT_PARAM: self._predict,
             Kind.SEND_GRAD: self._send_grad,
             Kind.SEND_PERSISTENT_GRAD: self._send_grad,
             Kind.REDUCE_GRAD: self._reduce_grad,
@@ -291,7 +296,8 @@ class Simulation:
         if a.peer is not None:
             return self._wait(rank, a)
         if not (a.backward and self.plan.kept(a.unit)):
-            rank.read_from[a.unit] = rank.passes = max(rank.passes, rank.published.get(a.unit, 0.0))
+            there = rank.predicted if self.plan.predicts and a.region == "W" else rank.published
+            rank.read_from[a.unit] = rank.passes = max(rank.passes, there.get(a.unit, 0.0))
         return True
 
     def _forward_param(self, rank: _RankClocks, a: Action) -> bool:
@@ -321,7 +327,33 @@ class Simulation:
         return True
 
     def _publish_param(self, rank: _RankClocks, a: Action) -> bool:
-        self._push(rank, a, rank.published.get(a.unit, 0.0))
+        there = rank.predicted if self.plan.predicts and a.region == "W" else rank.published
+        self._push(rank, a, there.get(a.unit, 0.0))
+        return True
+
+    def _send_early(self, rank: _RankClocks, a: Action) -> bool:
+        if a.peer == rank.number:
+            rank.early_ends[a.unit] = rank.passes
+        else:
+            self._push(rank, a, rank.passes)
+        return True
+
+    def _predict(self, rank: _RankClocks, a: Action) -> bool:
+        """The owner waits for an early sum and predicts the unit's next version; not in the first step."""
+        if rank.step + a.version == 0:
+            return True
+        end, key = rank.early_ends.get(a.unit, 0.0), ("E", rank.step + a.version, a.round, a.unit, True)
+        if a.peer is not None:
+            arrival = self._arrival(rank.arrivals[key])
+            if arrival is None:
+                return False
+            end = arrival
+        clock = self._free(rank, "W0", a.offset, a.nbytes, max(self._owner_clock(rank), rank.own_read_end))
+        if clock is None:
+            return False
+        rank.arrivals.pop(key, None)
+        rank.predicted[a.unit] = clock = max(clock, end) + self.times.predictions.get(a.unit, 0.0)
+        self._advance_owner(rank, clock)
         return True
 
     def _grant_credit(self, rank: _RankClocks, a: Action) -> bool:

@@ -14,10 +14,12 @@ The model has no host: if the host cannot enqueue fast enough, steps take longer
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from deepspeed_cdp.plan.plan import Plan
+
+UPDATE_BYTES, PREDICTION_BYTES = 28, 16  # Adam: an update moves sum, master, m, v and copy; a prediction writes the copy only
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Times:
 
     Attributes:
         passes: (unit, backward) -> seconds of this pass, with gradient adds and its share of the contention.
-        updates: unit (or PERSISTENT) -> seconds of the owner's update.
+        updates, predictions: unit (or PERSISTENT) -> seconds of the owner's update, and of its prediction for stale readers.
         hardware: for messages.
         compute: seconds of a step's passes alone, all rounds.
         adds, contention: seconds of gradient adds and of contention on top.
@@ -75,6 +77,7 @@ class Times:
     compute: float
     adds: float
     contention: float
+    predictions: Mapping[int, float] = field(default_factory=dict)
 
     def message(self, nbytes: int) -> float:
         """Seconds that a message occupies its link."""
@@ -115,10 +118,11 @@ def times(plan: Plan, work: Sequence[Work], hardware: Hardware, persistent: int 
     updates = {i: w.parameters * hardware.update_bytes / hardware.memory for i, w in enumerate(work)}
     if plan.persistent:
         updates[-1] = persistent * hardware.update_bytes / hardware.memory
-    beside = hardware.contention * (traffic(plan) / hardware.memory + sum(updates.values()) / ranks)
+    made = {i: t * PREDICTION_BYTES / UPDATE_BYTES for i, t in updates.items() if plan.is_predicted(plan.unit(i).stage)}
+    beside = hardware.contention * (traffic(plan) / hardware.memory + (sum(updates.values()) + sum(made.values())) / ranks)
     stretch = 1 + beside / (alone + rounds * sum(adds.values())) if alone else 1.0
     full = {(i, backward): (seconds + (adds[i] if backward else 0)) * stretch for (i, backward), seconds in passes.items()}
-    return Times(full, updates, hardware, alone, rounds * sum(adds.values()), beside)
+    return Times(full, updates, hardware, alone, rounds * sum(adds.values()), beside, made)
 
 
 def changed(hardware: Hardware, **given: float | None) -> Hardware:
