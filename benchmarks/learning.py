@@ -163,7 +163,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--datasets", default="digits,gpt")
     parser.add_argument("--optimizers", default="", help="comma-separated; default: each dataset's own")
     parser.add_argument("--rules", default=",".join(RULES))
-    parser.add_argument("--corrections", default="none", help="comma-separated; predict:a:c has coefficients")
+    parser.add_argument("--corrections", default="none", help="comma-separated; predict:W has a weight")
     parser.add_argument("--seeds", default="5", help="how many; or one number per dataset, comma-separated")
     parser.add_argument("--rates", default="1", help="multiply the learning rates; comma-separated")
     parser.add_argument("--simulate-ranks", default="4", help="ranks, and stages; comma-separated")

@@ -28,7 +28,7 @@ from examples.images import digits
 from examples.resnet import resnet
 
 RULES = ("dp", "cdp-v1", "cdp-v2", "cdp-v2-warmup", "cdp-v1-warmup")
-CORRECTIONS = ("none", "extrapolate", "predict", "auto")  # or predict:a:c, with coefficients
+CORRECTIONS = ("none", "extrapolate", "predict", "auto")  # or predict:W, with a weight
 _EAGER_STEPS = 4  # before a graph is captured, so that libraries have set themselves up
 
 
@@ -82,7 +82,7 @@ class Case:
     def delay_correction(self) -> str | dict[str, Any]:
         """As ``cyclic.delay_correction``."""
         method, *numbers = self.correction.split(":")
-        return {"method": method, **dict(zip(("momentum", "gradient"), map(float, numbers)))} if numbers else method
+        return {"method": method, "weight": float(numbers[0])} if numbers else method
 
     @property
     def spans(self) -> Size:

@@ -247,6 +247,29 @@ def corrections(sources: Sequence[str], page: Path) -> str:
     return table(["optimizer, task", "ranks", "rule", "seeds", "`dp`", *(f"`{c}`" for c in columns)], body)
 
 
+def predictions(sources: Sequence[str], page: Path) -> str:
+    """Final test losses in per cent above ``dp``'s with the same seeds, and the number of these; a line per task and ranks."""
+    from benchmarks import learning_report as report
+
+    (run,) = sources
+    every = report.settings(report.finished(report.read(rows.RESULTS / run / "rows.csv")))
+    variants, body = ("none", "default", "predict:2.5"), []
+    for (dataset, optimizer, ranks, rate), by_variant in every.items():
+        base = report.last(by_variant["dp"], "test_loss")
+        cells = []
+        for rule, correction in [("cdp-v2", v) for v in variants] + [("cdp-v2-warmup", v) for v in variants[:2]]:
+            default = "extrapolate" if optimizer == "muon" else "predict"
+            name = {"none": rule, "default": f"{rule} {default}"}.get(correction, f"{rule} {correction}")
+            losses = report.last(by_variant.get(name, []), "test_loss")
+            above = [100 * (losses[s] / base[s] - 1) for s in losses if s in base]
+            cells.append(f"{statistics.mean(above):+.2f} ({len(above)})" if above else "")
+        size = by_variant["dp"][0]
+        task = report.NAMES[dataset].removeprefix("byte-level ") + (f", rate x {rate}" if rate != "1" else "")
+        body.append([task, report.OPTIMIZERS[optimizer], ranks, size["steps"], f"{statistics.mean(base.values()):.3f}", *cells])
+    heads = ["`none`", "default", "`predict`, w = 2.5", "warm-up, `none`", "warm-up, default"]
+    return table(["task", "optimizer", "ranks", "steps", "`dp`", *heads], body)
+
+
 def headline(sources: Sequence[str], page: Path) -> str:
     """README's table: time and memory of settings without delays; the last source is the run with the GPT's test losses."""
     *speeds, learned = sources
@@ -278,7 +301,7 @@ def headline(sources: Sequence[str], page: Path) -> str:
 
 
 KINDS: dict[str, Callable[[Sequence[str], Path], str]] = {
-    f.__name__: f for f in (speed, memory, engines, hosts, learning, corrections, headline)
+    f.__name__: f for f in (speed, memory, engines, hosts, learning, corrections, predictions, headline)
 }
 
 
