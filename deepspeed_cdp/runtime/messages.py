@@ -82,10 +82,10 @@ class Messages:
         self.reads.clear()
 
     def drain(self) -> None:
-        """Before closing without a flush: receive the last step's finished sums, for which rank N-1 may wait."""
+        """Before closing without a flush: receive the last step's finished and early sums, for which their senders may wait."""
         if self.transport.host_waits:  # elsewhere closing waits for all steps of all ranks
             with suppress(HandoffError):  # the peer has failed, and says so itself
-                for key in [k for k in self._arrivals if k[0] == "O" and k[1] < self.state.step]:
+                for key in [k for k in self._arrivals if k[0] in ("O", "E") and k[1] < self.state.step]:
                     self._arrivals.pop(key).wait(f"rank {self.transport.world_rank}, closing")
 
     # ---- places ---------------------------------------------------------------------------------------------------------
