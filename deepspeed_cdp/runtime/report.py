@@ -39,32 +39,19 @@ def report(engine: str, runtime: Runtime) -> str:
         size = sum(u.p_bytes for u in units) + (plan.persistent.p_bytes if plan.persistent and stage == 0 else 0)
         rows.append((str(stage), f"rank {s.owner(stage)}", str(len(units)), f"{size / 2**20:.2f}", units[0].name, units[-1].name))
     lines += _table(rows) + [""]
-    rows = [
-        (
-            "rank",
-            "messages",
-            "F + B MiB",
-            "closed form",
-            "G MiB",
-            "closed form",
-            "O MiB",
-            "closed form",
-            "collectives",
-            "buffers MiB",
-        )
-    ]
-    kinds = ["F + B", "G", "O"]
+    kinds = {"F + B": "", "G": "", "O": ""}  # by kind of traffic, what the heading adds for it
+    if plan.predicts:
+        kinds["E"] = "; E: early ones"
     if plan.rings > 1:
-        kinds.append("X")
-        rows = [(*rows[0][:8], "X MiB", "closed form", *rows[0][8:])]
+        kinds["X"] = "; X: from other rings"
+    heads = [head for kind in kinds for head in (f"{kind} MiB", "closed form")]
+    rows = [("rank", "messages", *heads, "collectives", "buffers MiB")]
     for rank, x in enumerate(everyone):
         t = x["traffic"]
         cells = [f"{t[k][c] / 2**20:.3f}" if t else "-" for k in kinds for c in ("counted", "closed form")]
         rows.append((str(rank), str(x["messages"]), *cells, str(x["collectives"]), f"{x['bytes'] / 2**20:.2f}"))
-    lines += [
-        "received in the last step (F, B: parameters; G: running gradient sums; O: finished ones"
-        + ("; X: from other rings):" if plan.rings > 1 else "):")
-    ]
+    added = "".join(kinds.values())
+    lines.append(f"received in the last step (F, B: parameters; G: running gradient sums; O: finished ones{added}):")
     return "\n".join(lines + _table(rows))
 
 

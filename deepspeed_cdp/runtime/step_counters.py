@@ -18,6 +18,7 @@ class _Snapshot(NamedTuple):
     messages: dict[tuple[str, int], int]
     collectives: int
     waited: tuple[dict[tuple[str, int], float], dict[tuple[str, int], float]]  # for received messages, for sent ones
+    steps: int  # since the last flush
 
 
 class StepCounters:
@@ -38,7 +39,7 @@ class StepCounters:
         """A step has ended on this rank."""
         t = self._transport
         waited = dict(t.waited), dict(t.waited_sent)
-        self._snapshots.append(_Snapshot(dict(t.bytes_received), dict(t.received), t.collectives, waited))
+        self._snapshots.append(_Snapshot(dict(t.bytes_received), dict(t.received), t.collectives, waited, self._state.step))
         del self._snapshots[:-2]
         self._note_busy(step)
 
@@ -57,7 +58,7 @@ class StepCounters:
     def traffic(self) -> dict[str, dict[str, int]]:
         """Bytes received in the last step, by kind, beside the closed form: F + B, G, O, E (see ``Plan.received_bytes``), and
         with several rings X, from other rings. Empty before two steps have ended; with early sums, before three since a flush."""
-        if len(self._snapshots) < 2 or self._state.plan.predicts and self._state.step < 3:
+        if len(self._snapshots) < 2 or self._state.plan.predicts and self._snapshots[-1].steps < 3:
             return {}
         before, after = self._snapshots
         seen = {edge: n - before.nbytes.get(edge, 0) for edge, n in after.nbytes.items()}

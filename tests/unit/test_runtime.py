@@ -9,7 +9,7 @@ from deepspeed_cdp.runtime.runtime import Runtime
 from support import models
 from support.local_ring import run_ranks, train
 from support.optimizers import muon, sgd, two_groups
-from support.runtime_runs import EXTRAPOLATE, PREDICT, RULES, check, named_rule, oracle, schedule
+from support.runtime_runs import EXTRAPOLATE, NONE, PREDICT, RULES, check, named_rule, oracle, schedule
 
 
 @pytest.mark.sampled(2)
@@ -159,24 +159,32 @@ def test_a_wrong_version_is_seen():
         check("mlp", "cdp-v2", 3, change=late)
 
 
-def test_bytes_equal_the_closed_form_and_no_collectives():
+@pytest.mark.parametrize("correction", [NONE, PREDICT], ids=["none", "predict"])
+def test_bytes_equal_the_closed_form_and_no_collectives(correction):
+    early = 0
     for size in (2, 3, 4):
         for rule in RULES:
             for rounds in (1, 2):
                 keep = rounds == 2
                 model = "llama-tied" if size == 3 else "rooted"  # both have persistent parameters
-                got = train(model, size, Settings(named_rule(rule, size), rounds=rounds, keep_after_forward=keep), sgd, 4)
+                settings = Settings(named_rule(rule, size), rounds=rounds, keep_after_forward=keep, delay_correction=correction)
+                got = train(model, size, settings, sgd, 4)
                 for runtime in got["runtimes"]:
-                    for kind, row in runtime.counters.traffic().items():
+                    traffic = runtime.counters.traffic()
+                    assert traffic
+                    early += traffic["E"]["counted"]
+                    for kind, row in traffic.items():
                         assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.executor.rank, kind, row)
                     assert runtime.counters.collectives() == 0
+    assert (early > 0) == bool(correction)
 
 
 def test_memory_is_what_the_plan_says():
     for size in (1, 2, 4):
-        got = train("llama", size, Settings(), sgd, 2)
-        for runtime in got["runtimes"]:
-            assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory().values())
+        for correction in (NONE, PREDICT):
+            got = train("llama", size, Settings("cdp-v1", delay_correction=correction), sgd, 2)
+            for runtime in got["runtimes"]:
+                assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory().values())
 
 
 def test_the_step_after_a_flush_reads_one_version():
