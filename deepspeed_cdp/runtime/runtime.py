@@ -6,6 +6,7 @@ The engine (integration/engine.py) is a thin shell over ``Runtime``; tests run i
 import hashlib
 import json
 import logging
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -126,6 +127,8 @@ class Runtime:
                 self._tell_of_any_order("too few modules run once and in one order")
         self.fused = self.param_hooks.accumulation.fuse(module, settings.gradient_accumulation_fusion, device)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
+        self._losses: deque[tuple[int, torch.Tensor]] = deque()  # the latest steps, and whether their losses are nan
+        self._told_of_nan = False
         self.param_hooks.release_all()
         self.executor.residency.sync_replicas()
         if device.type == "cuda":  # the first versions were written on this stream, and the owner's stream publishes them
@@ -238,6 +241,28 @@ class Runtime:
                 f"the first loss is {loss.item()}; if it reads parameters after the model's forward (a weight penalty, say), "
                 "they are not there: read them inside the forward; else look for nan in the data and the model"
             )
+        self._watch_for_nan(loss)
+
+    def _watch_for_nan(self, loss: torch.Tensor) -> None:
+        """Warn once if a loss was nan and a frozen parameter may have been read where it is not, of which autograd knows nothing.
+
+        It looks at the loss of two micro-batches ago, for which the host need not wait.
+        """
+        frozen = any(self.plan.unit(i).frozen for i in self.plan.every_unit)
+        if self._told_of_nan or not frozen or self.settings.loss_scale or self.param_hooks.any_order or self.plan.replicated:
+            return
+        self._losses.append((self.executor.global_step, loss.detach().isnan().any()))
+        if len(self._losses) > 2:
+            step, was_nan = self._losses.popleft()
+            if bool(was_nan):
+                self._told_of_nan = True
+                logger.warning(
+                    "rank %d: the loss of step %d was nan; if the script reads a frozen parameter after its module's forward, it "
+                    "is not there: read it inside that forward, or %s; else look for nan in the data and the model",
+                    self.transport.world_rank,
+                    step,
+                    SET_ANY_ORDER,
+                )
 
     # ---- whole parameters -----------------------------------------------------------------------------------------------
     def flush(self) -> None:

@@ -1,5 +1,6 @@
 """The first training forward is compared with the plan. Models that their definition does not explain train with nothing set."""
 
+import logging
 import re
 
 import pytest
@@ -176,6 +177,28 @@ def penalty(rank: int, world: int) -> str:
     torch.distributed.barrier()
     engine.destroy()
     return text
+
+
+def frozen_penalty(rank: int, world: int) -> list[str]:
+    module = built(models.MLP)
+    module.blocks[0].requires_grad_(False)
+    engine, told_so = start(Job("mlp", optimizer="sgd", timeout=10.0), world, module), []
+    handler = logging.Handler()
+    handler.emit = lambda record: told_so.append(record.getMessage())
+    logging.getLogger("deepspeed_cdp").addHandler(handler)
+    for step in range(5):
+        loss = engine(torch.ones(2, 8)).sum()
+        loss = loss + sum(p.sum() for p in engine.module.blocks[0].parameters()) if step else loss
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+    return [text for text in told_so if "frozen" in text]
+
+
+def test_a_frozen_parameter_read_after_the_forward_is_warned_of(pool):
+    for rank, texts in enumerate(pool.run(2, frozen_penalty, timeout=120)):
+        (text,) = texts
+        assert text.startswith(f"rank {rank}: the loss of step 1 was nan; if the script reads a frozen parameter")
 
 
 def test_parameters_read_after_the_forward_are_told(pool):
