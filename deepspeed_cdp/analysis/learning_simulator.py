@@ -169,7 +169,7 @@ class Simulator:
     @torch.no_grad()
     def flush(self) -> None:
         """The next step reads theta_t everywhere, as it does when the engine evaluates or saves."""
-        self._applied = None
+        self._applied, self._factors = None, [1.0] * self.stages
         self._corrected = _flat(self._fresh)
         torch._foreach_copy_(_flat(self._stale), self._corrected)
 

@@ -225,7 +225,7 @@ def train(
         if step in flush_after or step == warmup_steps - 1:
             versions.stale = versions.corrected = versions.fresh
             versions.flushed_at = step + 1
-            predicted, applied = [], []
+            predicted, applied, factors = [], [], [1.0] * ranks
 
     result.masters = {name: master.detach().clone() for name, master in masters.items()}
     return result
@@ -252,8 +252,15 @@ def _predicted(
                 m = state["exp_avg"] / (1.0 - beta1 ** float(state["step"]))
             else:
                 beta1 = group.get("momentum", 0.0)
-                m = state["momentum_buffer"] * (1.0 - beta1) if state.get("momentum_buffer") is not None else g
-            p.grad = torch.lerp(-m if group.get("maximize") else m, g, min(correction.weight, 1.0 / (1.0 - beta1)))
+                m = None if state.get("momentum_buffer") is None else state["momentum_buffer"] * (1.0 - beta1)
+            if m is None:
+                p.grad = g
+                continue
+            decoupled = isinstance(trial, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+            sign, decay = -1.0 if group.get("maximize") else 1.0, 0.0 if decoupled else group["weight_decay"]
+            # in the terms of m, of which a coupled decay is a part; the optimizer adds the decay itself
+            lead = torch.lerp(m, torch.add(g * sign, theta[name], alpha=decay), min(correction.weight, 1.0 / (1.0 - beta1)))
+            p.grad = torch.sub(lead, theta[name], alpha=decay) * sign
     with torch.enable_grad():
         trial.step()
     return {n: torch.where(p.isfinite(), p, masters[n]).detach() for n, p in theta.items()}

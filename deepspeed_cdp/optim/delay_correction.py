@@ -134,8 +134,10 @@ class Corrector:
         for p, state, grad in zip(parameters, states, own):
             p.grad = grad
             if state is None:
-                del optimizer.state[p]
+                optimizer.state.pop(p, None)
                 continue
+            for k in optimizer.state[p].keys() - state.keys():
+                del optimizer.state[p][k]
             for k, x in state.items():
                 if isinstance(x, Tensor):
                     optimizer.state[p][k].copy_(x)
@@ -146,7 +148,11 @@ class Corrector:
         return [torch.where(x.isfinite(), x, value) for x, value in zip(ahead, values)]
 
     def _leading(self, p: Tensor, gradient: Tensor) -> Tensor:
-        """m + w (g - m), with the momentum m as an average of gradients; g where there is none yet."""
+        """m + w (g - m), with the momentum m as an average of gradients; g where there is none yet.
+
+        A coupled decay of weights is part of m, and of g for this. The optimizer adds it, so it is not in the result. SGD's
+        buffer times 1 - mu is below an average in the first steps.
+        """
         group, state = self._optimizer.param_groups[self._group_of[p]], self._optimizer.state.get(p) or {}
         if "exp_avg" in state:
             beta1 = group["betas"][0]
@@ -156,7 +162,14 @@ class Corrector:
             mean = state["momentum_buffer"] * (1.0 - beta1)
         else:
             return gradient
-        return torch.lerp(-mean if group.get("maximize") else mean, gradient, self.correction.lead(beta1))
+        decoupled = group.get("decoupled_weight_decay") or getattr(
+            self._optimizer, "adam_w_mode", type(self._optimizer).__name__ == "AdamW"
+        )
+        decay = 0.0 if decoupled else group.get("weight_decay", 0.0)
+        gradient = -gradient if group.get("maximize") else gradient
+        lead = torch.lerp(mean, gradient.add(p, alpha=decay) if decay else gradient, self.correction.lead(beta1))
+        lead = lead.sub(p, alpha=decay) if decay else lead
+        return -lead if group.get("maximize") else lead
 
     def _coupled_decay(self, group: dict[str, Any]) -> float:
         """The decay of weights that the optimizer adds to the gradient: what is not in the gradient is not in v, and may be far

@@ -149,12 +149,12 @@ if triton is not None:
         v = _read(_pointer(table, tensor, 3, tl.float32) + at, inside, MASKED)
         if CLIPPED:
             gradient = gradient * tl.load(clip)
-        mean = tl.div_rn(m, first)
-        gradient = mean + weight * (gradient - mean)
         if DECOUPLED:
             ahead = master * decay
         else:
             gradient, ahead = gradient + decay * master, master
+        mean = tl.div_rn(m, first)
+        gradient = mean + weight * (gradient - mean)
         m = keep1 * m + gain1 * gradient
         v = keep2 * v + gain2 * gradient * gradient
         ahead = ahead - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
@@ -281,16 +281,19 @@ class Batch:
 
     def predict(self, hyper: Hyper, scale: float, clip: torch.Tensor | None) -> None:
         """Write the next step's masters, as far as early sums tell, into ``corrected``; arguments as of ``update``."""
-        assert self._predicts and self._correction and self.count > 0
+        assert self._predicts and self._correction
         keep1, keep2, count = hyper.beta1, hyper.beta2, self.count + 1
+        first, weight = 1 - keep1**self.count, self._correction.lead(keep1)
+        if self.count == 0:  # every update so far was skipped: there is no momentum yet
+            first, weight = 1.0, 1.0
         self._launch(
             _predict,
             self._tables[-1],
             (
                 self._squares if clip is None else clip,
                 scale,
-                1 - keep1**self.count,
-                self._correction.lead(keep1),
+                first,
+                weight,
                 hyper.lr / (1 - keep1**count),
                 keep1,
                 1 - keep1,

@@ -143,7 +143,7 @@ class StageOwner:
 
     def publish_all(self) -> None:
         """Write masters and frozen parameters into every published copy, and into every correction."""
-        self._applied = None
+        self._applied = self._factor = None
         for copy in range(self.copies):
             self.publish(copy, self.masters)
         if self._corrected and self._early is not None and self.masters:
@@ -298,7 +298,7 @@ class StageOwner:
         for group, options in zip(groups, recorded):
             group.update({k: v for k, v in options.items() if k not in self._kept_by_optimizer})
         before = [dict(g) for g in groups]
-        stepped, corrector = [self.masters[n] for n in grads], self._corrector
+        stepped, corrector = [self.masters[n] for n in grads], self._corrector if self._early is None else None
         old_values = corrector.before(stepped) if corrector else []
         with torch.enable_grad():
             self.optimizer.step()

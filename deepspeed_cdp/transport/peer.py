@@ -33,7 +33,7 @@ _CUDA_STREAM_OF = {  # CUDA stream of each pushed stream
     "G": "G",
     "GH": "G",
     "O": "O",
-    "E": "O",  # the rank of "O" sends none under a rule without a stall
+    "E": "O",  # if one rank sends both, an early sum waits for credits of earlier logical time than the finished ones behind it
     "S": "S",
     "T": "S",
     "X": "X",

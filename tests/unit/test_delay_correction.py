@@ -79,3 +79,29 @@ def test_the_trial_step_leaves_nothing_behind():
     for a, w in zip(ahead, copies):
         torch.testing.assert_close(a, w.detach())
         assert not torch.equal(a, before[0][0 if w.ndim == 1 else 1])
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_trial_step_before_any_update_leaves_no_state(kind):
+    """An update may be skipped, so the first prediction may be the first step that an optimizer makes."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = kind([weight], lr=0.1, weight_decay=0.0)
+    for state in ({}, {weight: {}}):
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        (ahead,) = Corrector(DelayCorrection("predict"), optimizer).predict([weight], [torch.ones(2)], [{}])
+        torch.testing.assert_close(ahead, torch.full((2,), 0.9))
+        assert not optimizer.state.get(weight) and torch.equal(weight.detach(), torch.ones(2)) and weight.grad is None
+
+
+def test_coupled_decay_is_part_of_both_gradients():
+    """With steady gradients, Adam with coupled decay is predicted exactly, whatever the weight."""
+    weight = torch.nn.Parameter(torch.full((2,), 3.0))
+    optimizer = torch.optim.Adam([weight], lr=1e-4, weight_decay=0.1)
+    for _ in range(200):
+        weight.grad = torch.full((2,), 0.5)
+        optimizer.step()
+    (ahead,) = Corrector(DelayCorrection("predict", weight=3.0), optimizer).predict([weight], [torch.full((2,), 0.5)], [{}])
+    weight.grad = torch.full((2,), 0.5)
+    optimizer.step()
+    torch.testing.assert_close(ahead, weight.detach(), rtol=0, atol=1e-6)

@@ -28,6 +28,10 @@ def sgd(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
 
 
+def bare_sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
 def adamw(parameters):
     return torch.optim.AdamW(parameters, lr=0.01)
 
@@ -122,7 +126,7 @@ def test_equals_the_oracle_bit_for_bit(kind, ranks, rule, rounds, clip, optimize
 
 
 @pytest.mark.parametrize("method", ["extrapolate", "predict"])
-@pytest.mark.parametrize("optimizer", [adamw, adam, nadam, adamax, sgd])
+@pytest.mark.parametrize("optimizer", [adamw, adam, nadam, adamax, sgd, bare_sgd])
 @pytest.mark.parametrize(
     "kind, ranks, rule, rounds, clip, warmup, flush_after",
     [
