@@ -36,7 +36,7 @@ NAMES = {
     "gpt-beta1-0": "the same GPT, AdamW's β₁ 0",
     "gpt-31m": "byte-level GPT of 32 million parameters on Python's sources",
     "gpt-31m-tuned": "the same, fine-tuned on C++ headers",
-    "gpt-124m": "byte-level GPT of 124 million parameters on Python's sources",
+    "gpt-128m": "byte-level GPT of 128 million parameters on Python's sources",
 }
 OPTIMIZERS = {"adamw": "AdamW", "nadamw": "NAdamW", "muon": "Muon", "sgd": "SGD"}
 MEASURES = {"test_loss": "test loss", "test_accuracy": "test accuracy"}

@@ -47,13 +47,13 @@ SIZES = {
     **dict.fromkeys(BETA1, {"full": Size(8, 1000, 50), "small": Size(4, 800, 40), "tiny": Size(2, 12, 4)}),
     "gpt-31m": {"full": Size(4, 3000, 200), "tiny": Size(2, 12, 4)},
     "gpt-31m-tuned": {"full": Size(4, 1000, 100), "tiny": Size(2, 12, 4)},
-    "gpt-124m": {"full": Size(4, 3000, 200), "tiny": Size(2, 12, 4)},
+    "gpt-128m": {"full": Size(4, 3000, 200), "tiny": Size(2, 12, 4)},
 }
 # Layers, width, heads, bytes per sequence, test windows
 _TINY = (2, 32, 4, 32, 8)
 GPTS = dict.fromkeys(BETA1, {"full": (4, 256, 4, 256, 64), "small": (6, 96, 4, 64, 128), "tiny": _TINY})
 GPTS |= dict.fromkeys(("gpt-31m", "gpt-31m-tuned"), {"full": (10, 512, 8, 256, 256), "tiny": _TINY})
-GPTS["gpt-124m"] = {"full": (18, 768, 12, 256, 256), "tiny": _TINY}
+GPTS["gpt-128m"] = {"full": (18, 768, 12, 256, 256), "tiny": _TINY}
 PRETRAINING = {"full": 2000, "tiny": 12}  # steps of 16 windows under dp, before fine-tuning
 RATES = {"adamw": 1e-3, "nadamw": 1e-3, "muon": 3e-3, "sgd": 0.1}  # of the GPTs
 TUNING = 0.1  # of these, in fine-tuning

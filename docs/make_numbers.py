@@ -220,33 +220,6 @@ def learning(sources: Sequence[str], page: Path) -> str:
     return table(["β₁ of AdamW", "learning rate", "seeds", *RULES.values()], body)
 
 
-def corrections(sources: Sequence[str], page: Path) -> str:
-    """Final test losses minus those of ``dp`` with the same seeds, one line per rule and one column per delay correction."""
-    from benchmarks import learning_report as report
-
-    (run,) = sources
-    every = report.settings(report.finished(report.read(rows.RESULTS / run / "rows.csv")))
-    columns, body = ("none", "extrapolate", "predict"), []
-    for (dataset, optimizer, ranks, _), by_variant in every.items():
-        base = report.last(by_variant["dp"], "test_loss")
-        for rule in dict.fromkeys(r["rule"] for some in by_variant.values() for r in some if r["rule"] != "dp"):
-            shown = {c: by_variant.get(rule + ("" if c == "none" else f" {c}")) for c in columns}
-            losses = {c: report.last(some, "test_loss") for c, some in shown.items() if some}
-            seeds = set(base).intersection(*losses.values())
-            name = rule.replace("-warmup", "` after a tenth of the steps under `dp")
-            body.append(
-                [
-                    f"{report.OPTIMIZERS[optimizer]}, {'digits' if dataset == 'digits' else 'GPT'}",
-                    ranks,
-                    f"`{name}`",
-                    str(len(seeds)),
-                    f"{statistics.mean(base[s] for s in seeds):.3f}",
-                    *(f"{statistics.mean(losses[c][s] - base[s] for s in seeds):+.3f}" if c in losses else "" for c in columns),
-                ]
-            )
-    return table(["optimizer, task", "ranks", "rule", "seeds", "`dp`", *(f"`{c}`" for c in columns)], body)
-
-
 def predictions(sources: Sequence[str], page: Path) -> str:
     """Final test losses in per cent above ``dp``'s with the same seeds, and the number of these; a line per task and ranks."""
     from benchmarks import learning_report as report
@@ -301,7 +274,7 @@ def headline(sources: Sequence[str], page: Path) -> str:
 
 
 KINDS: dict[str, Callable[[Sequence[str], Path], str]] = {
-    f.__name__: f for f in (speed, memory, engines, hosts, learning, corrections, predictions, headline)
+    f.__name__: f for f in (speed, memory, engines, hosts, learning, predictions, headline)
 }
 
 

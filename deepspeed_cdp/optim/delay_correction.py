@@ -162,21 +162,21 @@ class Corrector:
             mean = state["momentum_buffer"] * (1.0 - beta1)
         else:
             return gradient
-        decoupled = group.get("decoupled_weight_decay") or getattr(
-            self._optimizer, "adam_w_mode", type(self._optimizer).__name__ == "AdamW"
-        )
-        decay = 0.0 if decoupled else group.get("weight_decay", 0.0)
+        decay = self._decay_in_gradient(group)
         gradient = -gradient if group.get("maximize") else gradient
         lead = torch.lerp(mean, gradient.add(p, alpha=decay) if decay else gradient, self.correction.lead(beta1))
         lead = lead.sub(p, alpha=decay) if decay else lead
         return -lead if group.get("maximize") else lead
 
-    def _coupled_decay(self, group: dict[str, Any]) -> float:
-        """The decay of weights that the optimizer adds to the gradient: what is not in the gradient is not in v, and may be far
-        above its root."""
+    def _decay_in_gradient(self, group: dict[str, Any]) -> float:
+        """The decay of weights that the optimizer adds to the gradient."""
         optimizer = self._optimizer
         decoupled = group.get("decoupled_weight_decay") or getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")
-        return 0.0 if decoupled or self._family == "sgd" else group.get("weight_decay", 0.0)
+        return 0.0 if decoupled else group.get("weight_decay", 0.0)
+
+    def _coupled_decay(self, group: dict[str, Any]) -> float:
+        """The same where a denominator has seen it: what is not in the gradient is not in v, and may be far above its root."""
+        return 0.0 if self._family == "sgd" else self._decay_in_gradient(group)
 
     def _step(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
         """The next step as far as it is expected."""

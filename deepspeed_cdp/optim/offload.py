@@ -101,13 +101,6 @@ class OffloadedOwner(StageOwner):
         super().predict(step, unit)
         self._value_buffers_read = self._record()
 
-    def _early_gradients(self, unit: Hashable, step: int) -> list[torch.Tensor]:
-        assert self._early is not None
-        grads = [(v.to(torch.float32) / self._early_divisor(step)).to(self.master_device) for v in self._early[unit].values()]
-        if self._factor is not None:
-            torch._foreach_mul_(grads, self._factor)
-        return grads
-
     @torch.no_grad()
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: Hashable = None, slot: int | None = None) -> None:
         """As ``StageOwner``'s, on the host, after the gradients have arrived there."""

@@ -193,9 +193,10 @@ class StageOwner:
             self._write(self._corrected[0], dict(zip(names, ahead)), True)
 
     def _early_gradients(self, unit: Hashable, step: int) -> list[torch.Tensor]:
-        """Averaged early gradients, fp32, scaled as the last update's were to clip them."""
+        """Averaged early gradients, fp32, beside the masters, scaled as the last update's were to clip them."""
         assert self._early is not None
-        grads = [v.to(torch.float32) / self._early_divisor(step) for v in self._early[unit].values()]
+        divisor = self._early_divisor(step)
+        grads = [(v.to(torch.float32) / divisor).to(self.master_device) for v in self._early[unit].values()]
         if self._factor is not None:
             torch._foreach_mul_(grads, self._factor)
         return grads

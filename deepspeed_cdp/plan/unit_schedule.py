@@ -63,6 +63,7 @@ class UnitSchedule:
         assert stages == sorted(stages) and set(stages) == set(range(self.schedule.ranks)), (
             "units run through the stages in order"
         )
+        assert self.delay_corrected or not self.predicts, "predictions are corrections"
         assert self.persistent is None or self.persistent.stage == 0, "persistent parameters belong to stage 0"
 
     # ---- stages ---------------------------------------------------------------------------------------------------------

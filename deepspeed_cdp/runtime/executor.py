@@ -78,8 +78,8 @@ class Executor:
         self.actions: dict[Kind, Callable[[Action], None]] = {
             Kind.RECV_GRAD: self._recv_grad,
             Kind.RECV_PERSISTENT_GRAD: self._recv_grad,
-            Kind.SEND_EARLY_GRAD: self._send_early_grad,
-            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_early_grad,
+            Kind.SEND_EARLY_GRAD: self._send_grad,
+            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_grad,
             Kind.SEND_GRAD: self._send_grad,
             Kind.SEND_PERSISTENT_GRAD: self._send_grad,
             Kind.RELEASE_PARAM: self._release_param,
@@ -268,16 +268,9 @@ class Executor:
             self.empty_sums.discard(unit)
             self.transport.work_enqueued()
 
-    def _send_early_grad(self, a: Action) -> None:
-        self._add_grads(a.unit)
-        if a.peer == self.state.rank:
-            self.owner_executor.copy_sum(a)
-        else:
-            self.messages.push(a)
-
     def _send_grad(self, a: Action) -> None:
         self._add_grads(a.unit)
-        if a.peer == self.state.rank:  # the last rank owns stage 0
+        if a.peer == self.state.rank:  # the last rank owns stage 0, and the middle one of an odd number predicts its own
             self.owner_executor.copy_sum(a)
         else:
             self.messages.push(a)

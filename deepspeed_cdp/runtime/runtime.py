@@ -128,7 +128,9 @@ class Runtime:
         self.fused = self.param_hooks.accumulation.fuse(module, settings.gradient_accumulation_fusion, device)
         self._whole: list[torch.Tensor] | None = None  # every stage's parameters, while gathered
         self._losses: deque[tuple[int, torch.Tensor]] = deque()  # the latest steps, and whether their losses are nan
-        self._told_of_nan = False
+        # autograd knows nothing of a frozen parameter that is read where it is not; with fp16 a nan is no news
+        frozen = any(self.plan.unit(i).frozen for i in self.plan.every_unit)
+        self._watches_for_nan = frozen and not self.settings.loss_scale and not self.plan.replicated
         self.param_hooks.release_all()
         self.executor.residency.sync_replicas()
         if device.type == "cuda":  # the first versions were written on this stream, and the owner's stream publishes them
@@ -244,18 +246,17 @@ class Runtime:
         self._watch_for_nan(loss)
 
     def _watch_for_nan(self, loss: torch.Tensor) -> None:
-        """Warn once if a loss was nan and a frozen parameter may have been read where it is not, of which autograd knows nothing.
+        """Warn once if a loss was nan, since a frozen parameter may have been read where it is not.
 
-        It looks at the loss of two micro-batches ago, for which the host need not wait.
+        It looks at the loss of two micro-batches ago, for which the host hardly waits.
         """
-        frozen = any(self.plan.unit(i).frozen for i in self.plan.every_unit)
-        if self._told_of_nan or not frozen or self.settings.loss_scale or self.param_hooks.any_order or self.plan.replicated:
+        if not self._watches_for_nan or self.param_hooks.any_order:
             return
         self._losses.append((self.executor.global_step, loss.detach().isnan().any()))
         if len(self._losses) > 2:
             step, was_nan = self._losses.popleft()
             if bool(was_nan):
-                self._told_of_nan = True
+                self._watches_for_nan = False
                 logger.warning(
                     "rank %d: the loss of step %d was nan; if the script reads a frozen parameter after its module's forward, it "
                     "is not there: read it inside that forward, or %s; else look for nan in the data and the model",

@@ -148,8 +148,8 @@ class Simulation:
             Kind.RELEASE_PERSISTENT_PARAM: self._release,
             Kind.RECV_GRAD: self._recv_grad,
             Kind.RECV_PERSISTENT_GRAD: self._recv_grad,
-            Kind.SEND_EARLY_GRAD: self._send_early,
-            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_early,
+            Kind.SEND_EARLY_GRAD: self._send_grad,
+            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_grad,
             Kind.PREDICT_PARAM: self._predict,
             Kind.SEND_GRAD: self._send_grad,
             Kind.SEND_PERSISTENT_GRAD: self._send_grad,
@@ -321,7 +321,7 @@ class Simulation:
 
     def _send_grad(self, rank: _RankClocks, a: Action) -> bool:
         if a.peer == rank.number:
-            rank.sum_ends[a.unit] = rank.passes
+            (rank.early_ends if a.stream == "E" else rank.sum_ends)[a.unit] = rank.passes
         else:
             self._push(rank, a, rank.passes)
         return True
@@ -329,13 +329,6 @@ class Simulation:
     def _publish_param(self, rank: _RankClocks, a: Action) -> bool:
         there = rank.predicted if self.plan.predicts and a.region == "W" else rank.published
         self._push(rank, a, there.get(a.unit, 0.0))
-        return True
-
-    def _send_early(self, rank: _RankClocks, a: Action) -> bool:
-        if a.peer == rank.number:
-            rank.early_ends[a.unit] = rank.passes
-        else:
-            self._push(rank, a, rank.passes)
         return True
 
     def _predict(self, rank: _RankClocks, a: Action) -> bool:
