@@ -257,6 +257,9 @@ def test_the_last_wait_for_a_key_has_a_timeout_too():
     exchange.rank, exchange.size, exchange.timeout_seconds, exchange._calls, exchange._prefix = 0, 1, 0.0005, 0, ""
     client = SimpleNamespace(set=lambda *_: None, check=lambda keys: False, wait=wait)
     exchange._store = SimpleNamespace(call=lambda function, deadline: function(client))
-    with pytest.raises(HandoffError, match="missing after 0.0005 s"):
-        exchange.exchange(None, "here")
+    for _ in range(100):  # on a busy machine half a millisecond may be over before the first wait
+        with pytest.raises(HandoffError, match="missing after 0.0005 s"):
+            exchange.exchange(None, "here")
+        if waits:
+            break
     assert waits and min(waits) >= 0.001
