@@ -243,6 +243,30 @@ def predictions(sources: Sequence[str], page: Path) -> str:
     return table(["task", "optimizer", "ranks", "steps", "`dp`", *heads], body)
 
 
+def finals(sources: Sequence[str], page: Path) -> str:
+    """Final test losses that a run printed, in per cent above ``dp``'s; the second source has the ``dp`` that it lacks."""
+    from benchmarks import learning_report as report
+
+    run, other = sources
+    with (rows.RESULTS / run / "finals.csv").open(newline="") as file:
+        printed = list(csv.DictReader(file))
+    base = {report.setting(r): float(r["test_loss"]) for r in printed if r["rule"] == "dp"}
+    every = report.settings(report.finished(report.read(rows.RESULTS / other / "rows.csv")))
+    names, optimizers, body = list(report.NAMES), list(report.OPTIMIZERS), []
+    printed.sort(key=lambda r: (names.index(r["dataset"]), optimizers.index(r["optimizer"]), int(r["ranks"]), float(r["rate"])))
+    for r in printed:
+        if r["rule"] == "dp":
+            continue
+        setting, loss, above = report.setting(r), float(r["test_loss"]), r["percent_above_dp_by_seed"].split()
+        plain = base[setting] if setting in base else _test_loss(every[setting]["dp"])
+        mean = statistics.mean(map(float, above)) if above else 100 * (loss / plain - 1)
+        task = report.NAMES[r["dataset"]].removeprefix("byte-level ") + (f", rate x {r['rate']}" if r["rate"] != "1" else "")
+        rule, warm = r["rule"].removesuffix("-warmup"), ", warm-up" if r["rule"].endswith("-warmup") else ""
+        size = [task, report.OPTIMIZERS[r["optimizer"]], r["ranks"], f"`{rule}`, `{r['correction']}`{warm}"]
+        body.append([*size, r["seeds"], f"{plain:.4f}", f"{loss:.4f}", f"{mean:+.2f}", ", ".join(above)])
+    return table(["task", "optimizer", "ranks", "rule", "seeds", "`dp`", "test loss", "% above `dp`", "by seed"], body)
+
+
 def headline(sources: Sequence[str], page: Path) -> str:
     """README's table: time and memory of settings without delays; the last source is the run with the GPT's test losses."""
     *speeds, learned = sources
@@ -274,7 +298,7 @@ def headline(sources: Sequence[str], page: Path) -> str:
 
 
 KINDS: dict[str, Callable[[Sequence[str], Path], str]] = {
-    f.__name__: f for f in (speed, memory, engines, hosts, learning, predictions, headline)
+    f.__name__: f for f in (speed, memory, engines, hosts, learning, predictions, finals, headline)
 }
 
 
