@@ -183,7 +183,7 @@ def parameter_bytes(engine: Any) -> int:
     if hasattr(engine, "cyclic_plan"):  # regions of the message buffers: in flight, persistent, published, replicas
         regions = runtime.executor.buffers.regions
         whole = sum(t.numel() for name, t in regions.items() if name[0] in "HVRL")
-        return whole + (_in_flight(engine.cyclic_plan, runtime.executor.rank) if "PG" in regions else 0)
+        return whole + (_in_flight(engine.cyclic_plan) if "PG" in regions else 0)
     if runtime is not None:
         return sum(flat.numel() for unit in runtime.units.values() for flat in unit.flats)
     parameters = list(engine.module.parameters())
@@ -191,10 +191,10 @@ def parameter_bytes(engine: Any) -> int:
     return sum(storages.values()) + sum(p.ds_tensor.numel() * p.element_size() for p in parameters if hasattr(p, "ds_tensor"))
 
 
-def _in_flight(plan: Plan, rank: int) -> int:
+def _in_flight(plan: Plan) -> int:
     """Bytes of the in-flight buffer that ever hold parameters; the other bytes hold gradient sums only."""
-    layout, total, end = plan.p_layouts[rank], 0, 0
-    for at, nbytes in sorted((layout.offsets[v], aligned(plan.units[v[0]].p_bytes)) for v in layout.items):
+    total = end = 0
+    for at, nbytes in sorted((at, aligned(plan.units[i].p_bytes)) for (i, _), at in plan.windows.params.items()):
         total += max(at + nbytes - max(at, end), 0)
         end = max(end, at + nbytes)
     return total

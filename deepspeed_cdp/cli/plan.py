@@ -225,19 +225,15 @@ def _activations(p: Prediction) -> tuple[int, list[str]]:
 
 
 def messages(plan: Plan, rank: int) -> int:
-    """Messages that a rank receives in a steady step: parameters, running and finished sums, norms."""
+    """Messages that a rank receives in a steady step: parameters, running sums, norms."""
     few = few_rounds(plan)
     count, more = _messages(few, rank), plan.schedule.rounds - few.schedule.rounds
     return count + more // 2 * (_messages(with_rounds(plan, few.schedule.rounds + 2), rank) - count) if more else count
 
 
 def _messages(plan: Plan, rank: int) -> int:
-    count = 0
-    for a in build(plan, rank, False):
-        count += bool(a.peer is not None and a.kind.incoming and not a.kind.initiates)
-        if a.kind == Kind.GRAD_NORM and a.peer is not None and rank != plan.schedule.ranks - 1:
-            count += sum(plan.unit(i).g_bytes > 0 for i in plan.members(plan.schedule.owned(rank)))
-    return count
+    norms = (Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
+    return sum(len(a.posts) + (a.kind in norms and a.peer is not None) for a in build(plan, rank, False))
 
 
 def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[str, int]]:
@@ -248,7 +244,7 @@ def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[st
         state = 0 if p.config.offload else 4 * (1 + p.config.states) * stage["trained"]
         row = {
             "in flight": ours["in flight"],
-            "sums apart": ours["sums"],
+            "sums": ours["sums"],
             "published": ours["published"],
             "masters and optimizer": state,
             "activations": activations,
@@ -294,8 +290,8 @@ def warnings(r: dict[str, Any], device_memory: int) -> list[str]:
         )
     if r["traffic"]["link_busy"] > 0.5:
         found.append(
-            f"the link to the next rank is busy {100 * r['traffic']['link_busy']:.0f} % of the time; set "
-            "cyclic.keep_after_forward to true, use a larger micro-batch, or more gradient accumulation"
+            f"a rank's link is busy {100 * r['traffic']['link_busy']:.0f} % of the time; set "
+            "cyclic.keep_after_forward to true, raise cyclic.prefetch_units, or use a larger micro-batch"
         )
     most = max(row["total"] for row in r["memory"])
     if most > device_memory:
@@ -352,8 +348,8 @@ def text(r: dict[str, Any]) -> str:
         "",
         f"received per rank and step, on average: {human(sum(mean.values()))} ("
         + ", ".join(f"{k} {human(v)}" for k, v in mean.items())
-        + f"; F, B parameters, G running sums, O finished ones) in up to {max(r['traffic']['messages'])} messages; "
-        f"the link is busy {100 * r['traffic']['link_busy']:.0f} % of a step",
+        + f"; F, B parameters, G running sums, O those that come back to their owner) in up to {max(r['traffic']['messages'])} "
+        f"messages; a rank's link is busy {100 * r['traffic']['link_busy']:.0f} % of a step",
         *(
             [
                 f"from other rings: up to {human(max(r['across']))} more; a unit's sums take {milliseconds(r['exchange'])} "

@@ -131,6 +131,7 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
         DTYPES.get(str(sums)),
         cyclic.keep_after_forward,
         int(cyclic.min_unit_mb * 2**20),
+        prefetch_units=cyclic.prefetch_units,
         warmup_steps=cyclic.warmup_steps,
         delay_correction=chosen(cyclic.correction, FAMILIES.get(optimizer.lower(), "")),
         any_order=cyclic.any_order,

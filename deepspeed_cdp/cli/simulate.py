@@ -136,7 +136,7 @@ def figures(
             {
                 "jitter": jitter,
                 "period": got,
-                "longer": got - period,
+                "longer": max(0.0, got - period),
                 "own_delay": jitter / 2,
                 "with_barrier": jitter * n / (n + 1),
             }

@@ -139,7 +139,10 @@ def read(files: list[str]) -> list[dict[str, Any]]:
 
 
 def pairs(found: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, dict[str, Any], int]]:
-    """(sent, from, received, to): each received message, with the latest message sent before it on the same edge and unit."""
+    """(sent, from, received, to): each received message, with the latest message sent before it on the same edge and unit.
+
+    Sums are of one step on both sides: rank 0 may send the next step's before the owner comes to the last one.
+    """
     sent: dict[tuple, list[dict[str, Any]]] = defaultdict(list)
     for one in found:
         rank = one["deepspeed_cdp"]["rank"]
@@ -151,7 +154,12 @@ def pairs(found: list[dict[str, Any]]) -> list[tuple[dict[str, Any], int, dict[s
         rank = one["deepspeed_cdp"]["rank"]
         for m in one["deepspeed_cdp"]["messages"]:
             if m["side"] == "receive":
-                earlier = [x for x in sent[m["stream"], m["peer"], rank, m["unit"], m["backward"]] if x["ts"] <= m["ts"]]
+                sums = m["stream"] in ("G", "G0")
+                earlier = [
+                    x
+                    for x in sent[m["stream"], m["peer"], rank, m["unit"], m["backward"]]
+                    if x["ts"] <= m["ts"] and (x["step"] == m["step"] or not sums)
+                ]
                 if earlier:
                     matched.append((earlier[-1], m["peer"], m, rank))
     return matched

@@ -116,8 +116,14 @@ class CyclicConfig(DeepSpeedConfigModel):
     )
     keep_after_forward: Annotated[StrictBool, Words("true and false", "use false unless memory is plentiful")] = Field(
         False,
-        description="Keep the parameters of all stages but the first from forward to backward, instead of the last two stages "
-        "only. Fewer bytes travel and buffers are larger. No effect on rings of fewer than four ranks.",
+        description="Keep the parameters of all stages but the first from forward to backward, instead of the last units "
+        "only. Fewer bytes travel and buffers are larger.",
+    )
+    prefetch_units: Annotated[StrictInt, Words("an integer of at least 1", "use 2, or more if ranks wait for links")] = Field(
+        2,
+        ge=1,
+        description="Pull a unit's parameters, and its gradient sum, from their owner so many units before a rank needs them. "
+        "Larger windows hide slower links.",
     )
     any_order: Annotated[
         Literal["auto"] | StrictBool, Words('"auto", true and false', 'use "auto" for true where the first micro-batch needs it')

@@ -116,6 +116,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             clip=float(self.gradient_clipping()),
             sum_dtype=sum_dtype if self._config.grad_accum_dtype else None,
             keep_after_forward=config.keep_after_forward,
+            prefetch_units=config.prefetch_units,
             min_unit_bytes=int(config.min_unit_mb * 2**20),
             loss_scale=self._loss_scale(),
             warmup_steps=config.warmup_steps,

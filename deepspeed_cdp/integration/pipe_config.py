@@ -12,6 +12,7 @@ _RING_ONLY = {
     "units": "a stage is sent as a whole; remove it",
     "ring_size": "the stages of the PipelineModule are the ring; remove it",
     "keep_after_forward": "weights stay where they are; remove it",
+    "prefetch_units": "weights stay where they are; remove it",
     "any_order": "a stage stays where it is; remove it",
     "min_unit_mb": "a stage is sent as a whole; remove it",
     "gradient_accumulation_fusion": "gradients are added on the rank that has the stage; remove it",

@@ -23,7 +23,8 @@ class Settings:
     """The runtime's settings, from ds_config.json.
 
     Attributes:
-        rule, partition_method, units, keep_after_forward, warmup_steps, gradient_accumulation_fusion: of the ``cyclic`` block.
+        rule, partition_method, units, keep_after_forward, prefetch_units, warmup_steps, gradient_accumulation_fusion: of the
+            ``cyclic`` block.
         delay_correction: of the ``cyclic`` block, with "auto" already decided.
         any_order: of the ``cyclic`` block: True, False or "auto".
         min_unit_bytes: its ``min_unit_mb`` in bytes.
@@ -54,6 +55,7 @@ class Settings:
     check_divergence: int = 1
     delay_correction: DelayCorrection = DelayCorrection()
     any_order: bool | str = "auto"
+    prefetch_units: int = 2
 
 
 def find(module: torch.nn.Module, ranks: int, settings: Settings, seen: discover.Trace | None = None) -> discover.FoundUnits:
@@ -131,7 +133,7 @@ def make_plan(
         persistent,
         settings.keep_after_forward,
         rings,
-        separate_sums=settings.warmup_steps > 0,
+        settings.prefetch_units,
         delay_corrected=bool(settings.delay_correction),
         predicts=settings.delay_correction.method == "predict",
     ), layouts

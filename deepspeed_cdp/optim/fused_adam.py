@@ -203,8 +203,8 @@ class Batch:
         # where fresh readers are none, both may have one place
         self._publishes = not corrected or bool(early) or corrected[0][0].data_ptr() != published[0][0].data_ptr()
         tables = [(*columns, copy, ahead) for copy, ahead in zip(published, (corrected if not early else ()) or published)]
-        tables += [(early, masters, m, v, corrected[0], corrected[0])] if early else []
-        self._predicts = bool(early)
+        self._predicts, self._copies = bool(early), len(tables)
+        tables += [(early, masters, m, v, copy, copy) for copy in corrected if early]
         self._tables = [
             torch.tensor(
                 [[*(column[i].data_ptr() for column in table), sizes[i]] for i in range(len(sizes))],
@@ -279,8 +279,8 @@ class Batch:
         )
         return self._squares
 
-    def predict(self, hyper: Hyper, scale: float, clip: torch.Tensor | None) -> None:
-        """Write the next step's masters, as far as early sums tell, into ``corrected``; arguments as of ``update``."""
+    def predict(self, hyper: Hyper, scale: float, clip: torch.Tensor | None, copy: int) -> None:
+        """Write the next step's masters, as far as early sums tell, into ``corrected[copy]``; arguments as of ``update``."""
         assert self._predicts and self._correction
         keep1, keep2, count = hyper.beta1, hyper.beta2, self.count + 1
         first, weight = 1 - keep1**self.count, self._correction.lead(keep1)
@@ -288,7 +288,7 @@ class Batch:
             first, weight = 1.0, 1.0
         self._launch(
             _predict,
-            self._tables[-1],
+            self._tables[self._copies + copy],
             (
                 self._squares if clip is None else clip,
                 scale,
@@ -373,12 +373,14 @@ class Adam:
             squares.append(batch.update(hyper, scale, clip, copy))
         return self._concatenated(squares)
 
-    def predict(self, unit: Hashable, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None) -> None:
+    def predict(
+        self, unit: Hashable, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None, copy: int
+    ) -> None:
         """Predict a unit's next version; see ``Batch.predict``."""
         for batch, _ in self._batches_of(unit):
             hyper = _hyper(self.optimizer, options[batch.group])
             assert hyper is not None, "suits() has checked it"
-            batch.predict(hyper, scale, clip)
+            batch.predict(hyper, scale, clip, copy)
 
     def write_step_counts(self) -> None:
         """Write the step counts into the optimizer's state. The next update reads them again, since callers may change them."""

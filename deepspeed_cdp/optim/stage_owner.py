@@ -147,7 +147,8 @@ class StageOwner:
         for copy in range(self.copies):
             self.publish(copy, self.masters)
         if self._corrected and self._early is not None and self.masters:
-            self._write(self._corrected[0], dict(self.masters), True)
+            for corrected in self._corrected:
+                self._write(corrected, dict(self.masters), True)
         for views in (*self._published, *(self._corrected or ())):
             for name, value in self.frozen.items():
                 views[name].copy_(value)
@@ -176,8 +177,8 @@ class StageOwner:
         return torch.stack([total & 0xFFFFFFFF, total >> 32]).double()
 
     @torch.no_grad()
-    def predict(self, step: int, unit: Hashable) -> None:
-        """Write a unit's next version, as far as its early sum tells, where stale readers read it.
+    def predict(self, step: int, unit: Hashable, copy: int) -> None:
+        """Write a unit's next version, as far as its early sum tells, into the correction ``copy``, which stale readers read.
 
         It has the hyperparameters and the clipping of the last update since ``publish_all``. Where a prediction is not finite,
         stale readers read the master.
@@ -185,12 +186,12 @@ class StageOwner:
         assert self._early is not None and self._corrected and self._corrector and self._applied is not None
         names, scale = list(self._early[unit]), 1 / self._early_divisor(step)
         if self._fused:
-            self._fused.predict(unit, self._applied, scale, self._factor)
+            self._fused.predict(unit, self._applied, scale, self._factor, copy)
         else:
             masters = [self.masters[n] for n in names]
             options = [{k: v for k, v in g.items() if k not in self._kept_by_optimizer} for g in self._applied]
             ahead = self._corrector.predict(masters, self._early_gradients(unit, step), options)
-            self._write(self._corrected[0], dict(zip(names, ahead)), True)
+            self._write(self._corrected[copy], dict(zip(names, ahead)), True)
 
     def _early_gradients(self, unit: Hashable, step: int) -> list[torch.Tensor]:
         """Averaged early gradients, fp32, beside the masters, scaled as the last update's were to clip them."""

@@ -35,26 +35,26 @@ class Kind(Enum):
 
     # End of a pass
     RELEASE_PARAM = _Properties("release", of_pass=True)  # the pass is over: its parameters may be overwritten
-    SEND_EARLY_GRAD = _Properties("send early grad", of_pass=True, carries="grad", initiates=True)  # to the owner, who predicts
-    SEND_GRAD = _Properties("send grad", of_pass=True, carries="grad", initiates=True)  # add this rank's gradients, send the sum
+    SEND_GRAD = _Properties("send grad", of_pass=True, carries="grad", initiates=True)  # add this rank's gradients, push the sum
     RECV_PERSISTENT_GRAD = _Properties("recv persistent grad", of_pass=True, carries="grad", incoming=True)
-    SEND_EARLY_PERSISTENT_GRAD = _Properties("send early persistent grad", of_pass=True, carries="grad", initiates=True)
     SEND_PERSISTENT_GRAD = _Properties("send persistent grad", of_pass=True, carries="grad", initiates=True)
     RELEASE_PERSISTENT_PARAM = _Properties("release persistent", of_pass=True)
     # Owner of a stage, and the credits in between
-    PREDICT_PARAM = _Properties("predict", of_owner=True, carries="param", incoming=True)  # the next version, from an early sum
+    OFFER_GRAD = _Properties("offer", carries="grad")  # the sum is back: let the next rank pull it
+    PREDICT_PARAM = _Properties("predict", of_owner=True, carries="param")  # the next version, from the sum so far
     REDUCE_GRAD = _Properties("average", of_owner=True, incoming=True)  # receive and average one unit's finished sum
     GRAD_NORM = _Properties("norm", of_owner=True, incoming=True, names_unit=False)  # send the norms to the next owner
     SEND_NORM = _Properties("total", of_owner=True, names_unit=False)  # the last owner sends the global norm to all others
     OPTIMIZER_STEP = _Properties("update", of_owner=True, incoming=True, names_unit=False)
     GRANT_CREDIT = _Properties("credit", names_unit=False)  # only posts
-    PUBLISH_PARAM = _Properties("publish", of_owner=True, carries="param")  # send a new version to its first reader
+    PUBLISH_PARAM = _Properties("publish", of_owner=True, carries="param")  # offer a new version to a reader
     # Start of a pass
-    PULL_PARAM = _Properties("pull", of_owner=True, incoming=True, initiates=True)  # the first reader makes room for that version
+    PULL_PARAM = _Properties("pull", of_owner=True, incoming=True, initiates=True)  # from the owner's published copy
+    PULL_GRAD = _Properties("pull grad", incoming=True, initiates=True)  # the running sum of the ranks before, from the owner
     REFRESH_PARAM = _Properties("refresh", carries="param", incoming=True)  # a replica's unit gets its next version
     WAIT_PARAM = _Properties("wait", of_pass=True, carries="param", incoming=True)
-    FORWARD_PARAM = _Properties("forward", of_pass=True, carries="param", initiates=True)  # to the ring neighbour
-    RECV_GRAD = _Properties("recv grad", of_pass=True, carries="grad", incoming=True)  # the running sum of the ranks before
+    FORWARD_PARAM = _Properties("forward", of_pass=True, carries="param", initiates=True)  # replicas: to the ring neighbour
+    RECV_GRAD = _Properties("recv grad", of_pass=True, carries="grad", incoming=True)  # the running sum is here
     # The other side of a peer's message, for transports whose two sides wait for each other (program.with_rendezvous)
     START_RECV = _Properties("start recv", incoming=True)
     START_SEND = _Properties("start send")
@@ -82,8 +82,8 @@ class Post(NamedTuple):
         region, offset, nbytes: where the message lands.
         ahead: 0 for a message of this step, 1 for one of the next step.
         round, unit, backward: the pass that the message is for.
-        origin: its offset in the owner's published copy, on the streams P0 and H0.
-        version: the version published there, relative to the message's step.
+        origin: on the streams P0 and G0, region and offset from which it is pulled.
+        version: the version published there, relative to the message's step; 0 for sums.
     """
 
     stream: str
@@ -95,7 +95,7 @@ class Post(NamedTuple):
     round: int
     unit: int
     backward: bool
-    origin: int = -1
+    origin: tuple[str, int] = ("", 0)
     version: int = 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deepspeed_cdp.plan.actions import Action, Kind, Post
-from deepspeed_cdp.plan.builder import Builder
+from deepspeed_cdp.plan.builder import Builder, after_passes
 from deepspeed_cdp.plan.constants import PERSISTENT, START
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.replicated import ReplicaBuilder, ReplicatedPlan
@@ -25,6 +25,7 @@ def build(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
     return builder(plan, rank, 0 if first else 1).build()
 
 
+PULLS = (Kind.PULL_PARAM, Kind.PULL_GRAD)
 FEW = 6  # rounds of a program that repeats some; 7 if the step's number of rounds is odd
 REPEATED = 2  # rounds 2 and 3
 
@@ -40,7 +41,7 @@ def few_rounds(plan: Plan) -> Plan:
 def with_rounds(plan: Plan, rounds: int) -> Plan:
     """The same plan with another number of rounds; the layouts do not depend on it."""
     other = replace(plan, schedule=replace(plan.schedule, rounds=rounds))
-    other.__dict__["layouts"] = plan.layouts
+    other.__dict__["windows"] = plan.windows
     return other
 
 
@@ -130,12 +131,12 @@ def with_rendezvous(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
     """
 
     def key(a: Action, initiator: int) -> tuple:
-        return after_passes(plan, initiator, first, a), a.time, a.phase, a.order, initiator
+        return after_passes(plan, initiator, 0 if first else 1, a), a.time, a.phase, a.order, initiator
 
     entries = [(key(a, rank), a) for a in build(plan, rank, first)]
     for other in range(plan.schedule.ranks):
         for a in build(plan, other, first) if other != rank else ():
-            kind = Kind.START_SEND if a.kind == Kind.PULL_PARAM else Kind.START_RECV
+            kind = Kind.START_SEND if a.kind in PULLS else Kind.START_RECV
             entries += [
                 (key(a, other), a._replace(kind=kind, peer=other, stream=stream, posts=()))
                 for stream, peer in _initiated(plan, other, a)
@@ -152,7 +153,7 @@ def edges(plan: Plan) -> list[tuple[str, int, int]]:
         for first in (True, False):
             for a in build(few, rank, first):
                 found |= {
-                    (stream, peer, rank) if a.kind == Kind.PULL_PARAM else (stream, rank, peer)
+                    (stream, peer, rank) if a.kind in PULLS else (stream, rank, peer)
                     for stream, peer in _initiated(plan, rank, a)
                 }
     return sorted(found)
@@ -166,8 +167,3 @@ def _initiated(plan: Plan, rank: int, a: Action) -> list[tuple[str, int]]:
     if a.kind == Kind.SEND_NORM:
         return [("T", r) for r in range(n - 1)]
     return [(a.stream, a.peer)] if a.kind.initiates and a.peer not in (None, rank) else []
-
-
-def after_passes(plan: Plan, rank: int, first: bool, a: Action) -> bool:
-    """Whether an owner's action comes after its rank's passes of the step (``first``: the first step since a flush)."""
-    return a.kind.of_owner and a.time >= plan.schedule.start(0 if first else 1, plan.schedule.rounds, rank) * plan.scale

@@ -37,13 +37,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from deepspeed_cdp.plan.actions import Action, Kind, Post
-from deepspeed_cdp.plan.buffer_layout import BufferLayout, running_sums
 from deepspeed_cdp.plan.builder import Builder
-from deepspeed_cdp.plan.constants import END, PERSISTENT, RELEASES, START
-from deepspeed_cdp.plan.interval_alloc import EMPTY, StreamLayout, aligned, assign_offsets, stream_layouts
+from deepspeed_cdp.plan.constants import END, PERSISTENT, START
+from deepspeed_cdp.plan.interval_alloc import aligned
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.schedule import Schedule
-from deepspeed_cdp.plan.unit_schedule import Unit
+from deepspeed_cdp.plan.unit_schedule import Unit, Visit
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,16 @@ class ReplicatedPlan(Plan):
 
     force_separate_copy: bool = False
     replicated: ClassVar[bool] = True
-    g_region: ClassVar[str] = "G"
-    o_region: ClassVar[str] = "O"
 
     def under(self, threshold: int) -> "ReplicatedPlan":
         return replace(
             self, schedule=replace(self.schedule, threshold=threshold), force_separate_copy=self.publishes_separate_copy
         )
+
+    @property
+    def messages(self) -> tuple[Visit, ...]:
+        """None: passes read from the replica."""
+        return ()
 
     # ---- versions and their senders -------------------------------------------------------------------------------------
     @cached_property
@@ -130,10 +132,6 @@ class ReplicatedPlan(Plan):
     def kept(self, index: int) -> bool:
         return index != PERSISTENT
 
-    @property
-    def sums_in_gaps(self) -> bool:
-        return False
-
     @cached_property
     def publishes_separate_copy(self) -> bool:
         """Whether owners publish into ``V0``, since one of them still reads the old version of its stage during the update."""
@@ -158,6 +156,11 @@ class ReplicatedPlan(Plan):
         """Of corrections; what fresh readers read has one place. Rules that stall update before stale readers have pulled."""
         return 2 if self.corrects and self.schedule.stalls and not self.predicts else 1
 
+    @property
+    def corrected_copies(self) -> int:
+        """A prediction is out of use before the next one is made."""
+        return 1 if self.predicts else self.copies
+
     @cached_property
     def replica(self) -> tuple[dict[int, int], tuple[int, ...], int]:
         """Region R: offsets of all units (PERSISTENT included) and of each stage, and its bytes."""
@@ -169,19 +172,6 @@ class ReplicatedPlan(Plan):
             starts.append(total)
             total += nbytes
         return offsets, tuple(starts), total
-
-    @cached_property
-    def layouts(self) -> tuple[BufferLayout, ...]:
-        """Passes read from R, where nothing lands by this layout; running sums have a buffer."""
-        reads = StreamLayout((), {v: self.replica[0][v[0]] for v in self.visits}, {}, 0)
-        if self.schedule.ranks == 1:
-            return (BufferLayout(reads, EMPTY, EMPTY),)
-        sums = (running_sums(self),)
-        (grads,) = stream_layouts(sums, *assign_offsets(sums, 2 * self.round_ticks), RELEASES * len(self.visits))
-        return (BufferLayout(reads, grads, EMPTY),) * self.schedule.ranks
-
-    def o_layout(self, stage: int) -> dict[int, int]:
-        return self.x_layout(stage)[0]
 
     def copy_region(self, version: int) -> str:
         return "V0" if self.publishes_separate_copy else "R"
@@ -198,22 +188,13 @@ class ReplicatedPlan(Plan):
         return ("L", self.v_layout(0)[0][unit]) if self.double_buffered(unit) else ("R", self.replica[0][unit])
 
     def extents(self, stage: int) -> dict[str, int]:
-        return {
-            "G": self.g_layouts[0].nbytes,
-            "O": self.x_layout(stage)[1],
-            "V": self.v_layout(stage)[1],
-            "W": self.v_layout(stage)[1],
-            "W0": self.v_layout(stage)[1],
-            "E": self._early_apart(stage),
-            "L": self.v_layout(0)[1],
-            "R": self.replica[2],
-        }
+        return {**super().extents(stage), "L": self.v_layout(0)[1], "R": self.replica[2]}
 
     @cached_property
     def regions(self) -> dict[str, int]:
-        """As ``Plan.regions``, with ``R``, ``L`` and perhaps ``V0`` in place of H and V, and ``G`` and ``O`` in place of PG."""
+        """As ``Plan.regions``, with ``R``, ``L`` and perhaps ``V0`` in place of H and V."""
         stages = range(self.schedule.ranks)
-        sizes = {"R": self.replica[2], "G": self.g_layouts[0].nbytes, "O": max(self.x_layout(s)[1] for s in stages)}
+        sizes = {"R": self.replica[2], "PG": self.windows.nbytes}
         if self.schedule.ranks > 1:
             sizes["L"] = self.v_layout(0)[1]
             sizes |= {"GH": aligned(self.persistent.g_bytes)} if self.persistent else {}
@@ -225,8 +206,8 @@ class ReplicatedPlan(Plan):
         regions = self.regions
         return {
             "replica": regions["R"],
-            "in flight": sum(regions.get(x, 0) for x in ("L", "G", "GH")),
-            "sums": regions["O"] + regions.get("X", 0) + regions.get("E", 0),
+            "in flight": sum(regions.get(x, 0) for x in ("L", "PG", "GH")),
+            "sums": regions["O"] + regions.get("X", 0),
             "published": sum(regions.get(x, 0) for x in ("V0", "W0", "W1")),
             "scalars": regions["S"],
         }
@@ -248,14 +229,6 @@ class ReplicaBuilder(Builder):
     """Builds programs for a ``ReplicatedPlan``. They have one more kind, REFRESH_PARAM: a unit of the replica changes version."""
 
     plan: ReplicatedPlan
-
-    def initial_posts(self) -> tuple[Post, ...]:
-        persistent = self.plan.persistent
-        grads = self._persistent_grad_posts(0) if persistent else ()
-        return (*self._stream_posts("G", -1, None), *grads, *self._finished_sum_posts(0))
-
-    def _persistent_posts(self, number: int) -> list[Post]:
-        return []
 
     def _passes(self) -> Iterator[Action]:
         yield from super()._passes()
@@ -289,7 +262,11 @@ class ReplicaBuilder(Builder):
         step = self.step + ahead
         return self._published(version, i, step - version) >= self.schedule.start(step, 0, self.rank) * self.plan.scale
 
-    def _read(self, time: int, m: int, i: int, backward: bool, offset: int) -> Iterator[Action]:
+    def _ahead(self, m: int) -> tuple[int, int]:
+        """(steps ahead, round) of round number ``m``, counted from the first round of this step."""
+        return divmod(m, self.schedule.rounds)
+
+    def _read(self, time: int, m: int, i: int, backward: bool) -> Iterator[Action]:
         """Refresh the unit if the version changes before this pass, read it, and forward a new version to the ring neighbour."""
         plan, s, unit = self.plan, self.schedule, self.plan.unit(i)
         stage, version = unit.stage, s.version(self.step, m, self.rank, unit.stage) - self.step
@@ -317,9 +294,9 @@ class ReplicaBuilder(Builder):
     def _first_of_stage_1(self) -> int | None:
         return self.plan.members(1)[0] if self.schedule.ranks > 1 else None
 
-    def _release_posts(self, m: int, number: int) -> Iterator[Post]:
+    def _release_posts(self, m: int, i: int, backward: bool) -> Iterator[Post]:
         """When stage 1's last backward ends, all stages from 1 on may be overwritten."""
-        if self.plan.visits[number] == (self._first_of_stage_1, True):
+        if (i, backward) == (self._first_of_stage_1, True):
             yield from self._landing_posts(m, False)
 
     def _landing_posts(self, m: int, double_buffered: bool) -> Iterator[Post]:
@@ -344,36 +321,42 @@ class ReplicaBuilder(Builder):
 
     def _pulls(self, step: int) -> Iterator[Action]:
         """As a first reader, pull from the owner: two positions before the pass, but not before the version is published."""
-        plan = self.plan
-        for m in range(self.schedule.rounds):
+        plan, s = self.plan, self.schedule
+        for m in range(s.rounds):
             for i in plan.every_unit:
                 stage = plan.unit(i).stage
                 version, src = plan.refreshed_version(step, m, self.rank, stage), self.schedule.owner(stage)
                 if version is None or src == self.rank or not plan.reads_first(self.rank, stage, step - version):
                     continue
-                time = self._pull_time(step, m, 0 if i == PERSISTENT else plan.spans[i, False][0])
-                time = self._not_before_published(time, step, version, i, False)
-                origin, ahead = plan.published_offsets(stage, step - version)[i], step - self.step
+                pass_start = 0 if i == PERSISTENT else plan.spans[i, False][0]
+                time = (s.start(step, m, self.rank) - 2) * plan.scale + pass_start
+                time = self._not_before_published(time, step, 0, version, i, False)
+                origin = plan.published_region(step - version), plan.published_offsets(stage, step - version)[i]
+                ahead = step - self.step
                 place = (src, *plan.landing_place(i), plan.unit(i).p_bytes)
                 post = Post("P0", *place, ahead, m, i, False, origin, version - step)
                 yield Action(time, START, Kind.PULL_PARAM, m, i, False, src, "P0", posts=(post,))
 
-    def _prediction_used(self) -> int:
-        """The owner's own replica gets the prediction before its forward."""
-        begin = self.schedule.start(self.step, 0, self.rank) * self.plan.scale
-        return max(super()._prediction_used(), begin + 1 + self.plan.spans[self.plan.members(self.stage)[-1], False][0])
+    def _published(self, version: int, i: int, lag: int, m: int = 0, backward: bool = False) -> int:
+        """Once for all rounds."""
+        plan, s, stage = self.plan, self.schedule, self.plan.unit(i).stage
+        if lag and plan.is_predicted(stage):
+            return super()._published(version, i, lag, 0, False)
+        return s.update_time(version - 1, stage) * plan.scale
 
-    def _publish(self, version: int, time: int) -> Iterator[Action]:
+    def _publish(self, version: int, predicted: bool = False) -> Iterator[Action]:
         plan = self.plan
         for (stage, corrected), reader in plan.first_readers.items():
             if stage != self.stage or reader == self.rank:
                 continue
             ahead, m = plan.first_reads[reader, stage, corrected]
+            if predicted != (ahead > 0 and plan.is_predicted(stage)):
+                continue
             offsets, region = plan.published_offsets(stage, ahead), plan.published_region(ahead)
             for i in plan.members(stage) if version + ahead else ():
                 place = (region, offsets[i], plan.unit(i).p_bytes, version - self.step)
-                when = self._published(version, i, ahead) if ahead and plan.is_predicted(stage) else time
-                yield Action(when, START, Kind.PUBLISH_PARAM, m, i, False, reader, "P0", *place)
+                time = self._published(version, i, ahead) if version or predicted else -(10**18)
+                yield Action(time, START, Kind.PUBLISH_PARAM, m, i, False, reader, "P0", *place)
 
 
 def grid(schedule: Schedule, rank: int, steps: int = 2) -> str:

@@ -131,40 +131,19 @@ class Schedule:
         """The version that both passes of this micro-batch read."""
         return step if self.fresh(round, rank, stage) else max(step - 1, 0)
 
-    def is_first(self, step: int, round: int, rank: int, stage: int) -> bool:
-        """Whether this is the first reader of its version in this step, which receives it from the owner.
-
-        Readers of one version within a step are consecutive micro-batches q = mN + r. Between steps the chain is cut: no rank
-        keeps a version for a reader of the next step. So a user's barrier between two steps cannot deadlock.
-        """
-        if self.ranks == 1 or not (round or rank):
-            return True
-        before = (round, rank - 1) if rank else (round - 1, self.ranks - 1)
-        return self.version(step, *before, stage) != self.version(step, round, rank, stage)
-
-    def source(self, step: int, round: int, rank: int, stage: int) -> int | None:
-        """The rank that sends this reader the stage; None for an owner that reads its own published copy.
-
-        An owner reads its copy for the newest version, and as a first reader.
-        """
-        first, owner = self.is_first(step, round, rank, stage), self.owner(stage)
-        if owner == rank and (first or self.version(step, round, rank, stage) == step):
-            return None
-        return owner if first else (rank - 1) % self.ranks
-
-    def forwards(self, step: int, round: int, rank: int, stage: int) -> bool:
-        """Whether this reader forwards the stage to its ring neighbour."""
-        after = (round, rank + 1) if rank < self.ranks - 1 else (round + 1, 0)
-        return after[0] < self.rounds and not self.is_first(step, *after, stage) and self.source(step, *after, stage) is not None
-
-    def first_readers(self, step: int, stage: int) -> list[tuple[int, int, int]]:
-        """(version, round, rank) of each first reader in this step, without the owner itself; after round 1 there is none."""
+    def readers(self, step: int, stage: int) -> list[tuple[int, int, int]]:
+        """(version, round, rank) of each micro-batch of this step that gets the stage from its owner: all but the owner's own."""
         return [
             (self.version(step, m, r, stage), m, r)
-            for m in range(min(self.rounds, 2))
+            for m in range(self.rounds)
             for r in range(self.ranks)
-            if self.is_first(step, m, r, stage) and r != self.owner(stage)
+            if r != self.owner(stage)
         ]
+
+    def neighbor(self, round: int, rank: int, by: int) -> tuple[int, int] | None:
+        """(round, rank) of the micro-batch ``by`` places later in the order of a step, q = mN + r; None outside the step."""
+        q = round * self.ranks + rank + by
+        return divmod(q, self.ranks) if 0 <= q < self.ranks * self.rounds else None
 
     def norm_time(self, step: int, stage: int) -> int:
         """Logical time at which the stage's gradient sum is finished: the end of its last backward."""

@@ -1,5 +1,6 @@
 """The schedule of units: when each unit's forward and backward run inside a round, in logical time."""
 
+import sys
 from dataclasses import dataclass
 from functools import cached_property
 from math import lcm
@@ -40,10 +41,9 @@ class UnitSchedule:
         units: in execution order.
         persistent: parameters that stay on a rank for a whole round, as one more unit of stage 0; or None.
         keep_after_forward: the parameters of every stage but the first stay on a rank from its forward to its backward. By
-            default only the last two stages stay, which takes no room, except for a few gaps.
+            default only the last units stay, whose backward begins within ``prefetch_units`` passes.
         rings: number of rings that average their gradients (cross_ring.py); all have this plan.
-        separate_sums: finished sums have a place of their own in the buffer, so that two rules can share it (warmup.py).
-        layout_schedule: the buffers are laid out for this schedule's messages (``Plan.under``); None: for ``schedule``.
+        prefetch_units: a rank pulls a unit so many passes before it needs it, or fewer if the model has few units.
         delay_corrected: stale readers read corrections (delay_correction.py).
         predicts: these are predictions, made from running sums while the step's later ranks still compute.
     """
@@ -53,8 +53,7 @@ class UnitSchedule:
     persistent: Unit | None = None
     keep_after_forward: bool = False
     rings: int = 1
-    separate_sums: bool = False
-    layout_schedule: Schedule | None = None
+    prefetch_units: int = 2
     delay_corrected: bool = False
     predicts: bool = False
 
@@ -91,14 +90,15 @@ class UnitSchedule:
         return unit
 
     def kept(self, index: int) -> bool:
-        """Whether the unit's parameters stay on a rank from its forward to its backward, and so are sent once a round.
+        """Whether the unit's parameters stay on a rank from its forward to its backward, and so are pulled once a round.
 
-        Without ``keep_after_forward``, stages N-1 and N-2 stay: their second message would have to land before, or just when,
-        the first one is out of use. Stage 0 cannot stay: its parameters land two positions before the round begins, while the
-        round before still uses its own (docs/algorithm.md#parameters-that-stay-for-the-backward).
+        Stage 0 never stays: its parameters are pulled before the round begins, while the round before still uses its own
+        (docs/algorithm.md#parameters-that-stay-for-the-backward).
         """
-        n = self.schedule.ranks
-        return index != PERSISTENT and self.units[index].stage >= (1 if self.keep_after_forward else max(1, n - 2))
+        if index == PERSISTENT:
+            return False
+        after = len(self.units) - 1 - index  # units between its forward and its backward
+        return self.units[index].stage >= 1 if self.keep_after_forward else 2 * after < self.ahead
 
     def eager_units(self, rank: int) -> tuple[int, ...]:
         """The owned units with a REDUCE_GRAD of their own, as each finished sum arrives; GRAD_NORM averages the others.
@@ -114,11 +114,11 @@ class UnitSchedule:
     # ---- logical time inside a round ------------------------------------------------------------------------------------
     @cached_property
     def scale(self) -> int:
-        """Ticks per position of the schedule, such that every unit of a stage takes a whole number of ticks."""
+        """Ticks per position of the schedule, such that every unit of a stage takes an even number of ticks."""
         counts = [0] * self.schedule.ranks
         for u in self.units:
             counts[u.stage] += 1
-        return lcm(*counts)
+        return 2 * lcm(*counts)
 
     @cached_property
     def spans(self) -> dict[Visit, tuple[int, int]]:
@@ -150,22 +150,35 @@ class UnitSchedule:
         """Length of a round."""
         return 2 * self.schedule.ranks * self.scale
 
-    def received(self, rank: int) -> tuple[Visit, ...]:
-        """The messages that this rank receives in some round; it receives none of a stage that it reads from its own copy."""
-        s = self.layout_schedule or self.schedule
-        stages = {
-            stage
-            for stage in range(s.ranks)
-            for step in (0, 1)
-            for m in range(min(s.rounds, 3))  # later rounds are as round 2
-            if s.source(step, m, rank, stage) is not None
-        }
-        return tuple(v for v in self.messages if self.units[v[0]].stage in stages)
+    @cached_property
+    def ahead(self) -> int:
+        """Passes from a pull to its use: ``prefetch_units``, such that every place is free before its next use."""
+        first_stage = sum(unit.stage == 0 for unit in self.units)
+        return min(self.prefetch_units, max(2, len(self.units) - 1), 2 * first_stage if self.keep_after_forward else sys.maxsize)
 
-    @property
-    def sums_in_gaps(self) -> bool:
-        """Whether finished sums fill gaps between messages in flight, and have no place of their own."""
-        return self.schedule.ranks > 1 and not (self.schedule.stalls or self.separate_sums)
+    def pull_ticks(self, unit: int, backward: bool) -> int:
+        """Ticks from the start of the round to the pull for this pass, ``ahead`` passes before it; may be negative.
+
+        Persistent parameters are pulled with the first unit.
+        """
+        number = 0 if unit == PERSISTENT else self._numbers[unit, backward]
+        rounds, before = divmod(number - self.ahead, len(self.visits))
+        return rounds * self.round_ticks + self.spans[self.visits[before]][0]
+
+    @cached_property
+    def _numbers(self) -> dict[Visit, int]:
+        return {visit: number for number, visit in enumerate(self.visits)}
+
+    def grad_ticks(self, unit: int) -> tuple[int, int, int]:
+        """Ticks from the start of the round to the pull of the unit's running sum, to its use, and to its end.
+
+        A rank adds to the sum of the persistent parameters at the end of its round, as if in the last pass.
+        """
+        start, end = self.spans[self.visits[-1]] if unit == PERSISTENT else self.spans[unit, True]
+        number = len(self.visits) - 1 if unit == PERSISTENT else self._numbers[unit, True]
+        pull = self.spans[self.visits[max(number - self.ahead, 0)]][0]
+        # the rank before ends two positions earlier
+        return min(max(pull, end - 2 * self.scale + 1), start), start, end
 
     def sum_finished(self, step: int, unit: int) -> int:
         """Ticks at which the unit's gradient sum is finished: the end of the last micro-batch's backward."""
@@ -178,15 +191,16 @@ class UnitSchedule:
         return self.predicts and self.schedule.is_read_stale(stage)
 
     def predict_time(self, step: int, unit: int) -> int:
-        """Ticks at which the unit's version step + 1 is predicted. All early sums of its stage are there by then.
+        """Ticks at which the unit's version step + 1 is predicted: when rank 0 begins to read the stage, or a tick later.
 
-        The stage's first unit comes when rank 0 begins to read it, the others a tick later, so that they need not wait for each
-        other's transfers; but none after its update.
+        That is one position, at most, after the predictor has added to the sum, and before the next rank has. Where the rule
+        stalls, rank 0 reads later than that.
         """
         s, stage, persistent = self.schedule, self.unit(unit).stage, unit == PERSISTENT
         first = next(i for i in self.members(stage) if i != PERSISTENT)
         read = s.start(step + 1, 0, 0) * self.scale + (0 if persistent else self.spans[first, False][0] + (unit != first))
-        return min(read, s.update_time(step, 0) * self.scale if persistent else self.sum_finished(step, unit))
+        added = s.start(step, s.rounds - 1, s.predictor(stage)) * self.scale + self.grad_ticks(unit)[2]
+        return min(read, added + self.scale)
 
     def early_share(self, stage: int) -> float:
         """Micro-batches in the stage's early sum, by rounds: divides a sum of gradients of losses divided by the rounds."""

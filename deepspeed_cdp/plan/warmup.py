@@ -4,8 +4,8 @@ Stale parameters cost most at the very start of training. So steps t < ``warmup_
 the plan with K = 0, and later steps the configured plan. The last step of the warm-up ends with a flush. All ranks count the same
 steps, so the switch needs no message, and a checkpoint resumes in the right plan by its step alone.
 
-One set of buffers serves both plans. They differ in their schedule only: units, stages, owners and layouts are the same (both
-have ``separate_sums``), and the configured plan has at least as many published copies.
+One set of buffers serves both plans. They differ in their schedule only: units, stages, owners and windows are the same,
+and the configured plan has at least as many published copies.
 """
 
 from collections.abc import Sequence

@@ -44,7 +44,7 @@ class CrossRing:
         for i, offset, nbytes in [*((i, offsets[i], plan.unit(i).g_bytes) for i in order), (PAIR, end, plan.across_nbytes)]:
             self._x[i], self._at[i] = buffers.view("X", offset, nbytes), buffers.address("X", offset)
             if i != PAIR:
-                self._o[i] = buffers.view(plan.o_region, own[i], nbytes)
+                self._o[i] = buffers.view("O", own[i], nbytes)
         self.total = self._x[PAIR].view(torch.float64)
         self.rows = self.total[2:].view(plan.rings, -1)
         self._own = torch.zeros_like(self.total)  # this rank's loss sum and count, and its row

@@ -78,14 +78,12 @@ class Executor:
         self.actions: dict[Kind, Callable[[Action], None]] = {
             Kind.RECV_GRAD: self._recv_grad,
             Kind.RECV_PERSISTENT_GRAD: self._recv_grad,
-            Kind.SEND_EARLY_GRAD: self._send_grad,
-            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_grad,
             Kind.SEND_GRAD: self._send_grad,
             Kind.SEND_PERSISTENT_GRAD: self._send_grad,
             Kind.RELEASE_PARAM: self._release_param,
             Kind.RELEASE_PERSISTENT_PARAM: self._release_param,
             Kind.PULL_PARAM: self.messages.post_all,
-            Kind.GRANT_CREDIT: self.messages.post_all,
+            Kind.PULL_GRAD: self.messages.post_all,
             Kind.START_RECV: self.messages.start_peer,
             Kind.START_SEND: self.messages.start_peer,
             **self.residency.actions,
@@ -162,6 +160,7 @@ class Executor:
         """
         where = f"rank {self.transport.world_rank}, step {self.global_step}, flush"
         self.check_between_steps()
+        self.transport.finish_relays(where)
         self.owner_executor.flush(self._steady.actions.held if self.state.step else ())
         self.transport.reset(where)
 
@@ -252,11 +251,14 @@ class Executor:
     # ---- actions of passes ----------------------------------------------------------------------------------------------
     def _recv_grad(self, a: Action) -> None:
         region, view = self.messages.place(a)
-        if a.peer is not None:
+        if a.stream == "G":
+            self.messages.back(a, a.unit, *a.into[1:]).wait(ActionLocation(self.state, a))
+        else:
             self.messages.wait(a)
-        elif a.round == 0:  # the first micro-batch of the step starts the sum
-            for ticket in self.messages.reads.take(region, a.offset, a.nbytes):
-                ticket.wait(ActionLocation(self.state, a))
+        first = a.round == self.state.rank == 0  # this micro-batch starts the sum
+        if first or region == "O":
+            self.messages.wait_readers(a, region, a.offset, a.nbytes)
+        if first:
             self.empty_sums.add(a.unit)
         self.grad_sums[a.unit] = view
 
@@ -270,14 +272,11 @@ class Executor:
 
     def _send_grad(self, a: Action) -> None:
         self._add_grads(a.unit)
-        if a.peer == self.state.rank:  # the last rank owns stage 0, and the middle one of an odd number predicts its own
-            self.owner_executor.copy_sum(a)
+        if a.peer is None:
+            self.owner_executor.own_added(a.unit)
         else:
             self.messages.push(a)
-        self.messages.post_all(a)
 
     def _release_param(self, a: Action) -> None:
-        if self.state.schedule.ranks == 1 and a.backward:  # summed in place, not passed on
-            self._add_grads(a.unit)
         self.residency.release(a)
         self.messages.post_all(a)

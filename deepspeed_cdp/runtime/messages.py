@@ -82,10 +82,10 @@ class Messages:
         self.reads.clear()
 
     def drain(self) -> None:
-        """Before closing without a flush: receive the last step's finished and early sums, for which their senders may wait."""
+        """Before closing without a flush: receive the last step's sums, for which their senders may wait."""
         if self.transport.host_waits:  # elsewhere closing waits for all steps of all ranks
             with suppress(HandoffError):  # the peer has failed, and says so itself
-                for key in [k for k in self._arrivals if k[0] in ("O", "E") and k[1] < self.state.step]:
+                for key in [k for k in self._arrivals if k[0] == "G" and k[1] < self.state.step]:
                     self._arrivals.pop(key).wait(f"rank {self.transport.world_rank}, closing")
 
     # ---- places ---------------------------------------------------------------------------------------------------------
@@ -99,29 +99,57 @@ class Messages:
         region = self._region(a.region, self.state.step, a.round, a.version)
         return region, self.buffers.view(region, a.offset, a.nbytes)
 
+    def _world(self, rank: int) -> int:
+        """The rank among all of the job's, by which transports count."""
+        return self.transport.world_rank - self.state.rank + rank
+
     # ---- messages -------------------------------------------------------------------------------------------------------
-    def post(self, post: Post, where: Where) -> None:
-        """Grant the credit for one message, which lands after all pending reads of its place."""
+    def post(self, post: Post, where: Where, relayed: bool = False) -> None:
+        """Grant the credit for one message, which lands after all pending reads of its place.
+
+        Args:
+            relayed: beside the passes.
+        """
         step = self.state.step + post.ahead
         region = self._region(post.region, step, post.round, 0)
         readers = self.reads.take(region, post.offset, post.nbytes)
         origin = -1
-        if post.origin >= 0:
-            plan = self.state.plan
-            published = plan.region_of(plan.published_region(-post.version), step + post.version)
-            origin = self.buffers.address(published, post.origin)
+        if post.origin[0]:
+            there = self.state.plan.region_of(post.origin[0], step + post.version)
+            origin = self.buffers.address(there, post.origin[1])
         view = self.buffers.view(region, post.offset, post.nbytes)
-        ticket = self.transport.post(post.stream, post.src, view, readers, where, origin)
+
+        def begin() -> Ticket:
+            ticket = self.transport.post(post.stream, post.src, view, readers, where, origin)
+            ticket.counted = post.stream == "G"  # in ``back``: a relay's wait may come in another step
+            return ticket
+
+        edge = post.stream, self._world(post.src), True
+        ticket = self.transport.relay(begin, edge)[1] if relayed else begin()
         message = (post.stream, step, post.round % 2, post.unit, post.backward)
         assert message not in self._arrivals, (message, "two messages for one pass")
         self._arrivals[message] = ticket
 
-    def post_all(self, a: Action) -> None:
+    def post_all(self, a: Action, relayed: bool = False) -> None:
         """Grant the credits that the action carries."""
         if a.posts:
             where = ActionLocation(self.state, a)
             for post in a.posts:
-                self.post(post, where)
+                self.post(post, where, relayed)
+
+    def offer(self, a: Action, back: Any) -> Any:
+        """Once ``back``, a ticket or an event, is done: offer the action's bytes to its peer. Returns an event behind it."""
+        (region, view), where, peer = self.place(a), ActionLocation(self.state, a), a.peer
+        assert peer is not None
+
+        def begin() -> Ticket:
+            if back is not None:
+                back.wait(where)
+            return self.transport.push(a.stream, peer, view)
+
+        begun, ticket = self.transport.relay(begin, (a.stream, self._world(peer), False))
+        self.reads.add(region, a.offset, a.nbytes, ticket)
+        return begun
 
     def push(self, a: Action, after: Ticket | None = None) -> None:
         """Send the action's bytes.
@@ -150,18 +178,18 @@ class Messages:
         ticket.wait(ActionLocation(self.state, a))
         return ticket
 
-    def wait_finished(self, a: Action, unit: int) -> None:
-        """Wait for the unit's finished sum (stream ``O``) of the step that ``a`` is about."""
-        state = self.state
-        ticket = self._arrivals.pop(("O", state.step + a.version, (state.schedule.rounds - 1) % 2, unit, True))
-        ticket.wait(ActionLocation(state, a))
+    def back(self, a: Action, unit: int, source: int, round: int) -> Ticket:
+        """The message with an owned unit's sum that comes back, of the step that ``a`` is about.
 
-    def wait_early(self, a: Action) -> None:
-        """Wait for the unit's early sum (stream ``E``) of the step that ``a`` is about, if it is a message."""
-        if a.peer is not None:
-            state = self.state
-            ticket = self._arrivals.pop(("E", state.step + a.version, (state.schedule.rounds - 1) % 2, a.unit, True))
-            ticket.wait(ActionLocation(state, a))
+        Args:
+            source, round: the sender's rank and round.
+        """
+        self.transport.count(("G", self._world(source)), self.state.plan.unit(unit).g_bytes)
+        return self._arrivals.pop(("G", self.state.step + a.version, round % 2, unit, True))
+
+    def coming_back(self, a: Action, unit: int) -> Ticket | None:
+        """The same message of the last round, for somebody else who waits for it too; None if ``back`` has given it away."""
+        return self._arrivals.get(("G", self.state.step + a.version, (self.state.schedule.rounds - 1) % 2, unit, True))
 
     def wait_readers(self, a: Action, region: str, offset: int, nbytes: int) -> None:
         """Wait for the pending reads of these bytes."""

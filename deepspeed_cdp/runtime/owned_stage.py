@@ -14,7 +14,7 @@ class OwnedStage:
     Attributes:
         published: by published copy, every parameter in its own dtype.
         corrected: the same of the corrections that stale readers read; None if these read the versions themselves.
-        early: by unit, the early sums that predict the next version, as ``sums``; None if nothing is predicted from them.
+        early: by unit, the running sums that predict the next version, as ``sums``; None if nothing is predicted from them.
         sums: by unit, the finished gradient sum of every trained parameter, over all rings, in the dtype of sums.
         ring_sums: by unit, the sums of this ring alone, in the same order; the same tensors if there is one ring.
     """
@@ -38,15 +38,15 @@ class OwnedStage:
             flats = {i: buffers.view(region, offsets[i], plan.unit(i).p_bytes) for i in units}
             return {s.name: s.value(flats[i]) for i in units for s in layouts[i].slots}
 
-        copies = [[values(*place) for place in plan.written(copy, stage)] for copy in range(plan.copies)]
+        copies = [[values(*place) for place in plan.written(version, stage)] for version in range(plan.slots)]
         self.published = [written[0] for written in copies]
         self.corrected = [written[1] for written in copies] if plan.corrects and not plan.predicts else None
         self.early: dict[int, dict[str, torch.Tensor]] | None = None
+        own = views("O", plan.o_layout(stage))
         if plan.is_predicted(stage):
-            self.corrected = [values("W0", units)]
-            self.early = {i: sums(i, *plan.early_place(i)) for i in units if layouts[i].trained}
-        own = views(plan.o_region, plan.o_layout(stage))
-        self.sums = own if plan.rings == 1 else views("X", plan.x_layout(stage)[0])
+            self.corrected = [values(f"W{copy}", units) for copy in range(plan.corrected_copies)]
+            self.early = {i: own[i] for i in units if layouts[i].trained}
+        self.sums = views("X", plan.x_layout(stage)[0]) if plan.rings > 1 or plan.sums_apart else own
         self.ring_sums = {i: list(sums.values()) for i, sums in own.items()}
 
     def cross_ring_views(self, unit: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -1,8 +1,8 @@
-"""The owner's actions of a rank's program: PREDICT_PARAM, REDUCE_GRAD, GRAD_NORM, SEND_NORM, OPTIMIZER_STEP, PUBLISH_PARAM.
+"""The owner's actions of a rank's program, from OFFER_GRAD to PUBLISH_PARAM.
 
-All of them run on the owner's stream, beside the passes. The owner's stream gets an action only when the executor on the host
-reaches it, and the host is often not ahead of the passes. So each unit has its own REDUCE_GRAD, at the logical time at which its
-sum is finished, instead of one for the stage.
+OFFER_GRAD and GRANT_CREDIT are relays (``Transport.relay``); the others run on the owner's stream. All are beside the passes.
+The owner's stream gets an action only when the executor on the host reaches it, and the host is often not ahead of the passes. So
+each unit has its own REDUCE_GRAD, at the logical time at which its sum is finished, instead of one for the stage.
 """
 
 from collections import deque
@@ -44,11 +44,14 @@ class OwnerExecutor:
         self.actions: dict[Kind, Callable[[Action], None]] = {
             Kind.PREDICT_PARAM: self.predict,
             Kind.REDUCE_GRAD: self._on_owner_stream(self.reduce),
-            Kind.GRAD_NORM: self._on_owner_stream(self.norm),
+            Kind.GRAD_NORM: self._on_owner_stream(self.norm_and_credits),
             Kind.SEND_NORM: self._on_owner_stream(self.send_norm),
             Kind.OPTIMIZER_STEP: self._on_owner_stream(self.step),
             Kind.PUBLISH_PARAM: self._on_owner_stream(messages.push),
+            Kind.OFFER_GRAD: self.offer,
+            Kind.GRANT_CREDIT: self.grant,
         }
+        self._copies_sums = plan.sums_apart and plan.rings == 1  # from O to X; several rings do so anyway
         self._finishing = finishing(plan, state.rank)
         self._cross_ring: CrossRing | None = None
         if plan.rings > 1:
@@ -70,11 +73,12 @@ class OwnerExecutor:
         state = self.state
         self._reduced_late = () if state.plan.eager_units(state.rank) else self._finishing  # units that GRAD_NORM reduces
         offsets = state.plan.o_layout(state.owned_stage)
-        self._written = [state.plan.written(copy, state.owned_stage) for copy in range(state.plan.copies)]
+        self._written = [state.plan.written(version, state.owned_stage) for version in range(state.plan.slots)]
         self._sum_places = [(offsets[i], state.plan.unit(i).g_bytes) for i in self.trained]
         self._step_end = self._own_read_end = self.transport.record_event()
-        self._published_at: dict[tuple[int, int], Any] = {}  # unit, copy -> event behind its last write
-        self._predicted_at: dict[int, Any] = {}  # unit -> event behind its last prediction
+        self._published_at: dict[tuple[int, int], Any] = {}  # unit, slot -> event behind its last write
+        self._predicted_at: dict[tuple[int, int], Any] = {}  # unit, copy -> event behind its last prediction
+        self._sums_at: dict[int, Any] = {}  # unit -> event behind the latest that was added to its sum
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units reduced so far
         self._sum_ends: dict[int, Any] = {}  # unit -> event behind its sum, where this rank finishes it
         self._losses.clear()
@@ -112,8 +116,6 @@ class OwnerExecutor:
         """
         self._losses[self.state.global_step] = losses.clone(), count
         self._step_end = self.transport.record_event()
-        if self.state.schedule.ranks == 1:  # sums are finished in place
-            self._sum_ends = dict.fromkeys(self.trained, self._step_end)
 
     def read_ended(self) -> None:
         """A pass of this rank has read its own published copy for the last time."""
@@ -123,24 +125,15 @@ class OwnerExecutor:
         """Make the current stream wait until this region has this version (relative to the step) of an owned unit."""
         state = self.state
         if state.plan.predicts and region == "W":
-            self.transport.wait_event(self._predicted_at.get(unit))
+            self.transport.wait_event(self._predicted_at.get((unit, (state.step + version) % state.plan.corrected_copies)))
             return
-        self.transport.wait_event(self._published_at.get((unit, (state.step + version) % state.plan.copies)))
+        self.transport.wait_event(self._published_at.get((unit, (state.step + version) % state.plan.slots)))
 
-    def copy_sum(self, a: Action) -> None:
-        """Copy a sum that this rank makes and owns to the place of finished sums, or of early ones, on the owner's stream."""
-        (region, offset, _), view = a.into, self.messages.place(a)[1]
-        summed = self.transport.record_event()
-        with self.transport.owner_stream():
-            self.transport.wait_event(summed)
-            self.messages.wait_readers(a, region, offset, a.nbytes)
-            self.state.buffers.view(region, offset, a.nbytes).copy_(view)
-            copied = self.transport.record_event()
-            if a.stream != "E":
-                self._sum_ends[a.unit] = copied
-        self.transport.work_enqueued()
-        if copied is not None:
-            self.messages.reads.add(a.region, a.offset, a.nbytes, copied)
+    def own_added(self, unit: int) -> None:
+        """A pass of this rank has added to an owned unit's sum."""
+        self._sums_at[unit] = event = self.transport.record_event()
+        if self.state.rank == self.state.schedule.ranks - 1:
+            self._sum_ends[unit] = event  # finished, if the step is over
 
     # ---- actions --------------------------------------------------------------------------------------------------------
     @property
@@ -149,21 +142,33 @@ class OwnerExecutor:
         return self.owner.updates_eagerly and not self.state.schedule.exact_norm
 
     def predict(self, a: Action) -> None:
-        """PREDICT_PARAM: predict one unit's next version from its early sum; not in the first step since a flush."""
-        if self.state.step + a.version == 0:
+        """PREDICT_PARAM: predict one unit's next version from its running sum; not in the first step since a flush."""
+        state, (region, _) = self.state, self.messages.place(a)
+        if state.step + a.version == 0:
             return
-        plan, (region, _) = self.state.plan, self.messages.place(a)
-        summed = self.transport.record_event() if plan.schedule.ranks == 1 else None  # the passes have made it
+        copy = (state.step + a.version) % state.plan.corrected_copies
         with self.transport.owner_stream():
-            self.transport.wait_event(summed)
+            if a.unit in self.trained:
+                if (coming := self.messages.coming_back(a, a.unit)) is not None:
+                    coming.wait(ActionLocation(state, a))
+                self.transport.wait_event(self._sums_at.get(a.unit))
             self.transport.wait_event(self._own_read_end)
-            self.messages.wait_early(a)
             self.messages.wait_readers(a, region, a.offset, a.nbytes)
             if a.unit in self.trained:
-                self.owner.predict(self.state.global_step + a.version, a.unit)
-            self._predicted_at[a.unit] = event = self.transport.record_event()
-        if event is not None and a.unit in self.trained:  # the next early sum lands where this one was read
-            self.messages.reads.add(*plan.early_place(a.unit), plan.unit(a.unit).g_bytes, event)
+                self.owner.predict(state.global_step + a.version, a.unit, copy)
+            self._predicted_at[a.unit, copy] = event = self.transport.record_event()
+        if event is not None and a.unit in self.trained:  # before the next rank's sum comes back
+            self.messages.reads.add("O", *self._sum_places[self.trained.index(a.unit)], event)
+
+    def offer(self, a: Action) -> None:
+        """OFFER_GRAD: once a unit's sum is back, or this rank has added to it, let the next rank pull it."""
+        _, source, round = a.into
+        back = self._sums_at[a.unit] if source == self.state.rank else self.messages.back(a, a.unit, source, round)
+        self._sums_at[a.unit] = self.messages.offer(a, back)
+
+    def grant(self, a: Action) -> None:
+        """GRANT_CREDIT: a rank that has pulled a sum may push it back."""
+        self.messages.post_all(a, relayed=True)
 
     def reduce(self, a: Action) -> None:
         """REDUCE_GRAD: average one unit's finished sum."""
@@ -177,8 +182,20 @@ class OwnerExecutor:
         if self.state.rank == self.state.schedule.ranks - 1:
             self.transport.wait_event(self._sum_ends.pop(unit, None))
         else:
-            self.messages.wait_finished(a, unit)
+            s = self.state.schedule
+            self.messages.back(a, unit, s.ranks - 1, s.rounds - 1).wait(ActionLocation(self.state, a))
+        if self._copies_sums:
+            offset, nbytes = self._sum_places[self.trained.index(unit)]
+            views = self.state.buffers.view("X", offset, nbytes), self.state.buffers.view("O", offset, nbytes)
+            views[0].copy_(views[1])
         return unit
+
+    def norm_and_credits(self, a: Action) -> None:
+        """GRAD_NORM, and the credits for the next step's sums if finished ones are copied."""
+        self.norm(a)
+        if self.state.plan.sums_apart:  # rank 0 grants none: it starts the next step's sums itself
+            self._sums_used()
+        self.messages.post_all(a)
 
     def norm(self, a: Action) -> None:
         """GRAD_NORM: reduce the remaining units, and send the metrics vector on with the stage's squared norm."""
@@ -234,8 +251,8 @@ class OwnerExecutor:
             self._norms[unit] = self.owner.average(step, unit)
 
     def _copy(self, a: Action) -> int:
-        """The published copy that the update of the action's step writes."""
-        return (self.state.step + a.version + 1) % self.state.plan.copies
+        """The slot that the update of the action's step writes: one of ``OwnedStage.published``."""
+        return (self.state.step + a.version + 1) % self.state.plan.slots
 
     def _wait_copy(self, a: Action, units: list[int]) -> None:
         """Wait for the readers of the published copies that these units' update overwrites. A flush overwrites none."""
@@ -285,11 +302,12 @@ class OwnerExecutor:
         self.events.step_updated(step)
         if self._cross_ring and not self._flushing:
             self._cross_ring.begin()
-        self._sums_used()
+        if not self.state.plan.sums_apart:
+            self._sums_used()
 
     def _sums_used(self) -> None:
         """Remember this stream's reads of the finished sums, for messages that land in their place."""
         event = self.transport.record_event()
         if event is not None:
             for offset, nbytes in self._sum_places:
-                self.messages.reads.add(self.state.plan.o_region, offset, nbytes, event)
+                self.messages.reads.add("O", offset, nbytes, event)

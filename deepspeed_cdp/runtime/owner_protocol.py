@@ -27,7 +27,7 @@ class Owner(Protocol):
     def update(self, step: int, norm2: torch.Tensor | None = None, unit: int | None = None, slot: int | None = None) -> None:
         """Apply the update of ``step`` to one unit, or to all that have been averaged, clipped by ``norm2``, and publish."""
 
-    def predict(self, step: int, unit: int) -> None:
+    def predict(self, step: int, unit: int, copy: int) -> None:
         """Predict the unit's next version from its early sum of ``step``, for stale readers."""
 
     def discard(self) -> None:

@@ -61,8 +61,8 @@ class ActionLocation:
 
     def __str__(self) -> str:
         state, a, plan = self.state, self.action, self.state.plan
-        if a.kind == Kind.GRANT_CREDIT:
-            stage, what = state.owned_stage, "credits that its update frees"
+        if a.kind in (Kind.OFFER_GRAD, Kind.GRANT_CREDIT):
+            stage, what = state.owned_stage, f"running sum of {plan.unit(a.unit).name or 'persistent parameters'}"
         elif a.kind.of_owner and not a.kind.carries and a.kind != Kind.PULL_PARAM:
             stage, what = state.owned_stage, f"{a.kind.label} of step {self.step + a.version}"
             what += f" for {plan.unit(a.unit).name or 'persistent parameters'}" if a.kind == Kind.REDUCE_GRAD else ""

@@ -40,8 +40,6 @@ def report(engine: str, runtime: Runtime) -> str:
         rows.append((str(stage), f"rank {s.owner(stage)}", str(len(units)), f"{size / 2**20:.2f}", units[0].name, units[-1].name))
     lines += _table(rows) + [""]
     kinds = {"F + B": "", "G": "", "O": ""}  # by kind of traffic, what the heading adds for it
-    if plan.predicts:
-        kinds["E"] = "; E: early ones"
     if plan.rings > 1:
         kinds["X"] = "; X: from other rings"
     heads = [head for kind in kinds for head in (f"{kind} MiB", "closed form")]
@@ -51,7 +49,8 @@ def report(engine: str, runtime: Runtime) -> str:
         cells = [f"{t[k][c] / 2**20:.3f}" if t else "-" for k in kinds for c in ("counted", "closed form")]
         rows.append((str(rank), str(x["messages"]), *cells, str(x["collectives"]), f"{x['bytes'] / 2**20:.2f}"))
     added = "".join(kinds.values())
-    lines.append(f"received in the last step (F, B: parameters; G: running gradient sums; O: finished ones{added}):")
+    sums = "G: running gradient sums; O: those that come back to their owner"
+    lines.append(f"received in the last step (F, B: parameters; {sums}{added}):")
     return "\n".join(lines + _table(rows))
 
 

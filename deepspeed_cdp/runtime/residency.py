@@ -31,12 +31,12 @@ class Partitioned:
 
     by_offset: frozenset[str] = frozenset()
     whole_after_flush = False
-    idle_state = "on their way round the ring"
+    idle_state = "with their owners"
 
     def __init__(self, state: RankState, messages: Messages, owner_executor: OwnerExecutor, events: Events):
         self.state, self.messages, self.owner_executor, self.events = state, messages, owner_executor, events
         self.params: dict[int, torch.Tensor] = {}
-        self.actions: dict[Kind, Callable[[Action], None]] = {Kind.WAIT_PARAM: self.wait, Kind.FORWARD_PARAM: self.forward}
+        self.actions: dict[Kind, Callable[[Action], None]] = {Kind.WAIT_PARAM: self.wait}
         self._receives: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
 
     def begin(self) -> None:
@@ -61,10 +61,6 @@ class Partitioned:
             self.owner_executor.wait_published(a.unit, a.version, a.region)
         self.params[a.unit] = self.messages.place(a)[1]
 
-    def forward(self, a: Action) -> None:
-        """FORWARD_PARAM: send them to the ring neighbour."""
-        self.messages.push(a, self._receives[a.unit])
-
     def release(self, a: Action) -> None:
         """RELEASE_PARAM: the pass is over."""
         if self.params.pop(a.unit, None) is not None:
@@ -84,7 +80,7 @@ class Replicated(Partitioned):
         super().__init__(state, messages, owner_executor, events)
         assert isinstance(state.plan, ReplicatedPlan)
         self.plan: ReplicatedPlan = state.plan
-        self.actions[Kind.REFRESH_PARAM] = self.refresh
+        self.actions |= {Kind.REFRESH_PARAM: self.refresh, Kind.FORWARD_PARAM: self.forward}
         self._owned = frozenset(state.plan.members(state.owned_stage))
 
     def begin(self) -> None:
@@ -131,6 +127,7 @@ class Replicated(Partitioned):
         self.messages.post_all(a)
 
     def forward(self, a: Action) -> None:
+        """FORWARD_PARAM: send a new version to the ring neighbour."""
         self.messages.push(a, self._receives.pop(a.unit, None))
 
     def release(self, a: Action) -> None:

@@ -495,6 +495,7 @@ class Runtime:
         self.param_hooks.remove(refuse)
         if drain:
             self.executor.messages.drain()
+        self.transport.end_relays()
         self.transport.close(drain)
 
 

@@ -8,7 +8,7 @@ from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.runtime.step_metrics import StepMetrics
 from deepspeed_cdp.transport.wait_timing import EdgeTimes
 
-STREAMS = {"F + B": ("P", "P0", "H", "H0"), "G": ("G", "GH"), "O": ("O",), "E": ("E",), "X": ("X", "Y")}  # by kind of traffic
+STREAMS = {"F + B": ("P", "P0"), "G": ("G0",), "O": ("G",), "X": ("X", "Y")}  # by kind of traffic
 
 
 class _Snapshot(NamedTuple):
@@ -56,15 +56,15 @@ class StepCounters:
         self._ended = now, waited
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Bytes received in the last step, by kind, beside the closed form: F + B, G, O, E (see ``Plan.received_bytes``), and
-        with several rings X, from other rings. Empty before two steps have ended; with early sums, before three since a flush."""
-        if len(self._snapshots) < 2 or self._state.plan.predicts and self._snapshots[-1].steps < 3:
+        """Bytes received in the last step, by kind, beside the closed form: F + B, G, O (see ``Plan.received_bytes``), and
+        with several rings X, from other rings. Empty before two steps have ended."""
+        if len(self._snapshots) < 2:
             return {}
         before, after = self._snapshots
         seen = {edge: n - before.nbytes.get(edge, 0) for edge, n in after.nbytes.items()}
         plan, rank = self._state.plan, self._state.rank
         form = plan.received_bytes(rank)
-        forms = {"F + B": form["F"] + form["B"], "G": form["G"], "O": form["O"], "E": form["E"]}
+        forms = {"F + B": form["F"] + form["B"], "G": form["G"], "O": form["O"]}
         if plan.rings > 1:
             forms["X"] = across_bytes(plan, rank, self._transport.ring)
         return {

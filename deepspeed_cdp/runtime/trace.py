@@ -16,29 +16,36 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
+from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.transport.choose import host
 
 RECEIVES = (Kind.REFRESH_PARAM, Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD)
-SENDS = (
-    Kind.FORWARD_PARAM,
-    Kind.SEND_EARLY_GRAD,
-    Kind.SEND_EARLY_PERSISTENT_GRAD,
-    Kind.SEND_GRAD,
-    Kind.SEND_PERSISTENT_GRAD,
-    Kind.PUBLISH_PARAM,
-)
+SENDS = (Kind.FORWARD_PARAM, Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.PUBLISH_PARAM)
 OWNER = (Kind.PREDICT_PARAM, Kind.REDUCE_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
 BEGINS = (Kind.WAIT_PARAM, Kind.FORWARD_PARAM, Kind.RECV_GRAD)
 TRACKS = {"passes": 0, "waits": 1, "owner": 2}
 MOST_EVENTS = 200_000  # per rank
 EVENTS_PER_PASS = 8  # of a unit: the pass, its waits and messages, and a share of the owner's actions
+
+
+class _Noted:
+    """A ticket, or an event, or None; ``note`` is called once it is waited for."""
+
+    def __init__(self, ticket: Any, note: Callable[[], None]):
+        self._ticket, self._note = ticket, note
+
+    def wait(self, where: Any) -> None:
+        if self._ticket is not None:
+            self._ticket.wait(where)
+        self._note()
 
 
 class Recorder:
@@ -69,6 +76,8 @@ class Recorder:
         self._actions, self._release = executor.actions, executor.release
         executor.actions = {kind: self._timed(kind, do) for kind, do in self._actions.items()}
         executor.release = self._released  # type: ignore[method-assign]
+        self._offer = executor.messages.offer
+        executor.messages.offer = self._offered  # type: ignore[method-assign]
 
     def _timestamp(self) -> Any:
         if not self.cuda:
@@ -114,12 +123,26 @@ class Recorder:
                 after = self._timestamp()
                 self._slices.append(("waits", f"wait {a.stream}", before, after, self._args(a)))
                 self._messages.append(("receive", after, self._args(a)))
-            elif before is not None and a.peer != self.executor.rank:
+            elif before is not None and a.peer is not None:
                 self._messages.append(("send", before, self._args(a)))
             if kind in BEGINS and a.unit != PERSISTENT:
                 self._begun[visit] = (self._timestamp(), self._args(a) if kind == Kind.WAIT_PARAM else self._begun[visit][1])
 
         return timed
+
+    def _offered(self, a: Action, back: Any) -> Any:
+        """OFFER_GRAD, beside the passes: a sum has come back, unless this rank has added to it, and the next rank may pull it."""
+        if self.executor.global_step >= self._until:
+            return self._offer(a, back)
+        offer, source = self._args(a), a.into[1]
+        came = {**offer, "stream": "G", "peer": self._base + source}
+
+        def note() -> None:
+            now = self._timestamp()
+            self._messages.extend([("receive", now, came)] if source != self.executor.rank else [])
+            self._messages.append(("send", now, offer))
+
+        return self._offer(a, _Noted(back, note))
 
     def _end_recording(self) -> None:
         if not self._full and self.rank == 0:
@@ -147,11 +170,13 @@ class Recorder:
     def stop(self) -> dict[str, Any]:
         """Remove the recorder. Returns a Chrome trace, with times in microseconds of the monotonic clock."""
         self.executor.actions = self._actions
-        del self.executor.release  # the class's own
+        del self.executor.release, self.executor.messages.offer  # the classes' own
+        executor, pid = self.executor, self.rank
+        if executor.between_steps:  # else an error ends it, and nobody may come
+            with suppress(HandoffError):  # who waits for it in training raises it
+                executor.transport.finish_relays(f"rank {pid}, step {executor.global_step}, ending a recording")
         if self.cuda:
             torch.cuda.synchronize(self._device)
-        executor = self.executor
-        pid = self.rank
         events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"rank {pid}"}}]
         events += [
             {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": track}} for track, tid in TRACKS.items()

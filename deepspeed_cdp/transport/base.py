@@ -22,16 +22,17 @@ the caller passes it as ``remote_offset``.
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
+from deepspeed_cdp.transport.relay_thread import RelayThread, relaying
 from deepspeed_cdp.transport.wait_timing import WaitTiming
 
 Edge = tuple[str, int, int]  # (stream, source, destination)
-PULLED = ("P0", "H0")  # streams whose receiver starts the transfer: the sender only announces a published version
+PULLED = ("P0", "G0")  # streams whose receiver starts the transfer: the sender only announces what is there
 
 
 class Where(Protocol):
@@ -41,7 +42,13 @@ class Where(Protocol):
 
 
 class Ticket(Protocol):
-    """One side of one message."""
+    """One side of one message.
+
+    Attributes:
+        counted: a received message is counted already, or elsewhere.
+    """
+
+    counted: bool
 
     def wait(self, where: Where) -> None:
         """Wait until this side is done; idempotent.
@@ -78,6 +85,7 @@ class Transport(ABC):
     timing: WaitTiming | None = None
     rendezvous = False
     rings, ring = 1, 0
+    _relay: Any = None
 
     def __init__(self, rank: int, size: int, timeout_seconds: float):
         self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds
@@ -97,6 +105,11 @@ class Transport(ABC):
         """Count a received message of ``nbytes`` bytes on ``edge`` (stream, peer)."""
         self.received[edge] += 1
         self.bytes_received[edge] += nbytes
+
+    def count_wait(self, edge: tuple[str, int], receiving: bool, seconds: float) -> None:
+        """Count seconds for which this thread has waited on ``edge`` (stream, peer), unless it relays."""
+        if not relaying():
+            (self.waited if receiving else self.waited_sent)[edge] += seconds
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Collective: zeroed memory (uint8, 1-D) for messages, of the same size on all ranks."""
@@ -124,12 +137,48 @@ class Transport(ABC):
         """Record an event on the current CUDA stream, for ``wait_event`` or as a ticket; None if ``host_waits``."""
         return None
 
-    def wait_event(self, event: Any) -> None:  # noqa: B027, nothing to wait for on one stream
-        """Make the current CUDA stream wait for an event of ``record_event``; nothing if it is None."""
+    def wait_event(self, event: Any) -> None:
+        """Make the current CUDA stream, or the host, wait for an event of ``record_event`` or ``relay``; None: there is none."""
+        if event is not None:
+            event.wait(f"rank {self.world_rank}")
 
     def owner_stream(self) -> AbstractContextManager:
         """Context in which a stage owner's update runs: a CUDA stream of its own, beside the passes."""
         return nullcontext()
+
+    def relay(self, work: Callable[[], Ticket | None], edge: tuple[str, int, bool] | None = None) -> tuple[Any, Ticket]:
+        """Do ``work``, which may wait for other ranks, beside the passes, and in the order of these calls.
+
+        Here a thread does it; on GPUs a CUDA stream of its own.
+
+        Args:
+            work: waits, then posts or pushes.
+            edge: (stream, peer, whether it receives), for which the host waits if it waits for the work; None: not counted.
+        Returns:
+            for ``wait_event``: the work is done; and the ticket that ``work`` returns.
+        """
+        self._relay = self._relay or RelayThread()
+
+        def count_wait(seconds: float) -> None:
+            if edge is not None:
+                self.count_wait(edge[:2], edge[2], seconds)
+
+        ticket = self._relay.begin(work, count_wait)
+        return ticket.begun, ticket
+
+    def finish_relays(self, where: Where) -> None:
+        """Wait until all relays so far are done (``host_waits``; on GPUs, streams are waited for).
+
+        Raises:
+            HandoffError: one of them failed.
+        """
+        if self._relay:
+            self._relay.begin(lambda: None).begun.wait(where)
+
+    def end_relays(self) -> None:
+        """No relay comes any more."""
+        if self._relay:
+            self._relay.stop()
 
     @abstractmethod
     def post(

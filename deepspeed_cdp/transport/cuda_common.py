@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cdp.errors import WHY_MISSING, HandoffError
-from deepspeed_cdp.transport.base import Transport, Where
+from deepspeed_cdp.transport.base import Ticket, Transport, Where
 from deepspeed_cdp.transport.cuda_bindings import CudaBindings
 from deepspeed_cdp.transport.store_exchange import StoreExchange, first_line
 from deepspeed_cdp.transport.wait_timing import WaitTiming
@@ -89,7 +89,7 @@ class CudaTransport(Transport):
         super().__init__(rank, size, timeout_seconds)
         self.device, self.driver = device, CudaBindings()
         self.events: list[int] = []
-        self._owner = torch.cuda.Stream(device)
+        self._owner, self._relay = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.timing = WaitTiming(_timing_event)
         self._failure: str | None = None
         self._closed = False
@@ -106,7 +106,8 @@ class CudaTransport(Transport):
             receiving: the ticket is of a received message; else of a sent one.
         """
         current = self.current()
-        timed = self.timing.active and current != self._owner.cuda_stream and edge[0] != ""
+        beside = current in (self._owner.cuda_stream, self._relay.cuda_stream)
+        timed = self.timing.active and not beside and edge[0] != ""
         before = self.timing.record_event() if timed else None
         ticket.enqueue_wait(current)
         if timed:
@@ -131,6 +132,17 @@ class CudaTransport(Transport):
 
     def owner_stream(self) -> AbstractContextManager:
         return torch.cuda.stream(self._owner)
+
+    def relay(self, work: Callable[[], Ticket | None], edge: tuple[str, int, bool] | None = None) -> tuple[Any, Any]:
+        with torch.cuda.stream(self._relay):
+            ticket = work()
+            return self.record_event(), ticket
+
+    def finish_relays(self, where: Where) -> None:
+        pass
+
+    def end_relays(self) -> None:
+        pass
 
     # ---- collectives, none in a training step ---------------------------------------------------------------------------
     def gather(self, value: Any, where: Where) -> list[Any]:

@@ -25,6 +25,14 @@ class _Late:
     def done(self) -> bool:
         return self.ticket.done()
 
+    @property
+    def counted(self) -> bool:
+        return self.ticket.counted
+
+    @counted.setter
+    def counted(self, counted: bool) -> None:
+        self.ticket.counted = counted
+
 
 class Delayed(Transport):
     """Sleeps for a random time before each post, push and wait of ``transport``. Counters are the transport's own.

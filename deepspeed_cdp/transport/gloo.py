@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cdp.errors import WHY_MISSING, HandoffError
-from deepspeed_cdp.transport.base import Ticket, Transport, Where
+from deepspeed_cdp.transport.base import Edge, Ticket, Transport, Where
 from deepspeed_cdp.transport.store_exchange import StoreExchange, first_line
 
 # A tag has 31 bits: epoch 5, stream 6, number of the message 8, hash of its size 12.
@@ -47,13 +47,13 @@ class _Edge:
 class _Ticket:
     """One side of one message. ``done`` is False before ``wait``: gloo cannot tell earlier."""
 
-    __slots__ = ("transport", "edge", "number", "tensor", "work", "state", "reason")
+    __slots__ = ("transport", "edge", "number", "tensor", "work", "state", "reason", "counted")
 
     def __init__(self, transport: "GlooTransport", edge: _Edge, number: int, tensor: torch.Tensor):
         self.transport, self.edge, self.number = transport, edge, number
         self.tensor: Any = tensor  # None once it is done
         self.work: dist.Work | None = None
-        self.state, self.reason = _PENDING, ""
+        self.state, self.reason, self.counted = _PENDING, "", False
 
     def done(self) -> bool:
         return self.state != _PENDING or self.work is None  # a message of zero bytes has no Work
@@ -72,10 +72,9 @@ class _Ticket:
             self.fail(transport.explain(error, edge))
             raise HandoffError(f"{where}: {self.reason}") from error
         finally:
-            (transport.waited if edge.receiving else transport.waited_sent)[edge.key] += time.perf_counter() - started
-        if edge.receiving:
-            transport.received[edge.key] += 1
-            transport.bytes_received[edge.key] += self.tensor.numel()
+            transport.count_wait(edge.key, edge.receiving, time.perf_counter() - started)
+        if edge.receiving and not self.counted:
+            transport.count(edge.key, self.tensor.numel())
         self.state = _DONE
         self.work = self.tensor = None
         edge.pending.pop(self.number, None)
@@ -135,6 +134,10 @@ class GlooTransport(Transport):
         self._pg = self._store_exchange.ask(make, where, f"no connection within {self.timeout_seconds} s")
 
     # ---- messages -----------------------------------------------------------------------------------------------------------
+
+    def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:
+        for stream in sorted({stream for stream, _, _ in edges}):
+            self._stream_number(stream)  # now, since only this thread may ask the store
 
     def post(
         self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1

@@ -62,8 +62,7 @@ class _Ticket:
             if self.state == _WAITING:
                 started = time.perf_counter()
                 hub.changed.wait_for(lambda: self.state != _WAITING or self.peer in hub.gone, hub.timeout_seconds)
-                waited = transport.waited if self.receiving else transport.waited_sent
-                waited[self.stream, self.peer] += time.perf_counter() - started
+                transport.count_wait((self.stream, self.peer), self.receiving, time.perf_counter() - started)
             if self.state == _FAILED:
                 raise HandoffError(f"{where}: {self.reason}")
             if self.state == _WAITING:

@@ -205,7 +205,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
     def _finish_started(self, where: Where) -> None:
         handles = [handle for _, handle in self._connections.values()]
         queries: list[Callable[[], bool]] = [partial(self.driver.stream_done, handle) for handle in handles]
-        queries += [self._owner.query, torch.cuda.current_stream().query]
+        queries += [self._owner.query, self._relay.query, torch.cuda.current_stream().query]
         self._wait_on_host(queries, lambda: f"{where}: {self.diagnose()}")
         self._started.clear()
 
@@ -213,7 +213,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
     def diagnose(self) -> str:
         """Which message blocks this rank: the first unfinished one that was waited for, else the first unfinished one."""
         late = [m for m in list(self._started) if m.work is not None and not m.work.done()]
-        late.sort(key=lambda m: not m.counted)  # waited for first; the sort is stable
+        late.sort(key=lambda m: not m.awaited)  # waited for first; the sort is stable
         for message in late:
             side = message.side
             broken = self._nccl.error(self._connections[side.edge(self.rank)][0])

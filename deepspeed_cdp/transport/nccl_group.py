@@ -30,7 +30,7 @@ from deepspeed_cdp.transport.store_exchange import StoreExchange
 class _Ticket:
     """One side of one message; keeps its tensor alive until it was waited for."""
 
-    __slots__ = ("transport", "stream", "peer", "receiving", "tensor", "work")
+    __slots__ = ("transport", "stream", "peer", "receiving", "tensor", "work", "counted")
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class _Ticket:
         work: dist.Work | None,
     ):
         self.transport, self.stream, self.peer, self.receiving = transport, stream, peer, receiving
-        self.tensor, self.work = tensor, work
+        self.tensor, self.work, self.counted = tensor, work, True  # when it is posted
 
     def done(self) -> bool:
         return self.work is None or self.work.is_completed()

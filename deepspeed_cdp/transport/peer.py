@@ -25,22 +25,18 @@ from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, Stre
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 from deepspeed_cdp.transport.stream_selection import select_wait_streams
 
-STREAMS = ("P", "H", "P0", "H0", "G", "GH", "O", "E", "S", "T", "X", "Y")
-_CUDA_STREAMS = ("credit", "G", "P", "O", "P0", "H0")  # names of the CUDA streams; those that wait most come first
+STREAMS = ("P", "P0", "G", "G0", "S", "T", "X", "Y")
+_CUDA_STREAMS = ("relay", "G", "G0", "P0", "credit", "P")  # names of the CUDA streams; those that wait most come first
 _CUDA_STREAM_OF = {  # CUDA stream of each pushed stream
     "P": "P",
-    "H": "P",
     "G": "G",
-    "GH": "G",
-    "O": "O",
-    "E": "O",  # if one rank sends both, an early sum waits for credits of earlier logical time than the finished ones behind it
     "S": "S",
     "T": "S",
     "X": "X",
     "Y": "X",
 }
 # Streams whose credits the posting CUDA stream writes itself. So do all posts on the owner's CUDA stream, which delays no other.
-_CREDIT_ON_CURRENT = ("S", "T", "X", "Y")
+_CREDIT_ON_CURRENT = ("G", "S", "T", "X", "Y")
 _POISON = 1 << 30  # added to a word, so that every wait for it ends
 
 
@@ -99,7 +95,7 @@ class PeerTransport(CudaTransport):
             self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
             streams, self.stream_report = select_wait_streams(len(_CUDA_STREAMS), device, self.driver)
             self._streams = dict(zip(_CUDA_STREAMS, streams))
-            self._streams["S"] = self._owner
+            self._streams["S"], self._relay = self._owner, self._streams["relay"]
             self._streams["X"] = torch.cuda.Stream(device, priority=-1)  # alone: other rings may be late
             self._handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
             self._point = self.driver.create_event()  # latest point of a CUDA stream that others wait for

@@ -39,9 +39,23 @@ class Message:
         after: tickets that the message waits for.
         point: result of ``_record_point`` when the message was issued.
         work: result of ``_start``.
+        awaited: somebody has waited for it.
     """
 
-    __slots__ = ("transport", "side", "number", "tensor", "after", "point", "work", "state", "reason", "where", "counted")
+    __slots__ = (
+        "transport",
+        "side",
+        "number",
+        "tensor",
+        "after",
+        "point",
+        "work",
+        "state",
+        "reason",
+        "where",
+        "counted",
+        "awaited",
+    )
 
     def __init__(
         self,
@@ -56,9 +70,10 @@ class Message:
         self.transport, self.side, self.number, self.tensor = transport, side, number, tensor
         self.after, self.point, self.where = after, point, where
         self.work: Any = None
-        self.state, self.reason, self.counted = _ISSUED, "", False
+        self.state, self.reason, self.counted, self.awaited = _ISSUED, "", False, False
 
     def wait(self, where: Where) -> None:
+        self.awaited = True
         if self.state == _FAILED:
             raise HandoffError(f"{where}: {self.reason}")
         if self.state == _ISSUED:

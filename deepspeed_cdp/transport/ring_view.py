@@ -27,6 +27,9 @@ _FORWARDED = (  # attributes that are those of the inner transport
     "record_event",
     "wait_event",
     "owner_stream",
+    "relay",
+    "finish_relays",
+    "end_relays",
     "count",
 )
 

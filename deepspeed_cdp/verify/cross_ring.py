@@ -32,7 +32,6 @@ def validate(plan: Plan, steps: int = 4, links: Sequence[Sequence[Sequence[Link]
     ranks = range(plan.schedule.ranks)
     links = links or [[chain(c, plan.rings, finishing(plan, r)) for r in ranks] for c in range(plan.rings)]
     for condition in CONDITIONS:
-        barrier = condition.get("barrier", False)
         rings: list[_Ring] = []
         for c in range(plan.rings):
             rings.append(_Ring(plan, steps, condition, links[c], rings))
@@ -42,12 +41,7 @@ def validate(plan: Plan, steps: int = 4, links: Sequence[Sequence[Sequence[Link]
         while any(rank.step < steps for _, rank in everyone):
             floor, moved = min(rank.step for _, rank in everyone), False
             for ring, rank in everyone:
-                while rank.step <= steps and not (barrier and rank.step > floor):
-                    if rank.cursor == len(rank.program):
-                        ring._end_step(rank)
-                    elif not ring._try(rank, rank.program[rank.cursor]):
-                        break
-                    moved = True
+                moved |= ring.advance(rank, floor)
             if not moved:
                 stuck = [str(ring.wrong(rank, "waits")) for ring, rank in everyone if rank.cursor < len(rank.program)]
                 raise PlanError(f"nothing moves any more: {'; '.join(stuck)}")
@@ -135,7 +129,7 @@ class _Ring(DryRun):
         x, o, last = self.x[r], self.o[r], self.plan.rings - 1
         if link.kind == LinkKind.WAIT_OWN:
             n = self.schedule.ranks
-            if i != PAIR and r != n - 1 and ("O", n - 1, step, self.schedule.rounds - 1, i, True) not in rank.landed:
+            if i != PAIR and r != n - 1 and ("G", n - 1, step, self.schedule.rounds - 1, i, True) not in rank.landed:
                 return False
             o[i] = 1
         elif link.kind == LinkKind.RECV:

@@ -6,9 +6,11 @@ run checks that
 - an action waits only for actions of an earlier step, or of the same step and a smaller logical time. So no cycle of waits can
   form, not even with a user's barrier between two steps (docs/algorithm.md#why-it-cannot-deadlock);
 - each rank runs its actions in logical order;
-- posts and pushes of each edge match in order, size and content, and none is left over at the end;
+- posts and pushes of each edge match in order, size, place and content, and none is left over at the end;
 - each pass runs once a round and reads the version that the schedule says;
 - each owner updates once a step, with the gradients of all N k micro-batches, in order;
+- a sum is offered once it is back and complete, it may come back only once it has been pulled, and predictions are made of a sum
+  that cannot change meanwhile;
 - no region is posted or overwritten while its content is still to be read or forwarded;
 - the run ends under all ``CONDITIONS``.
 """
@@ -16,15 +18,18 @@ run checks that
 import itertools
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from deepspeed_cdp.plan.actions import Action, Kind, Post
+from deepspeed_cdp.plan.builder import after_passes
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import after_passes, build, forward_ends, initial_posts
+from deepspeed_cdp.plan.program import build, forward_ends, initial_posts
 from deepspeed_cdp.verify.state import BEFORE, Key, Landing, Place, Push, Rank, Tag
 from deepspeed_cdp.verify.well_formed import PlanError
 
+OFFERS = (Kind.PUBLISH_PARAM, Kind.OFFER_GRAD)  # the receiver pulls
+RELAYS = (Kind.OFFER_GRAD, Kind.GRANT_CREDIT)  # a rank only begins them; they happen beside its other actions, in order
 Programs = Callable[[int, bool], Sequence[Action]]
 Posts = Callable[[int], Sequence[Post]]
 
@@ -61,7 +66,7 @@ class DryRun:
         self.ranks, self.steady = [Rank(r, programs(r, True)) for r in range(n)], [programs(r, False) for r in range(n)]
         self.o_layouts = [plan.o_layout(self.schedule.owned(r)) for r in range(n)]
         self.v_layouts = [plan.copy_offsets(self.schedule.owned(r)) for r in range(n)]
-        self.written = [[plan.written(c, self.schedule.owned(r)) for c in range(plan.copies)] for r in range(n)]
+        self.written = [[plan.written(version, self.schedule.owned(r)) for version in (0, 1)] for r in range(n)]  # by parity
         self.pushes: dict[tuple[str, int, int], deque[Push]] = {}
         self.landings: dict[tuple[str, int, int], deque[Landing]] = {}
         self.period = self.schedule.period * plan.scale
@@ -78,8 +83,7 @@ class DryRun:
             Kind.RECV_PERSISTENT_GRAD: self._recv_grad,
             Kind.SEND_GRAD: self._send_grad,
             Kind.SEND_PERSISTENT_GRAD: self._send_grad,
-            Kind.SEND_EARLY_GRAD: self._send_early,
-            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_early,
+            Kind.OFFER_GRAD: self._offer_grad,
             Kind.PREDICT_PARAM: self._predict,
             Kind.REDUCE_GRAD: self._reduce_grad,
             Kind.GRAD_NORM: self._grad_norm,
@@ -87,12 +91,14 @@ class DryRun:
             Kind.OPTIMIZER_STEP: self._optimizer_step,
             Kind.PUBLISH_PARAM: self._publish_param,
             Kind.PULL_PARAM: self._only_posts,
+            Kind.PULL_GRAD: self._only_posts,
             Kind.GRANT_CREDIT: self._only_posts,
         }
         for rank in self.ranks:
             self._new_version(rank, 0)
             if plan.is_predicted(owned := self.schedule.owned(rank.number)):
-                rank.content.update({("W0", at): ("corrected", i, 0) for i, at in plan.v_layout(owned)[0].items()})
+                for copy in range(plan.corrected_copies):
+                    rank.content.update({(f"W{copy}", at): ("corrected", i, 0) for i, at in plan.v_layout(owned)[0].items()})
             for post in posts(rank.number) if posts else initial_posts(plan, rank.number):
                 self._post(rank, BEFORE, post, None)
         if n > 1:
@@ -107,21 +113,47 @@ class DryRun:
         while True:
             moved, floor = False, min(rank.step for rank in self.ranks)
             for rank in self.ranks:
-                while rank.step <= self.steps and not (self.barrier and rank.step > floor):
-                    if rank.cursor == len(rank.program):
-                        self._end_step(rank)
-                    elif self.meeting and not self._met(rank) or not self._tried(rank, rank.program[rank.cursor]):
-                        break
-                    moved = True
-            if all(rank.step >= self.steps for rank in self.ranks):
+                moved |= self.advance(rank, floor)
+            if all(rank.step >= self.steps and not (rank.relays and rank.relays[0][0] < self.steps) for rank in self.ranks):
                 break  # some ranks may be a step ahead, since a push may wait for a reader's next step
             if not moved:
-                stuck = "; ".join(str(self._error(x, "waits")) for x in self.ranks if x.cursor < len(x.program))
+                stuck = "; ".join(text for _, text in sorted(self._waiting()))  # what the first one needs is missing
                 raise PlanError(f"nothing moves any more: {stuck}")
         for push in itertools.chain(*self.pushes.values()):
-            last = push.tag[2] + 1 if push.action.kind == Kind.PUBLISH_PARAM else push.step  # the step that must receive it
+            # the step that must receive it
+            last = push.tag[2] + 1 if push.action.kind == Kind.PUBLISH_PARAM else push.step
             if last < self.steps:
                 raise PlanError(f"rank {push.rank}, step {push.step}: {push.action}: is never received")
+        for (_, _, to), landings in self.landings.items():
+            for landing in landings:
+                if landing.step < self.steps:
+                    raise PlanError(f"rank {to}, step {landing.step}: {landing.by or 'before the first action'}: nothing comes")
+
+    def advance(self, rank: Rank, floor: int) -> bool:
+        """Do what the rank can do now. Returns whether that was anything.
+
+        Args:
+            floor: step of the rank that is furthest behind, for ``barrier``.
+        """
+        moved = False
+        while rank.step <= self.steps and not (self.barrier and rank.step > floor):
+            if rank.cursor == len(rank.program):
+                self._end_step(rank)
+            elif self.meeting and not self._met(rank) or not self._tried(rank, rank.program[rank.cursor]):
+                break
+            moved = True
+        while rank.relays and self._relayed(rank):
+            moved = True
+        return moved
+
+    def _waiting(self) -> Iterator[tuple[Key, str]]:
+        """What ranks and relays wait for."""
+        for rank in self.ranks:
+            now = rank.step, rank.cursor, rank.program
+            for place in ([now] if rank.cursor < len(rank.program) else []) + [x[:3] for x in list(rank.relays)[:1]]:
+                rank.step, rank.cursor, rank.program = place
+                yield self._key(rank, rank.program[rank.cursor]), str(self._error(rank, "waits"))
+            rank.step, rank.cursor, rank.program = now
 
     def _met(self, rank: Rank) -> bool:
         """Whether all ranks have come to the last meeting that this rank has come to."""
@@ -149,8 +181,8 @@ class DryRun:
     def _key(self, rank: Rank, a: Action) -> Key:
         time = a.time + max(rank.step - 1, 0) * self.period  # later steps run the program of step 1
         # a prediction is made, published, pulled and read in one tick, in the order of the kinds
-        predicts = a.kind == Kind.PREDICT_PARAM or self.plan.predicts and a.stream in ("P0", "H0")
-        return rank.step, after_passes(self.plan, rank.number, rank.step == 0, a), time, a.phase, a.order if predicts else 0
+        predicts = a.kind == Kind.PREDICT_PARAM or self.plan.predicts and a.stream == "P0"
+        return rank.step, after_passes(self.plan, rank.number, min(rank.step, 1), a), time, a.phase, a.order if predicts else 0
 
     def _at(self, rank: Rank, a: Action) -> Place:
         """Region and offset of an action's bytes in this step."""
@@ -165,15 +197,19 @@ class DryRun:
     def _expected(self, r: int, step: int, post: Post) -> Tag:
         """The content that must land there by the schedule."""
         n, m = self.schedule.ranks, post.round
-        if post.stream[0] in "PH":
+        if post.stream[0] == "P":
             return self._params(post.unit, step, self.schedule.version(step, m, r, self.plan.unit(post.unit).stage))
-        if post.stream == "E":
-            return "g", post.unit, step, m * n + self.schedule.predictor(self.plan.unit(post.unit).stage) + 1
-        return "g", post.unit, step, n * self.schedule.rounds if post.stream == "O" else m * n + r
+        return "g", post.unit, step, m * n + (r if post.stream == "G0" else post.src + 1)
 
     # ---- one action -----------------------------------------------------------------------------------------------------
     def _try(self, rank: Rank, a: Action) -> bool:
         """Do the action, then its posts, if everything it waits for has happened."""
+        if a.kind in RELAYS:
+            if a.kind == Kind.OFFER_GRAD and a.into[1] == rank.number:  # in the order of this rank's passes
+                self._check_added(rank, a)
+            rank.relays.append([rank.step, rank.cursor, rank.program, False])
+            rank.cursor += 1
+            return True
         if not rank.acted:
             if self.blocking and rank.blocked or not self._act(rank, a):
                 return False
@@ -185,6 +221,28 @@ class DryRun:
             self._post(rank, self._key(rank, a), post, a)
         rank.acted, rank.cursor = False, rank.cursor + 1
         return True
+
+    def _relayed(self, rank: Rank) -> bool:
+        """Do the rank's next relay, then its posts, if everything it waits for has happened."""
+        now, relay = (rank.step, rank.cursor, rank.program), rank.relays[0]
+        rank.step, rank.cursor, rank.program, acted = relay
+        a = rank.program[rank.cursor]
+        try:
+            if not acted:
+                if not self._act(rank, a):
+                    return False
+                relay[3] = True
+                self.log.append((rank.number, rank.step, a))
+            if any(self._still_read(rank, x.region, self._slot(rank, x), x.nbytes) for x in a.posts):
+                return False
+            for post in a.posts:
+                self._post(rank, self._key(rank, a), post, a)
+            rank.relays.popleft()
+            return True
+        except (LookupError, ValueError, TypeError) as error:  # an action with impossible fields
+            raise self._error(rank, f"makes no sense ({type(error).__name__}: {error})") from error
+        finally:
+            rank.step, rank.cursor, rank.program = now
 
     def _act(self, rank: Rank, a: Action) -> bool:
         return self.handlers[a.kind](rank, a)
@@ -235,20 +293,50 @@ class DryRun:
         return True
 
     def _recv_grad(self, rank: Rank, a: Action) -> bool:
-        if a.peer is not None and not self._arrived(rank, a):
+        if a.stream == "G" and a.into[:2] != ("", a.peer):
+            raise self._error(rank, f"waits for a sum of rank {a.into[1]}")
+        if a.peer is not None and not self._arrived(rank, a, a.stream == "G"):
             return False
         if not (self._round_over(rank, a) if a.unit == PERSISTENT else (a.round, a.unit, a.backward) in rank.using):
             raise self._error(rank, "is not in the unit's backward")
+        if any(i == a.unit for _, i in rank.adding):
+            raise self._error(rank, "comes while this rank adds to the sum of a round before")
         q, place = a.round * self.schedule.ranks + rank.number, self._at(rank, a)
+        if (place[0] == "O") != self._owns(rank, a) or place[0] == "O" and place[1] != self.o_layouts[rank.number].get(a.unit):
+            raise self._error(rank, "adds to a sum in another place than its owner's")
         want = ("g", a.unit, rank.step, q)
         if q and rank.content.get(place) != want:
             raise self._error(rank, f"adds to {rank.content.get(place)} where it should find {want}")
+        if place[0] == "O" and self._still_read(rank, *place, a.nbytes):
+            return False
         if not q:
             if self._still_read(rank, *place, a.nbytes):
                 return False
             self._claim(rank, *place, a.nbytes)
         rank.content[place] = ("g", a.unit, rank.step, q + 1)
+        rank.adding.add((a.round, a.unit))
         return True
+
+    def _owns(self, rank: Rank, a: Action) -> bool:
+        return self._stage(a) == self.schedule.owned(rank.number)
+
+    def _offer_grad(self, rank: Rank, a: Action) -> bool:
+        """The owner offers a sum, which has come back or which it has added to, to the next rank."""
+        _, source, m = a.into
+        if source != rank.number and not self._arrived(rank, a, True):
+            return False
+        after = self.schedule.neighbor(m, source, 1)
+        if m != a.round or after is None or after[1] != a.peer:
+            raise self._error(rank, "offers a sum to a rank that does not need it next")
+        self._check_content(rank, a, ("g", a.unit, rank.step, m * self.schedule.ranks + source + 1))
+        self._push(rank, a)
+        return True
+
+    def _check_added(self, rank: Rank, a: Action) -> None:
+        """This rank has added to the sum that it offers."""
+        self._check_content(rank, a, ("g", a.unit, rank.step, a.into[2] * self.schedule.ranks + rank.number + 1))
+        if (a.into[2], a.unit) in rank.adding:
+            raise self._error(rank, "offers a sum that this rank still adds to")
 
     # ---- owners ---------------------------------------------------------------------------------------------------------
     def _reduce_grad(self, rank: Rank, a: Action) -> bool:
@@ -267,6 +355,8 @@ class DryRun:
         if self._landed(rank, step, together) is None or not self._scalar(rank, a, "S", step if r else step - 1):
             return False
         self._take_sums(rank, a, together)
+        if self.plan.sums_apart:  # copied
+            self._sums_used(rank)
         if sorted(rank.averaged) != sorted(eager):
             raise self._error(rank, f"computes the norm of step {step}, but only units {rank.averaged} are averaged")
         rank.normed += 1
@@ -276,7 +366,7 @@ class DryRun:
     def _landed(self, rank: Rank, step: int, units: Sequence[int]) -> list[tuple] | None:
         """The messages with these units' finished sums; None before all have arrived."""
         last = self.schedule.ranks - 1
-        messages = [("O", last, step, self.schedule.rounds - 1, i, True) for i in units if rank.number != last]
+        messages = [("G", last, step, self.schedule.rounds - 1, i, True) for i in units if rank.number != last]
         return messages if all(m in rank.landed for m in messages) else None
 
     def _take_sums(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
@@ -290,8 +380,8 @@ class DryRun:
         for message in messages:
             self._earlier(rank, a, rank.landed.pop(message)[0], "a push")
         for i in units:
-            want, got = ("g", i, step, s.ranks * s.rounds), rank.content.get((self.plan.o_region, self.o_layouts[rank.number][i]))
-            if got != want:
+            want, got = ("g", i, step, s.ranks * s.rounds), rank.content.get(("O", self.o_layouts[rank.number][i]))
+            if got != want or (s.rounds - 1, i) in rank.adding:
                 raise self._error(rank, f"finds {got} where the finished sum {want} should be")
         return True
 
@@ -302,7 +392,7 @@ class DryRun:
 
     def _written(self, rank: Rank, a: Action) -> list[tuple[str, dict[int, int]]]:
         """The places that the update of ``a`` writes."""
-        return self.written[rank.number][(rank.step + a.version + 1) % self.plan.copies]
+        return self.written[rank.number][(rank.step + a.version + 1) % 2]
 
     def _overwrite(self, rank: Rank, a: Action, units: Sequence[int]) -> None:
         """From here to the end of the update, these copies hold neither the old version nor the new one."""
@@ -314,41 +404,44 @@ class DryRun:
             rank.content.pop(place, None)
 
     def _predict(self, rank: Rank, a: Action) -> bool:
-        step, place, early, src = rank.step + a.version, self._at(rank, a), None, self.schedule.predictor(self._stage(a))
-        message, sums = ("E", src, step, a.round, a.unit, True), self.plan.unit(a.unit).g_bytes
-        sent = sums and src != rank.number
-        there = self.plan.v_layout(self.schedule.owned(rank.number))[0].get(a.unit)
-        if (a.peer, a.stream, a.round, a.backward) != (*((src, "E") if sent else (None, "")), self.schedule.rounds - 1, True):
-            raise self._error(rank, "predicts from another message than the schedule says")
-        if place != ("W0", there):
+        step, place, owned = rank.step + a.version, self._at(rank, a), self.schedule.owned(rank.number)
+        if a.version or (a.round, a.backward) != (self.schedule.rounds - 1, True):
+            raise self._error(rank, "predicts from other sums than the schedule says")
+        if (a.region, a.offset) != ("W", self.plan.v_layout(owned)[0].get(a.unit)):
             raise self._error(rank, "predicts into another place than its readers'")
         if rank.predicted.get(a.unit, 0) != step:
             raise self._error(rank, f"predicts version {step + 1} after version {rank.predicted.get(a.unit, 0)}")
         if step == 0:  # the correction of version 0 is version 0
             rank.predicted[a.unit] = 1
             return True
-        if sums:
-            early = self.plan.early_place(a.unit)
-            if sent:
-                if message not in rank.landed:
-                    return False
-                self._earlier(rank, a, rank.landed[message][0], "a push")
+        if self.plan.unit(a.unit).g_bytes:
+            src = self.schedule.predictor(owned)
             want = ("g", a.unit, step, a.round * self.schedule.ranks + src + 1)
-            if rank.content.get(early) != want:
-                raise self._error(rank, f"predicts from {rank.content.get(early)} where it should find {want}")
+            got = rank.content.get(("O", self.o_layouts[rank.number][a.unit]), ())
+            if got[2:] > want[2:] or self._may_come(rank, a.unit, step, want[3] + 1):
+                raise self._error(rank, f"predicts from {got}, or what comes next, where it should find {want}")
+            message = ("G", src, step, a.round, a.unit, True)
+            if got != want or src == rank.number and (a.round, a.unit) in rank.adding:
+                return False
+            if message in rank.landed:
+                self._earlier(rank, a, rank.landed[message][0], "a push")
         if self._still_read(rank, *place, a.nbytes):
             return False
-        rank.landed.pop(message, None)
         if rank.version != step or a.unit in rank.averaged:
             raise self._error(rank, f"predicts version {step + 1} from version {rank.version}")
         if place in rank.using.values():
             raise self._error(rank, "overwrites a prediction that a pass of this rank reads")
         self._earlier(rank, a, rank.pulled.pop(place, BEFORE), "a reader")
-        if early and early[0] != self.plan.o_region:
-            self._free(rank, *early)
         rank.content[place] = ("corrected", a.unit, step)
         rank.predicted[a.unit] = step + 1
         return True
+
+    def _may_come(self, rank: Rank, unit: int, step: int, count: int) -> bool:
+        """Whether this rank lets a sum of so many micro-batches in, or will do so without waiting for its own program."""
+        round, src = divmod(count - 1, self.schedule.ranks)
+        granted = [(x.step, x.post) for x in self.landings.get(("G", src, rank.number), ())]
+        granted += [(at, post) for at, cursor, program, _ in rank.relays for post in program[cursor].posts]
+        return any((at, x.src, x.unit, x.round) == (step, src, unit, round) for at, x in granted)
 
     def _stage(self, a: Action) -> int:
         return self.plan.unit(a.unit).stage
@@ -369,14 +462,18 @@ class DryRun:
             raise self._error(rank, f"updates {rank.version} to {step + 1} with the finished sums of {rank.normed} steps")
         self._overwrite(rank, a, together)
         rank.averaged.clear()
-        for offset in self.o_layouts[rank.number].values():
-            self._free(rank, self.plan.o_region, offset)
+        if not self.plan.sums_apart:
+            self._sums_used(rank)
         self._new_version(rank, step + 1)
         rank.version += 1
         return True
 
+    def _sums_used(self, rank: Rank) -> None:
+        for offset in self.o_layouts[rank.number].values():
+            self._free(rank, "O", offset)
+
     def _new_version(self, rank: Rank, version: int) -> None:
-        for lag, (copy, places) in enumerate(self.written[rank.number][version % self.plan.copies]):
+        for lag, (copy, places) in enumerate(self.written[rank.number][version % 2]):
             rank.content.update({(copy, offset): self._params(i, version + lag, version) for i, offset in places.items()})
 
     def _scalar(self, rank: Rank, a: Action, stream: str, step: int) -> bool:
@@ -392,8 +489,15 @@ class DryRun:
         self.ranks[peer].scalars.setdefault((stream, rank.number), deque()).append((self._key(rank, a), step))
 
     # ---- messages -------------------------------------------------------------------------------------------------------
-    def _arrived(self, rank: Rank, a: Action) -> bool:
+    def _arrived(self, rank: Rank, a: Action, back: bool = False) -> bool:
+        """Whether the action's message has landed.
+
+        Args:
+            back: it is a sum that came back to this rank, its owner.
+        """
         message = (a.stream, a.peer, rank.step, a.round, a.unit, a.backward)
+        if back:
+            message = ("G", a.into[1], rank.step, a.into[2], a.unit, True)
         if message not in rank.landed:
             return False
         key, place = rank.landed.pop(message)
@@ -426,9 +530,19 @@ class DryRun:
 
     def _post(self, rank: Rank, key: Key, post: Post, by: Action | None) -> None:
         edge, offset = (post.stream, post.src, rank.number), self._slot(rank, post)
-        self._claim(rank, post.region, offset, post.nbytes)
+        if post.stream == "G" and (post.round, post.src) != (0, 0):
+            self._check_pulled(rank, key, post, offset)
+        else:
+            self._claim(rank, post.region, offset, post.nbytes)
         self.landings.setdefault(edge, deque()).append(Landing(key, rank.step + post.ahead, post, offset, by))
         self._match(edge)
+
+    def _check_pulled(self, rank: Rank, key: Key, post: Post, offset: int) -> None:
+        """A sum comes back to where it was. Its credit needs what its rank adds to there, and that it has pulled it."""
+        place, step = (post.region, offset), rank.step + post.ahead
+        want, got = ("g", post.unit, step, post.round * self.schedule.ranks + post.src), rank.content.get(place)
+        if got != want or not rank.pulled.pop(place, key) < key:
+            raise self._error(rank, f"lets rank {post.src} push to {place}, with {got}, before it has pulled {want}")
 
     def _forward_param(self, rank: Rank, a: Action) -> bool:
         place, used = self._at(rank, a), rank.using.get((a.round, a.unit, a.backward))
@@ -445,36 +559,15 @@ class DryRun:
         return True
 
     def _send_grad(self, rank: Rank, a: Action) -> bool:
-        finished = None
-        if a.peer == rank.number:  # finished, and owned by this rank
-            finished = self.plan.o_region, self.o_layouts[rank.number][a.unit]
-            if self._still_read(rank, *finished, a.nbytes):
-                return False
         self._check_content(rank, a, ("g", a.unit, rank.step, a.round * self.schedule.ranks + rank.number + 1))
-        if not a.backward or (a.round, a.unit, a.backward) in rank.using:
-            raise self._error(rank, "sends a sum that this rank still adds to")
-        place = self._at(rank, a)
-        if finished and (a.stream, *a.into[:2]) == ("O", *finished):
-            self._claim(rank, *finished, a.nbytes)
-            rank.content[finished] = rank.content[place]
-        else:
+        if not a.backward or (a.round, a.unit, a.backward) in rank.using or (a.round, a.unit) not in rank.adding:
+            raise self._error(rank, "sends a sum that this rank still adds to, or did not take")
+        if (a.peer is None) != self._owns(rank, a):
+            raise self._error(rank, "keeps a sum that it does not own, or sends one that it does")
+        rank.adding.remove((a.round, a.unit))
+        if a.peer is not None:
             self._push(rank, a)
-        self._free(rank, *place)
-        return True
-
-    def _send_early(self, rank: Rank, a: Action) -> bool:
-        m, place, to = a.round, self._at(rank, a), a.into[:2]
-        own = a.peer == rank.number
-        if own and self._still_read(rank, *to, a.nbytes):
-            return False
-        self._check_content(rank, a, ("g", a.unit, rank.step, m * self.schedule.ranks + rank.number + 1))
-        if not own:
-            self._push(rank, a)
-            return True
-        if to != self.plan.early_place(a.unit) or a.stream != "E" or not a.backward:
-            raise self._error(rank, "copies an early sum to another place than its owner's")
-        self._claim(rank, *to, a.nbytes)
-        rank.content[to] = rank.content[place]
+            self._free(rank, *self._at(rank, a))
         return True
 
     def _check_content(self, rank: Rank, a: Action, want: Tag) -> None:
@@ -488,7 +581,7 @@ class DryRun:
     def _push(self, rank: Rank, a: Action) -> None:
         assert a.peer is not None
         place = self._at(rank, a)
-        rank.blocked += a.kind != Kind.PUBLISH_PARAM
+        rank.blocked += a.kind not in OFFERS
         rank.reading.setdefault(place[0], []).append((place[1], a.nbytes))
         edge = (a.stream, rank.number, a.peer)
         push = Push(rank.number, rank.step, self._key(rank, a), a, place, rank.content[place])
@@ -504,7 +597,7 @@ class DryRun:
             if wrong := self._mismatch(edge[2], push, landing):
                 raise PlanError(f"rank {edge[1]}, step {push.step}: {a}: {wrong}")
             sender.reading[push.place[0]].remove((push.place[1], a.nbytes))
-            if a.kind == Kind.PUBLISH_PARAM:
+            if a.kind in OFFERS:
                 sender.pulled[push.place] = max(sender.pulled.get(push.place, BEFORE), landing.key)
             else:
                 sender.blocked -= 1
@@ -514,9 +607,10 @@ class DryRun:
 
     def _mismatch(self, to: int, push: Push, landing: Landing) -> str:
         """The reason why this message must not land there; empty if it may."""
-        post, a, published = landing.post, push.action, push.action.kind == Kind.PUBLISH_PARAM
+        post, a, published = landing.post, push.action, push.action.kind in OFFERS
         want = self._expected(to, landing.step, post)
-        if (push.tag, a.backward, a.nbytes) != (want, post.backward, post.nbytes):
+        same_round = a.round == post.round or a.kind != Kind.PUBLISH_PARAM
+        if (push.tag, a.backward, a.nbytes) != (want, post.backward, post.nbytes) or not same_round:
             return (
                 f"sends {push.tag}, {a.nbytes} bytes, where rank {to} expects {want}, {post.nbytes} bytes, for its "
                 f"{'backward' if post.backward else 'forward'} ({landing.by or 'before the first action'})"
@@ -524,9 +618,9 @@ class DryRun:
         if not published and not landing.key < push.key:
             return f"needs a credit of rank {to} that is not earlier in logical time"
         if published:
-            same_place = (a.offset, push.tag[2]) == (post.origin, landing.step + post.version)
+            same_place = ((a.region, a.offset), push.tag[2]) == (post.origin, landing.step + post.version) and not a.into[0]
         else:
-            same_place = a.into[:2] == (post.region, post.offset) and (post.region != "H" or a.into[2] == post.round)
+            same_place = a.into[:2] == (post.region, post.offset) and not post.origin[0]
         if not same_place:
             return f"is not at {(post.origin, post.version)} or into {a.into}, as rank {to} has it in {post}"
         if published and not push.key < landing.key:

@@ -52,7 +52,7 @@ class ReplicaDryRun(DryRun):
             return False
         if a.into[0] != "R" or to[1] != self.plan.replica[0].get(a.unit):
             raise self._error(rank, "refreshes another place than the unit's in the replica")
-        published = [*self.written[rank.number][version % self.plan.copies], ("W0", self.v_predicted[rank.number])]
+        published = [*self.written[rank.number][version % 2], ("W0", self.v_predicted[rank.number])]
         if a.peer is None and place not in [(region, offsets.get(a.unit)) for region, offsets in published]:
             raise self._error(rank, "copies a unit that this rank neither owns nor was sent")
         current = self.order[rank.reads - 1][0]  # the round under way

@@ -54,9 +54,11 @@ class Rank:
         content: what each place holds.
         busy: region -> offset -> bytes, from the post to the last use.
         using: passes under way -> the place that they read.
+        relays: relays under way: [step, index, program, done except for its posts].
+        adding: (round, unit) of the sums that this rank adds to.
         landed: awaited message -> key of its push, and its place.
         reading: region -> (offset, bytes) of each push that still reads there.
-        pulled: published unit -> latest key at which a first reader pulled it.
+        pulled: place of an offered unit or sum -> latest key at which another rank pulled it.
         blocked: pushes on their way, without published units.
         scalars: (stream, source) -> (key, step) of messages that have arrived.
     """
@@ -74,6 +76,8 @@ class Rank:
     content: dict[Place, Tag] = field(default_factory=dict)
     busy: dict[str, dict[int, int]] = field(default_factory=dict)
     using: dict[tuple[int, int, bool], Place] = field(default_factory=dict)
+    relays: deque[list] = field(default_factory=deque)
+    adding: set[tuple[int, int]] = field(default_factory=set)
     landed: dict[tuple, tuple[Key, Place]] = field(default_factory=dict)
     reading: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     pulled: dict[Place, Key] = field(default_factory=dict)

@@ -92,9 +92,7 @@ def test_with_keep_after_forward_fewer_bytes_come_and_they_equal_the_closed_form
     results = pool.run(4, several, jobs, timeout=240)
     for rank, (usual, keeping) in enumerate(results):
         assert usual["bytes"] == usual["form"] and keeping["bytes"] == keeping["form"], rank
-        assert keeping["seen"] == [] and keeping["bytes"]["F + B"] <= usual["bytes"]["F + B"]
-        same = keeping["bytes"]["F + B"] == usual["bytes"]["F + B"]
-        assert same == (rank == 2), "stage 1 is the one that stays as well, and its owner has it already"
+        assert keeping["seen"] == [] and keeping["bytes"]["F + B"] < usual["bytes"]["F + B"]
         others = [{k: v for k, v in one["bytes"].items() if k != "F + B"} for one in (keeping, usual)]
         assert others[0] == others[1]
 
@@ -103,9 +101,9 @@ def test_with_keep_after_forward_fewer_bytes_come_and_they_equal_the_closed_form
     ("world", "kind", "cyclic"), [(2, "mlp", {}), (2, "llama", {}), (4, "mlp", {}), (4, "llama", {}), (4, "mlp", KEEP)]
 )
 def test_memory_is_the_plans_and_about_one_nth(pool, world, kind, cyclic):
-    """Replicated AdamW keeps 5 Psi: parameters, sums, masters, two states. Here a rank keeps those of its stage, and about two
-    stages each of parameters and sums in flight (up to three, with gaps): 10 to 11 stages, so with even stages 2.2 * 5 Psi / N,
-    Psi and stages counted with each parameter's alignment to 64 bytes.
+    """Replicated AdamW keeps 5 Psi: parameters, sums, masters, two states. Here a rank keeps those of its stage, a second
+    published copy, and some units that visit it, at most 4 of these stages of one or two units: 10 stages, so with even stages
+    2 * 5 Psi / N, Psi and stages counted with each parameter's alignment to 64 bytes.
     """
     results = pool.run(world, memory, Job(kind, "cdp-v2", steps=3, cyclic=cyclic), timeout=180)
     psi, largest = sum(r["owned"] for r in results), max(r["owned"] for r in results)
@@ -118,7 +116,7 @@ def test_memory_is_the_plans_and_about_one_nth(pool, world, kind, cyclic):
         assert r["masters"] <= r["owned"] and r["optimizer"] == 2 * r["masters"] + 4 * r["kept"], rank
         total = r["buffers"] + r["masters"] + r["optimizer"]
         print(f"{kind} world {world} rank {rank}: {total / largest:.2f} stages, {total / (5 * psi / world):.2f} of 5 Psi / N")
-        assert total <= 5 * largest + r["plan"]["in flight"] + rounding
+        assert total <= 6 * largest + r["plan"]["in flight"] + rounding
         if kind == "mlp":  # even stages
-            assert total <= 2.2 * 5 * psi / world + rounding, rank
+            assert total <= 2 * 5 * psi / world + rounding, rank
     assert sum(r["masters"] for r in results) == results[0]["psi"], "each master is kept once"

@@ -24,8 +24,8 @@ SEEN = {
     "2.c.iii": (None, 2 * THIRD, None, 1, 0),
     # a stage is whole while it computes; the sums are scattered and the next step's first stage is gathered between two passes
     "2.d.i": (None, 2 * THIRD, None, 0, 2),
-    # four stages in flight and a published copy; the last two stages stay for the backward, and one's own need not come
-    "2.d.ii": (None, 5 * THIRD, 7 * P, 1, 0),
+    # windows of four units, here whole stages, and two published copies; rank 0 pulls no sums, but gets those of its stage back
+    "2.d.ii": (None, 6 * THIRD, 7 * P, 1, 0),
 }
 
 

@@ -28,6 +28,7 @@ faulthandler.dump_traceback_later(120, exit=True)
 import torch.distributed as dist  # noqa: E402
 
 from deepspeed_cdp.errors import HandoffError  # noqa: E402
+from deepspeed_cdp.transport.base import PULLED  # noqa: E402
 from deepspeed_cdp.transport.nccl import NcclTransport  # noqa: E402
 from support import transport_contract as contract  # noqa: E402
 from support import transport_endings as endings  # noqa: E402
@@ -36,7 +37,7 @@ from support.transport_helpers import W, agree, empty, full, is_full, untouched 
 
 SECONDS = 40  # for one scenario
 SLOTS, SLOT_BYTES = 8, 300000
-RENAMED = {"free": "P", "blocked": "G", "stuck": "O", "Q": "H", "early": "P", "late": "G"}  # peer knows the plan's streams only
+RENAMED = {"free": "P", "blocked": "G", "stuck": "X", "early": "P", "late": "G"}  # peer knows the plan's streams only
 
 
 class Placed:
@@ -66,7 +67,7 @@ class Placed:
         self.inner.work_enqueued()
         stream = RENAMED.get(stream, stream)
         at = self.slot(stream, self.inner.rank, dst)
-        if stream in ("P0", "H0"):
+        if stream in PULLED:
             self.arena[at : at + source.numel()].copy_(source)
         if after is not None:
             source = after.place
@@ -194,6 +195,8 @@ SCENARIOS = [
     (contract.post_before_push, 2, "P", True, False),
     (contract.ring_with_reused_buffers, 2, "G", True, False),
     (contract.ring_with_reused_buffers, 4, "G", True, False),
+    (contract.relays_beside_the_host, 2, "G G0", True, False),
+    (contract.relays_beside_the_host, 4, "G G0", True, False),
     (contract.zero_bytes, 2, "P", False, False),
     (contract.gather_and_broadcast, 2, "", True, True),
     (contract.gather_and_broadcast, 4, "", True, True),

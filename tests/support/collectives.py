@@ -114,15 +114,15 @@ def steady(rank: int, world: int, job: Job) -> dict[str, Any]:
         group.broadcast([torch.ones(1)], dist.BroadcastOptions()).wait()
         group._get_backend(torch.device("cpu")).broadcast(torch.ones(1), 0).wait()
     engine = start(job, world)
-    train(engine, job, rank, 0, 2)
+    train(engine, job, rank, 0, 3)
     ours = hasattr(engine, "cyclic_plan")
     before = dict(engine._transport.bytes_received) if ours else {}
     with counting() as seen:
-        train(engine, job, rank, 2, 6)
+        train(engine, job, rank, 3, 7)
     result: dict[str, Any] = {"caught": caught, "seen": seen}
     if ours:
         after, form = dict(engine._transport.bytes_received), engine.cyclic_plan.received_bytes(rank)
-        by_kind = {"F + B": ("P", "P0", "H", "H0"), "G": ("G", "GH"), "O": ("O",)}
+        by_kind = {"F + B": ("P", "P0"), "G": ("G0",), "O": ("G",)}
         got = {
             kind: sum(n - before.get(edge, 0) for edge, n in after.items() if edge[0] in streams)
             for kind, streams in by_kind.items()

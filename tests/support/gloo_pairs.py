@@ -1,7 +1,7 @@
 """The logic of the nccl transport (transport/rendezvous.py) without GPUs: two-rank gloo groups, where the host waits."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.transport.base import Edge, Where
+from deepspeed_cdp.transport.base import Edge, Ticket, Where
 from deepspeed_cdp.transport.rendezvous import _DONE, Message, RendezvousTransport
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 
@@ -46,6 +46,9 @@ class GlooPairs(RendezvousTransport):
     def _make_group(self, edge: Edge, store: dist.Store) -> dist.ProcessGroupGloo:
         prefix = dist.PrefixStore("/".join(map(str, edge)), store)
         return dist.ProcessGroupGloo(prefix, int(self.rank == edge[2]), 2, self._patience)
+
+    def relay(self, work: Callable[[], Ticket | None], edge: Any = None) -> tuple[None, Ticket | None]:
+        return None, work()  # in the program's order, as the host of a device has it; here the host waits, too
 
     def _record_point(self) -> None:
         return None

@@ -3,23 +3,30 @@
 import re
 from collections.abc import Callable, Iterator
 from functools import cache
+from typing import Any, NamedTuple
 
 import pytest
 
 from deepspeed_cdp.plan.actions import Action, Kind, Post
+from deepspeed_cdp.plan.builder import after_passes
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import build, initial_posts
+from deepspeed_cdp.plan.program import PULLS, build, initial_posts
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.verify.check import validate
+from deepspeed_cdp.verify.dry_run import DryRun
+from deepspeed_cdp.verify.replicated import ReplicaDryRun
+from deepspeed_cdp.verify.state import Key, Landing, Push, Rank
 from deepspeed_cdp.verify.well_formed import PlanError
 from support.sampling import chosen
 
 Program = tuple[Action, ...]
 Fault = Callable[[Plan, int, Program, int], Iterator[Program]]  # plan, rank, program, index of the action -> wrong programs
-NAMED = re.compile(r"rank \d+, step \d+: (?:nothing |)([A-Z_]+|before the first action)")
+NAMED = re.compile(r"(?:nothing moves any more: )?rank \d+, step \d+: (?:nothing |)([A-Z_]+|before the first action)")
 STARTS = (Kind.GRAD_NORM, Kind.SEND_NORM, Kind.OPTIMIZER_STEP)
+OFFERS = (Kind.PUBLISH_PARAM, Kind.OFFER_GRAD)
+PUSHES = (*OFFERS, Kind.FORWARD_PARAM, Kind.SEND_GRAD)
 
 
 @cache
@@ -73,13 +80,13 @@ def rejected(name: str, rank: int, first: bool, wrong: Program) -> str:
 
 
 def mutations(name: str, fault: Fault, kind: str | None = None) -> Iterator[tuple[Action, int, bool, Program]]:
-    """(the action made wrong, its rank, whether of the first step, the program), for every place (under v2: every second)."""
-    some = name in ("v2", "p2", "four", "keep", "r-v2", "r-p2", "r-four")
+    """(the action made wrong, its rank, whether of the first step, the program), everywhere (larger plans: every third place)."""
+    some = 3 if name in ("v2", "p2", "four", "keep", "r-v2", "r-p2", "r-four") else 1
     for rank in range(plan(name).schedule.ranks):
         for first in (True, False):
             good = program(name, rank, first)
             for index, action in enumerate(good):
-                if action.kind == kind or kind is None and (not some or (index + rank + first) % 2):
+                if action.kind == kind or kind is None and (index + rank + first) % some == 0:
                     for wrong in fault(plan(name), rank, good, index):
                         assert wrong != good
                         yield action, rank, first, wrong
@@ -106,13 +113,13 @@ def duplicate(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
 
 def wrong_peer(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     for peer in range(p.schedule.ranks):
-        if good[i].peer not in (None, peer) and good[i].kind != Kind.PULL_PARAM:  # whose post says all
+        if good[i].peer not in (None, peer):
             yield put(good, i, good[i]._replace(peer=peer))
 
 
 def wrong_stream(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
-    for stream in ("P", "O"):
-        if good[i].peer is not None and good[i].nbytes and stream != good[i].stream:
+    for stream in {"P0": ("P", "G0"), "G0": ("P0", "G")}.get(good[i].stream, ("P0", "G0")):
+        if good[i].peer is not None and (good[i].nbytes or good[i].kind in PULLS) and stream != good[i].stream:
             yield put(good, i, good[i]._replace(stream=stream))
 
 
@@ -137,6 +144,9 @@ def wrong_version(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program
             Kind.PUBLISH_PARAM,
             Kind.PREDICT_PARAM,
             Kind.REDUCE_GRAD,
+            Kind.RECV_GRAD,
+            Kind.SEND_GRAD,
+            Kind.OFFER_GRAD,
             *STARTS,
         ):
             yield put(good, i, good[i]._replace(version=version))
@@ -151,12 +161,9 @@ def wrong_copy(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
 def wrong_pass(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     """Another unit, the other direction, another round."""
     a = good[i]
-    if a.kind not in (*STARTS, Kind.PULL_PARAM, Kind.GRANT_CREDIT):
+    if a.kind not in STARTS:
         others = [a._replace(unit=(a.unit + 1) % len(p.units)), a._replace(unit=(a.unit - 1) % len(p.units))]
-        if "PERSISTENT" not in a.kind.name and a.unit >= 0:
-            others.append(a._replace(backward=not a.backward))
-        if a.kind != Kind.PUBLISH_PARAM:  # which is known by its order alone
-            others.append(a._replace(round=a.round + 1))
+        others += [a._replace(round=a.round + 1), a._replace(backward=not a.backward)]
         yield from (put(good, i, other) for other in others)
 
 
@@ -165,11 +172,7 @@ def swap_pushes(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     a = good[i]
     for j in range(i + 1, len(good)):
         b = good[j]
-        if a.kind in (Kind.FORWARD_PARAM, Kind.PUBLISH_PARAM, Kind.SEND_GRAD) and (b.kind, b.stream, b.peer) == (
-            a.kind,
-            a.stream,
-            a.peer,
-        ):
+        if a.peer is not None and a.kind in PUSHES and (b.kind, b.stream, b.peer) == (a.kind, a.stream, a.peer):
             early, late = (x._replace(time=y.time, phase=y.phase) for x, y in ((b, a), (a, b)))
             if (a.unit, a.nbytes) != (b.unit, b.nbytes):
                 yield put(put(good, i, early), j, late)
@@ -182,13 +185,16 @@ def out_of_order(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]
 
 
 def wrong_landing(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
-    """Where a one-sided push goes."""
-    region, offset, round = good[i].into
-    if region and good[i].kind != Kind.REFRESH_PARAM:
+    """Where a one-sided push goes, or which message it is that a sum's owner waits for."""
+    (region, offset, round), kind = good[i].into, good[i].kind
+    if kind == Kind.OFFER_GRAD or kind == Kind.RECV_GRAD and good[i].stream == "G":
+        yield put(good, i, good[i]._replace(into=("O", offset, round)))
+        yield put(good, i, good[i]._replace(into=("", (offset + 1) % p.schedule.ranks, round)))
+        yield put(good, i, good[i]._replace(into=("", offset, round + 1)))
+    elif region and kind != Kind.REFRESH_PARAM:
         yield put(good, i, good[i]._replace(into=(region, offset + 64, round)))
         yield put(good, i, good[i]._replace(into=("V", offset, round)))
-        if region == "H":
-            yield put(good, i, good[i]._replace(into=(region, offset, round + 1)))
+        yield put(good, i, good[i]._replace(into=("", offset, round)))
 
 
 FAULTS = [
@@ -217,8 +223,11 @@ def post_changes(p: Plan, post: Post) -> Iterator[tuple[Post, ...]]:
     yield (post._replace(round=post.round + 1),)
     yield (post._replace(backward=not post.backward),)
     yield (post._replace(unit=(post.unit + 1) % len(p.units)),)
-    if post.origin >= 0:
-        yield (post._replace(origin=post.origin + 64),)
+    if post.stream == "G":
+        yield (post._replace(origin=("O", post.offset)),)
+    if post.origin[0]:
+        yield (post._replace(origin=(post.origin[0], post.origin[1] + 64)),)
+        yield (post._replace(origin=("X", post.origin[1])),)
         yield (post._replace(version=post.version + 1),)
 
 
@@ -236,24 +245,89 @@ def moved(good: Program, i: int, j: int) -> Program:
     return tuple(rest)
 
 
-def late_push(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
-    """Parameters forwarded, or a sum sent, more than two positions too late: after the neighbour needs them."""
-    if good[i].kind in (Kind.FORWARD_PARAM, Kind.SEND_GRAD) and good[i].stream in ("P", "G"):
-        later = [j for j in range(i + 1, len(good)) if good[j].time > good[i].time + 2 * p.scale]
-        if later:
-            yield moved(good, i, later[0])
+# ---- time ---------------------------------------------------------------------------------------------------------------
+class Need(NamedTuple):
+    """What an action of one rank's steady program needs of another one's, in the same step.
+
+    Attributes:
+        rank, action: the later one.
+        too_early: its logical time and phase if it comes no later than the earlier one.
+        earlier, too_late: the earlier one and its rank, where the dry-run tells; and the time that is too late for it.
+    """
+
+    rank: int
+    action: Action
+    too_early: tuple[int, int]
+    earlier: tuple[int, Action] | None
+    too_late: tuple[int, int]
+
+
+class Recorder(DryRun):
+    """A dry-run that notes who needs whom in step 2."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.needs: list[Need] = []
+        super().__init__(*args, **kwargs)
+
+    def _note(self, rank: int, key: Key, action: Action, before: Key, earlier: tuple[int, Action] | None = None) -> None:
+        if key[0] == before[0] == 2 and key[1] == before[1]:
+            tick = bool(key[4] or before[4])  # predictions: in one tick, the order of kinds counts
+            time, late = before[2] - self.period - tick, key[2] - self.period + tick
+            self.needs.append(Need(rank, action, (time, before[3]), earlier, (late, key[3])))
+
+    def _earlier(self, rank: Rank, a: Action, key: Key, what: str) -> None:
+        super()._earlier(rank, a, key, what)
+        self._note(rank.number, self._key(rank, a), a, key)
+
+    def _mismatch(self, to: int, push: Push, landing: Landing) -> str:
+        if landing.by is not None and push.action.kind in OFFERS:
+            self._note(to, landing.key, landing.by, push.key, (push.rank, push.action))
+        elif landing.by is not None:
+            self._note(push.rank, push.key, push.action, landing.key, (to, landing.by))
+        return super()._mismatch(to, push, landing)
+
+    def _check_pulled(self, rank: Rank, key: Key, post: Post, offset: int) -> None:
+        pulled = rank.pulled.get((post.region, offset))
+        super()._check_pulled(rank, key, post, offset)
+        assert pulled
+        self._note(rank.number, key, rank.program[rank.cursor], pulled)
+
+
+class ReplicaRecorder(Recorder, ReplicaDryRun):
+    pass
+
+
+@cache
+def needs(name: str) -> tuple[Need, ...]:
+    kind = ReplicaRecorder if plan(name).replicated else Recorder
+    run = kind(plan(name), 4, lambda r, first: program(name, r, first))
+    run.run()
+    return tuple(run.needs)
+
+
+def retimed(p: Plan, rank: int, good: Program, a: Action, key: tuple[int, int]) -> Program:
+    """Action ``a`` of the steady program at another logical time."""
+
+    def place(x: Action) -> tuple:
+        return after_passes(p, rank, 1, x), *x.key, x.order
+
+    changed = a._replace(time=key[0], phase=key[1])
+    return tuple(sorted((changed if x is a else x for x in good), key=place))
+
+
+def untimely(name: str) -> Iterator[tuple[str, Action, int, Program]]:
+    """(what, the action, its rank, the program): actions no later than what they need, or no earlier than what needs them."""
+    p, seen = plan(name), set()
+    for x in needs(name):
+        early, late = (x.rank, x.action, x.too_early), (*(x.earlier or (-1, None)), x.too_late)
+        for what, (rank, action, key) in (("early", early), ("late", late)):
+            if action is not None and (rank, id(action), key) not in seen and action.key != key:
+                seen.add((rank, id(action), key))
+                yield what, action, rank, retimed(p, rank, program(name, rank, False), action, key)
 
 
 def early_update(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
-    """An update, or its norm, before the sums are complete: where the last backward of the stage has yet to come."""
-    if good[i].kind in (Kind.GRAD_NORM, Kind.OPTIMIZER_STEP):
-        norm = (
-            next((j for j in range(i) if good[j].kind == Kind.GRAD_NORM), None)
-            if good[i].kind == Kind.OPTIMIZER_STEP
-            else next(
-                (j for j in range(i) if good[j].kind in (Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD) and good[j].peer == rank),
-                None,
-            )
-        )
-        if norm is not None:
-            yield moved(good, i, norm)
+    """An update before its norm."""
+    norm = next((j for j in range(i) if good[j].kind == Kind.GRAD_NORM), None)
+    if good[i].kind == Kind.OPTIMIZER_STEP and norm is not None:
+        yield moved(good, i, norm)

@@ -30,7 +30,7 @@ def make(
 @st.composite
 def plans(draw: st.DrawFn, ranks: st.SearchStrategy[int], k: int | None = None, rounds: int | None = None) -> Plan:
     """Uneven stages of 1 to 5 units of uneven sizes, some frozen, with persistent parameters or without, keep_after_forward
-    or not, with corrections or without."""
+    or not, with corrections or without, pulled more or fewer passes ahead."""
     n = draw(ranks)
     units: list[Unit] = []
     for stage in range(n):
@@ -51,4 +51,5 @@ def plans(draw: st.DrawFn, ranks: st.SearchStrategy[int], k: int | None = None, 
     schedule, keep = Schedule(n, k, rounds or draw(st.integers(1, 3))), draw(st.booleans())
     correction = draw(st.sampled_from(["none", "extrapolate", "predict"]))
     corrects, predicts = correction != "none", correction == "predict"
-    return Plan(schedule, tuple(units), persistent, keep, delay_corrected=corrects, predicts=predicts)
+    ahead = draw(st.sampled_from([2, 1, 3, 9]))
+    return Plan(schedule, tuple(units), persistent, keep, prefetch_units=ahead, delay_corrected=corrects, predicts=predicts)

@@ -128,6 +128,45 @@ def ring_with_reused_buffers(make: Make, messages: int = 150, slots: int = 3) ->
     t.close(drain=True)
 
 
+def relays_beside_the_host(make: Make) -> None:
+    """A sum rests with rank 0, which relays it from rank to rank, in the order of its calls, while its own host goes on."""
+    t, rounds = make(), 5
+    others = range(1, t.size)
+    t.prepare([e for r in others for e in (("G", r, 0), ("G0", 0, r))], False)
+    if t.rank == 0:
+        box, back, offered = full(0), None, None
+
+        def offer(back: Any, dst: int) -> Any:
+            if back is not None:
+                back.wait(W)
+            return t.push("G0", dst, box)
+
+        for _ in range(rounds):
+            for r in others:
+                offered, taken = t.relay(lambda back=back, r=r: offer(back, r))
+                back = t.relay(lambda taken=taken, r=r: t.post("G", r, box, [taken]))[1]
+        t.gather(None, W)  # the others begin now
+        t.wait_event(offered)
+        assert not t.waited and not t.waited_sent, "relays hold up nobody"
+        back.wait(W)
+        t.finish_relays(W)
+        assert is_full(box, rounds * len(others))
+    else:
+        box, push = empty(), None
+        t.gather(None, W)
+        for k in range(rounds):
+            if push is not None:
+                push.wait(W)
+            t.post("G0", 0, box).wait(W)
+            assert is_full(box, k * len(others) + t.rank - 1)
+            box += 1
+            push = t.push("G", 0, box)
+        push.wait(W)
+    agree(t)
+    t.end_relays()
+    t.close(drain=True)
+
+
 def sender_waits_for_the_copy(make: Make) -> None:
     """push does not block, the sender's wait does until the receiver has posted."""
     t = make()
@@ -297,6 +336,7 @@ SCENARIOS: list[tuple[Callable[[Make], None], int]] = [
     (post_before_push, 2),
     (ring_with_reused_buffers, 2),
     (ring_with_reused_buffers, 4),
+    (relays_beside_the_host, 3),
     (sender_waits_for_the_copy, 2),
     (zero_bytes, 2),
     (counters, 2),
@@ -321,6 +361,7 @@ DELAYED = [
     (order_on_an_edge, 2),
     (edges_are_independent, 2),
     (ring_with_reused_buffers, 4),
+    (relays_beside_the_host, 3),
     (zero_bytes, 2),
     (reset_forgets, 4),
     (two_at_once, 3),

@@ -83,7 +83,7 @@ SCHEMA = {
         ],
         "memory": [{str: int}],
         "activations": int,
-        "traffic": {"received": [{"F": int, "B": int, "G": int, "O": int, "E": int}], "messages": [int], "link_busy": NUMBER},
+        "traffic": {"received": [{"F": int, "B": int, "G": int, "O": int}], "messages": [int], "link_busy": NUMBER},
         "time": {
             "step": NUMBER,
             "parts": {str: NUMBER},
@@ -304,13 +304,19 @@ def test_wrong_input_costs_a_sentence(command, fragment, bad, capsys):
 
 
 def test_a_plan_is_the_engines_with_the_configs_own_settings(tmp_path, capsys):
-    """A warm-up's plan keeps sums apart from parameters, throughout."""
-    (tmp_path / "warm.json").write_text('{"zero_optimization": {"stage": 3}, "cyclic": {"enabled": true, "warmup_steps": 9}}')
-    memory = []
-    for config in ("", f"--config {tmp_path}/warm.json"):
-        assert main(shlex.split(f"plan --model python:support.cli_models:mlp --ranks 4 {config} --json")) == 0
-        memory.append(sum(sum(m.values()) for m in json.loads(capsys.readouterr().out)["memory"]))
-    assert memory[1] > memory[0]
+    """Stages that stay for their backwards come once, and take more room."""
+    found = []
+    for keep in ("false", "true"):
+        config = tmp_path / f"{keep}.json"
+        config.write_text(f'{{"zero_optimization": {{"stage": 3}}, "cyclic": {{"enabled": true, "keep_after_forward": {keep}}}}}')
+        assert main(shlex.split(f"plan --model python:support.cli_models:mlp --ranks 4 --config {config} --json")) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    without, kept = found
+    assert kept["memory"][0]["in flight"] > without["memory"][0]["in flight"]
+    stage = without["stages"][0]["parameter_bytes"]
+    for rank in range(4):
+        received = [x["traffic"]["received"][rank] for x in found]
+        assert received[0]["F"] == received[1]["F"] and received[1]["B"] == (stage if rank < 3 else 0) < received[0]["B"]
 
 
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
@@ -433,7 +439,7 @@ def test_warnings_say_what_to_do():
         output("plan --model python:support.cli_models:lopsided --ranks 2 --device-memory 1KB --bandwidth 0.001 --json")
     )
     text = "\n".join(found["warnings"])
-    for part in ("times the mean stage's bytes", "set cyclic.partition_method to 'parameters'", "use more ranks", "the link"):
+    for part in ("times the mean stage's bytes", "set cyclic.partition_method to 'parameters'", "use more ranks", "rank's link"):
         assert part in text
     secret = json.loads(output("plan --model python:support.cli_models:tied_in_secret --ranks 2 --json"))
     assert secret["persistent"]["names"] == ["embedding.weight"]  # as after the first batch

@@ -118,12 +118,13 @@ def test_what_it_does_not_know_is_left_to_the_optimizer():
     assert not fused_adam.Adam.suits(torch.optim.AdamW(p), torch.device("cpu"))
 
 
+@pytest.mark.parametrize("copy", [0, 1])
 @pytest.mark.parametrize("updates", [0, 2])
 @pytest.mark.parametrize("clip", [None, 0.3])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_predicts_what_the_optimizer_would(kind, dtype, clip, updates):
-    """From early sums of one micro-batch, in place where they have the parameters' dtype; state and masters stay as they are.
+def test_predicts_what_the_optimizer_would(kind, dtype, clip, updates, copy):
+    """From running sums, which others still add to: they stay as they are, as do state, masters and the other copy.
 
     Without any update (all were skipped) there is no momentum yet. Where a sum is not finite, the master is predicted.
     """
@@ -132,26 +133,34 @@ def test_predicts_what_the_optimizer_would(kind, dtype, clip, updates):
     def place() -> dict[str, torch.Tensor]:
         return {n: aligned(p.numel(), dtype).view(SHAPES[n]) for n, p in weights.items()}
 
-    sums, published, corrected = place(), place(), place()
+    sums, published, copies = place(), [place(), place()], [place(), place()]
     optimizer = kind(list(weights.values()), lr=1e-2, weight_decay=0.1)
-    adam = fused_adam.Adam(optimizer, weights, {0: sums}, [published], [corrected], correction, {0: corrected})
+    adam = fused_adam.Adam(optimizer, weights, {0: sums}, published, copies, correction, {0: sums})
     options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     factor = None if clip is None else torch.tensor(clip)
-    for _ in range(updates):
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-7  # the interpreter truncates to bf16 where a GPU rounds
+    for slot in range(updates):
         for value in sums.values():
             value.copy_(torch.randn(value.shape))
-        adam.update(0, options, 0.25, factor, 0)
+        adam.update(0, options, 0.25, factor, slot)
+        for name, p in weights.items():
+            torch.testing.assert_close(published[slot][name], p.to(dtype), rtol=tolerance, atol=1e-5)
     adam.write_step_counts()
     before = {n: p.detach().clone() for n, p in weights.items()}
-    for value in corrected.values():
+    for value in sums.values():
         value.copy_(torch.randn(value.shape))
-    corrected["bias"][3] = float("inf")
-    gradients = [value.float() * 0.5 * (clip or 1.0) for value in corrected.values()]
+    sums["bias"][3] = float("inf")
+    gradients = [value.float() * 0.5 * (clip or 1.0) for value in sums.values()]
+    kept = [
+        value.clone() for value in (*sums.values(), *copies[1 - copy].values(), *published[0].values(), *published[1].values())
+    ]
     if not updates:
         optimizer.state.clear()
     want = Corrector(correction, optimizer).predict(list(weights.values()), gradients, options)
-    adam.predict(0, options, 0.5, factor)
+    adam.predict(0, options, 0.5, factor, copy)
     assert want[list(weights).index("bias")][3] == before["bias"][3]
-    for (name, value), ahead in zip(corrected.items(), want):  # the interpreter truncates to bf16 where a GPU rounds
-        torch.testing.assert_close(value, ahead.to(dtype), rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-5)
+    after = (*sums.values(), *copies[1 - copy].values(), *published[0].values(), *published[1].values())
+    assert all(torch.equal(value, old) for value, old in zip(after, kept))
+    for (name, value), ahead in zip(copies[copy].items(), want):
+        torch.testing.assert_close(value, ahead.to(dtype), rtol=tolerance, atol=1e-5)
         assert torch.equal(weights[name].detach(), before[name])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_cdp.plan.actions import Kind
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import _initiated, build, edges, initial_posts, with_rendezvous
+from deepspeed_cdp.plan.program import PULLS, _initiated, build, edges, initial_posts, with_rendezvous
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from support.plans import PERSISTENT_UNIT, make, plans
 
@@ -20,8 +20,7 @@ def messages(plan: Plan, rank: int, a) -> list[tuple]:
     if a.kind in (Kind.START_RECV, Kind.START_SEND):
         return [((a.stream, a.peer, rank) if a.kind == Kind.START_RECV else (a.stream, rank, a.peer), False)]
     return [
-        ((stream, peer, rank) if a.kind == Kind.PULL_PARAM else (stream, rank, peer), True)
-        for stream, peer in _initiated(plan, rank, a)
+        ((stream, peer, rank) if a.kind in PULLS else (stream, rank, peer), True) for stream, peer in _initiated(plan, rank, a)
     ]
 
 
@@ -54,15 +53,21 @@ def run(plan: Plan, barrier: bool, programs_of=with_rendezvous) -> str | None:
             and a.peer is not None
         ):
             use(r, (a.stream, a.peer, r))
+        if a.kind == Kind.OFFER_GRAD and a.into[1] != r:
+            use(r, ("G", a.into[1], r))
+        eager = plan.eager_units(r)
+        if a.kind == Kind.REDUCE_GRAD and r < n - 1:
+            use(r, ("G", n - 1, r))
         if a.kind == Kind.GRAD_NORM and a.peer is not None:
             use(r, ("S", a.peer, r))
             if r < n - 1:
-                use(r, ("O", n - 1, r), sum(plan.unit(i).g_bytes > 0 for i in plan.members(plan.schedule.owned(r))))
+                late = [i for i in plan.members(plan.schedule.owned(r)) if i not in eager and plan.unit(i).g_bytes]
+                use(r, ("G", n - 1, r), len(late))
 
     def name(r: int, a) -> None:
         for p in a.posts:
             named[r][p.stream, p.src, r] += 1
-        if a.kind == Kind.PUBLISH_PARAM:
+        if a.kind in (Kind.PUBLISH_PARAM, Kind.OFFER_GRAD):
             named[r][a.stream, r, a.peer] += 1
         if a.kind == Kind.GRAD_NORM and n > 1:
             named[r]["S", (r - 1) % n, r] += 1
@@ -127,26 +132,42 @@ def test_random_plans_finish_too(plan, barrier):
 
 
 def test_the_place_of_a_meeting_matters():
-    """Ranks that receive at the beginning of the step, and block, get stuck; at its end, they wait before they have begun."""
+    """Ranks that receive or pull at the beginning or at the end of the step, and block, get stuck. One that pulls behind the
+    pass that needs it waits for what it has not begun."""
 
-    def changed(early: bool):
-        return lambda *args: tuple(sorted(with_rendezvous(*args), key=lambda a: (a.kind == Kind.START_RECV) != early))
+    def sorted_by(kind: Kind, early: bool):
+        return lambda *args: tuple(sorted(with_rendezvous(*args), key=lambda a: (a.kind == kind) != early))
 
-    stuck = run(make(3, 2), False, changed(True))
-    assert stuck and "rank 0" in stuck and "rank 1" in stuck
+    for kind in (Kind.START_RECV, Kind.START_SEND, Kind.PULL_GRAD):
+        for early in (True, False):
+            stuck = run(make(3, 2), False, sorted_by(kind, early))
+            assert stuck and "rank 0" in stuck and "rank 1" in stuck
+
+    def late(plan: Plan, rank: int, first: bool):
+        good = list(with_rendezvous(plan, rank, first))
+        wait = next(a for a in good if a.kind == Kind.WAIT_PARAM and a.peer is not None)
+        pull = next(a for a in good if a.kind == Kind.PULL_PARAM and (a.unit, a.backward) == (wait.unit, wait.backward))
+        good.remove(pull)
+        good.insert(good.index(wait) + 1, pull)
+        return tuple(good)
+
     with pytest.raises(AssertionError, match="waits for .* before it is met"):
-        run(make(3, 2), False, changed(False))
+        run(make(3, 2), False, late)
 
 
 def test_edges_are_those_of_the_plan():
     assert edges(make(1, 0)) == []
     got = edges(make(3, 2))
-    assert {(s, a, b) for s, a, b in got if s in "PG"} <= {(s, r, (r + 1) % 3) for s in "PG" for r in range(3)}
+    everyone = {(a, b) for a in range(3) for b in range(3) if a != b}
+    for stream in ("P0", "G"):
+        assert {(a, b) for s, a, b in got if s == stream} == everyone
+    assert {(a, b) for s, a, b in got if s == "G0"} == everyone - {(1, 0), (2, 0)}, "rank 0 starts the sums"
+    assert {e for e in edges(make(3, 2, 2)) if e[0] == "G0"} == {("G0", *e) for e in everyone}
     assert {e for e in got if e[0] == "S"} == {("S", r, (r + 1) % 3) for r in range(3)}
-    assert {e for e in got if e[0] == "O"} == {("O", 2, 0), ("O", 2, 1)}
-    assert not any(s in ("H", "H0", "GH", "T") for s, _, _ in got)
+    assert {s for s, _, _ in got} == {"P0", "G0", "G", "S"}
     assert {e for e in edges(make(3, 5)) if e[0] == "T"} == {("T", 2, 0), ("T", 2, 1)}
-    assert {"H", "H0", "GH"} <= {s for s, _, _ in edges(make(3, 2, persistent=PERSISTENT_UNIT))}
+    replicas = edges(make(3, 2, kind=ReplicatedPlan))
+    assert {e for e in replicas if e[0] == "P"} <= {("P", r, (r + 1) % 3) for r in range(3)} and "P" in {e[0] for e in replicas}
 
 
 def test_without_meetings_a_program_is_as_it_was():

@@ -14,6 +14,7 @@ from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.runtime import executor
 from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
+from deepspeed_cdp.runtime.program import ActionLocation
 from deepspeed_cdp.runtime.state import RankState
 from support import runtime_runs
 
@@ -35,8 +36,8 @@ class Noted:
     def record_event(self) -> str:
         return "published"
 
-    def wait_finished(self, a: Action, unit: int) -> None:
-        self.notes.append(("wait", "sum", a.unit, unit))
+    def back(self, a: Action, unit: int, source: int, round: int) -> SimpleNamespace:
+        return SimpleNamespace(wait=lambda where: self.notes.append(("wait", "sum", unit, source, round)))
 
     def take(self, region: str, offset: int, nbytes: int) -> list[SimpleNamespace]:
         self.notes.append(("readers", region, offset, nbytes))
@@ -50,30 +51,54 @@ class Noted:
         return torch.zeros(())
 
 
-@pytest.mark.parametrize(("threshold", "copies"), [(2, 1), (3, 2)])
-def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(threshold, copies):
-    units = tuple(Unit(f"u{i}", i // 2, (f"w{i}",), (), 256 * (i + 1), 512) for i in range(6))
-    plan = Plan(Schedule(3, threshold), units)
-    assert plan.copies == copies
-    for rank in (0, 1):
+@pytest.mark.parametrize(
+    ("ranks", "per_stage", "threshold", "copies", "corrected"),
+    [(2, 1, 1, 1, False), (3, 2, 2, 2, False), (3, 2, 3, 2, False), (3, 2, 3, 2, True)],
+)
+def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(ranks, per_stage, threshold, copies, corrected):
+    units = tuple(Unit(f"u{i}", i // per_stage, (f"w{i}",), (), 256 * (i + 1), 512) for i in range(ranks * per_stage))
+    plan = Plan(Schedule(ranks, threshold, 2), units, delay_corrected=corrected)
+    assert plan.slots == copies
+    tried = 0
+    for rank in range(ranks - 1):
         for a in (a for a in build(plan, rank, False) if a.kind == Kind.REDUCE_GRAD):
-            noted = Noted()
+            noted, tried, stage = Noted(), tried + 1, plan.schedule.owned(rank)
             state = RankState(plan, rank, noted, None, step=STEP, global_step=STEP)
             part = OwnerExecutor(state, noted, noted, None, None, None)
             part._reduced_late, part._own_read_end, part._norms, part._published_at = (), "own reads", {}, {}
-            part._written = [plan.written(copy, plan.schedule.owned(rank)) for copy in range(copies)]
+            part._written = [plan.written(copy, stage) for copy in range(copies)]
             part.reduce(a)
             slot = (STEP + a.version + 1) % copies
-            where = plan.copy_offsets(plan.schedule.owned(rank))[a.unit]
+            where, nbytes = plan.copy_offsets(stage)[a.unit], plan.unit(a.unit).p_bytes
+            regions = ["V0", f"W{slot}"] if corrected else [f"V{slot}"]  # nobody else reads the version itself longer
             assert noted.notes == [
-                ("wait", "sum", a.unit, a.unit),
-                ("readers", f"V{slot}", where, plan.unit(a.unit).p_bytes),
-                ("wait", "reader 1"),
-                ("wait", "reader 2"),
+                ("wait", "sum", a.unit, ranks - 1, 1),
+                *(("readers", region, where, nbytes) for region in regions),
+                *(("wait", f"reader {k}") for _ in regions for k in (1, 2)),
                 ("after", "own reads"),
                 ("write", STEP + a.version, a.unit, slot),
             ]
             assert part._published_at == {(a.unit, slot): "published"}
+    assert tried == (ranks - 1) * per_stage
+
+
+def test_errors_of_relays_name_the_sum():
+    """They are about other ranks' passes, so no pass of this rank is named."""
+    units = tuple(Unit(f"u{i}", i, (f"w{i}",), (), 256, 512) for i in range(3))
+    plan, found = Plan(Schedule(3, 2), units, Unit("", 0, ("tied",), (), 256, 512)), []
+    for rank in range(3):
+        state = RankState(plan, rank, SimpleNamespace(world_rank=rank), None, step=STEP, global_step=STEP)
+        found += [
+            (a.kind, str(ActionLocation(state, a)))
+            for a in build(plan, rank, False)
+            if a.kind in (Kind.OFFER_GRAD, Kind.GRANT_CREDIT)
+        ]
+    for kind in (Kind.OFFER_GRAD, Kind.GRANT_CREDIT):
+        named = {text for of, text in found if of == kind}
+        assert named == {
+            f"rank {2 - stage}, step {STEP}, stage {stage}, running sum of {name}"
+            for stage, name in [(0, "u0"), (0, "persistent parameters"), (1, "u1"), (2, "u2")]
+        }
 
 
 @pytest.mark.parametrize(

@@ -3,18 +3,19 @@
 import threading
 import time
 from collections import deque
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deepspeed_cdp.transport import peer
-from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.base import PULLED, Transport
 from deepspeed_cdp.transport.deadline import Standby
 from deepspeed_cdp.transport.wait_timing import WaitTiming
 
-HANDLES = {"credit": 11, "G": 12, "P": 13, "O": 14, "P0": 15, "H0": 16, "S": 17}
+HANDLES = {"credit": 11, "G": 12, "P": 13, "G0": 14, "P0": 15, "relay": 16, "S": 17}
 RANK, SIZE, NCCL_HANDLE = 1, 4, 21
 
 
@@ -45,12 +46,26 @@ def transport(monkeypatch):
     Transport.__init__(made, RANK, SIZE, 5.0)
     made.driver, made.events, made._failure, made._counts = Notes(), [], None, {}
     made._point, made._point_on, made._waits = made.driver.create_event(), None, deque(maxlen=9)
-    made._owner = SimpleNamespace(cuda_stream=HANDLES["S"])
+    made._owner, made._relay = (SimpleNamespace(cuda_stream=HANDLES[name]) for name in ("S", "relay"))
     made._bases, made._word_bases = [0, 10_000, 20_000, 30_000], [0, 100_000, 200_000, 300_000]
     made.device, made._handles = SimpleNamespace(index=0), dict(HANDLES)
     made._watchdog = SimpleNamespace(expect=lambda mark: None, expect_stream=lambda stream: None)
-    monkeypatch.setattr(made, "current", lambda: 0)
+    current = [0]
+
+    @contextmanager
+    def inside(stream: SimpleNamespace) -> Iterator[None]:
+        current.append(stream.cuda_stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(made, "current", lambda: current[-1])
     return made
+
+
+def test_every_stream_has_a_cuda_stream():
+    assert {*PULLED, *peer._CUDA_STREAM_OF} == set(peer.STREAMS) and not set(PULLED) & set(peer._CUDA_STREAM_OF)
+    assert set(peer._CUDA_STREAM_OF.values()) - {"S", "X"} | {*PULLED, "credit", "relay"} == set(peer._CUDA_STREAMS)
 
 
 def test_a_message_is_pushed_behind_the_credit_and_the_work_that_made_it(transport):
@@ -77,19 +92,48 @@ def test_what_is_passed_on_waits_for_its_arrival_alone(transport):
     assert first == ("wait_value", 13, transport._word(RANK, "P", 0, True), 1), "not for the passes' stream"
 
 
-def test_a_credit_waits_for_what_an_owner_has_read_and_the_owners_own_go_by_its_stream(transport, monkeypatch):
+def test_a_credit_waits_for_what_reads_there_and_holds_up_nobody_else(transport):
     box, mark = torch.zeros(8, dtype=torch.uint8), transport.record_event()
+    credit = transport._word(0, "G", RANK, False)
     transport.driver.take()
-    transport.post("G", 0, box, [mark])
-    calls = transport.driver.take()
-    assert calls.index(("wait_event", HANDLES["credit"], mark.event)) < len(calls) - 1
-    assert calls[-1] == ("write_value", HANDLES["credit"], transport._word(0, "G", RANK, False), 1)
-    transport.post("O", 3, box)
-    assert transport.driver.take()[-1][:2] == ("write_value", HANDLES["credit"]), "the passes do not wait for it"
-    monkeypatch.setattr(transport, "current", lambda: HANDLES["S"])
-    transport.post("O", 3, box)
-    credit = transport._word(3, "O", RANK, False)
-    assert transport.driver.take() == [("write_value", HANDLES["S"], credit, 2)], "and the owner holds up nobody"
+    begun, _ = transport.relay(lambda: transport.post("G", 0, box, [mark]))
+    relay = HANDLES["relay"]
+    assert transport.driver.take() == [
+        ("wait_event", relay, mark.event),
+        ("write_value", relay, credit, 1),
+        ("record_event", begun.event, relay),
+    ], "the passes do not wait for it, nor it for them"
+    with transport.owner_stream():
+        transport.post("G", 0, box, [mark])
+    owner = HANDLES["S"]
+    assert transport.driver.take() == [("wait_event", owner, mark.event), ("write_value", owner, credit, 2)]
+    transport.post("P", 3, box)
+    wait, told = transport.driver.take()[-2:]
+    assert wait[:2] == ("wait_event", HANDLES["credit"])
+    assert told == ("write_value", HANDLES["credit"], transport._word(3, "P", RANK, False), 1)
+
+
+def test_a_sum_that_comes_back_is_offered_beside_the_passes(transport):
+    box, relay = torch.zeros(8, dtype=torch.uint8), HANDLES["relay"]
+    back = transport.post("G", 0, box)
+    transport.driver.take()
+
+    def begin():
+        back.wait("here")
+        return transport.push("G0", 2, box)
+
+    begun, pulled = transport.relay(begin)
+    assert transport.driver.take() == [
+        ("wait_value", relay, transport._word(RANK, "G", 0, True), 1),
+        ("write_value", relay, transport._word(2, "G0", RANK, True), 1),
+        ("record_event", begun.event, relay),
+    ]
+    transport.relay(lambda: transport.post("G", 2, box, [pulled]))
+    taken, told, _ = transport.driver.take()
+    assert taken == ("wait_value", relay, transport._word(RANK, "G0", 2, False), 1), "the credit comes behind the pull"
+    assert told == ("write_value", relay, transport._word(2, "G", RANK, False), 1)
+    transport.wait_event(begun)
+    assert transport.driver.take() == [("wait_event", 0, begun.event)]
 
 
 def over_nccl(transport):
@@ -151,6 +195,18 @@ def test_over_nccl_the_watchdog_expects_every_wait_to_end(transport):
     made._watchdog = SimpleNamespace(expect=lambda mark: None, expect_stream=looked.append)
     made.post("G", 0, torch.zeros(8, dtype=torch.uint8)).wait("here")
     assert looked == [made.current()]
+
+
+def test_over_nccl_what_is_waited_for_is_told_before_what_has_only_a_credit(transport):
+    """A sum that has been posted for is counted elsewhere, which does not mean that somebody waits for it."""
+    made, box = over_nccl(transport), torch.zeros(8, dtype=torch.uint8)
+    made._nccl.error = lambda comm: ""
+    credit = made.post("G", 0, box, (), "rank 1, the credit")
+    credit.counted = True
+    assert made.diagnose() == "rank 1, the credit: no message on stream G from rank 0 within 5.0 s"
+    made.push("G", 2, box).wait("rank 1, step 7")
+    assert made.diagnose() == "rank 1, step 7: nobody took the message on stream G for rank 2 within 5.0 s"
+    assert not made.received
 
 
 def test_over_nccl_who_has_waited_passes_a_gate(transport):
@@ -243,24 +299,38 @@ def test_streams_follow_one_point_until_the_stream_moves_on(transport):
     assert records() == 1
 
 
-def test_offers_are_told_and_pulled(transport):
-    box = torch.zeros(64, dtype=torch.uint8)
-    offer = transport.push("P0", 3, box)
-    assert transport.driver.take() == [("write_value", 0, transport._word(3, "P0", RANK, True), 1)]
+@pytest.mark.parametrize("stream", PULLED)
+def test_offers_are_told_and_pulled(transport, stream):
+    box, handle = torch.zeros(64, dtype=torch.uint8), HANDLES[stream]
+    offer = transport.push(stream, 3, box)
+    assert transport.driver.take() == [("write_value", 0, transport._word(3, stream, RANK, True), 1)]
     offer.wait("here")
-    assert transport.driver.take() == [("wait_value", 0, transport._word(RANK, "P0", 3, False), 1)]
-    taken = transport.post("P0", 2, box, (), "here", 256)
+    assert transport.driver.take() == [("wait_value", 0, transport._word(RANK, stream, 3, False), 1)]
+    taken = transport.post(stream, 2, box, (), "here", 256)
     assert transport.driver.take() == [
         ("record_event", 1, 0),
-        ("wait_event", 15, 1),
-        ("wait_value", 15, transport._word(RANK, "P0", 2, True), 1),
-        ("copy", 15, box.data_ptr(), 20_000 + 256, 64),
-        ("write_value", 15, transport._word(2, "P0", RANK, False), 1),
-        ("record_event", 2, 15),
+        ("wait_event", handle, 1),
+        ("wait_value", handle, transport._word(RANK, stream, 2, True), 1),
+        ("copy", handle, box.data_ptr(), 20_000 + 256, 64),
+        ("write_value", handle, transport._word(2, stream, RANK, False), 1),
+        ("record_event", 2, handle),
     ]
     taken.wait("here")
     taken.wait("here")
-    assert transport.received == {("P0", 2): 1} and transport.bytes_received == {("P0", 2): 64}
+    assert transport.received == {(stream, 2): 1} and transport.bytes_received == {(stream, 2): 64}
+
+
+def test_only_the_passes_waits_are_timed(transport):
+    """They are what a step loses; the owner's streams wait beside them."""
+    box, events = torch.zeros(8, dtype=torch.uint8), []
+    transport.timing = WaitTiming(lambda: events.append("event"))
+    transport.timing.active = True
+    with transport.owner_stream():
+        transport.post("S", 0, box).wait("here")
+    transport.relay(lambda: transport.post("G", 0, box).wait("here"))
+    assert not events
+    transport.post("P", 0, box).wait("here")
+    assert len(events) == 2
 
 
 def test_events_come_back(transport):

@@ -1,4 +1,4 @@
-"""As test_plan_faults.py: parameters that are kept from forward to backward are freed, read or sent as if they were not."""
+"""As test_plan_faults.py: parameters that are kept from forward to backward are freed, read or pulled as if they were not."""
 
 import re
 from collections.abc import Iterator
@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from deepspeed_cdp.plan.actions import Action, Kind
-from support.plan_faults import NAMED, plan, program, put, rejected
+from support.plan_faults import NAMED, plan, program, put, rejected, retimed
 
-KEPT = [(name, rank) for name in ("v1", "dp", "four", "keep") for rank in range(plan(name).schedule.ranks)]
+# (rank 0 owns the last unit, which alone is kept by default)
+KEPT = [(name, rank) for name in ("v1", "dp", "four", "keep") for rank in range(name != "keep", plan(name).schedule.ranks)]
 
 
 def kept_reads(name: str, rank: int, backward: bool) -> Iterator[tuple[int, Action]]:
@@ -20,23 +21,16 @@ def kept_reads(name: str, rank: int, backward: bool) -> Iterator[tuple[int, Acti
 
 @pytest.mark.parametrize(("name", "rank"), KEPT)
 def test_kept_parameters_freed_after_the_forward_are_missed(name: str, rank: int) -> None:
-    """A release after the forward, which the program must not have, with the credits of the backward's release or without."""
+    """A release after the forward, which the program must not have."""
     good, count = program(name, rank, False), 0
     for i, read in kept_reads(name, rank, False):
-        end = next(j for j, a in enumerate(good) if a.kind == Kind.RELEASE_PARAM and a.unit == read.unit and a.backward)
+        end = next(a for a in good if a.kind == Kind.RELEASE_PARAM and a.unit == read.unit and a.backward)
         after = next(j for j in range(i + 1, len(good)) if good[j].time > read.time)
-        done = good[end]._replace(time=good[after].time, phase=good[after].phase, backward=False)
-        for posts in ((), good[end].posts):
-            wrong = put(good, end, good[end]._replace(posts=() if posts else good[end].posts))
-            message = rejected(name, rank, False, put(wrong, after, done._replace(posts=posts), good[after]))
-            count += (
-                re.match(
-                    rf"rank {rank}, step 1: WAIT_PARAM backward unit {read.unit} .* does not read the place of its forward",
-                    message,
-                )
-                is not None
-            )
-            assert NAMED.search(message), message
+        done = end._replace(time=good[after].time, phase=good[after].phase, backward=False)
+        message = rejected(name, rank, False, put(good, after, done, good[after]))
+        wanted = rf"rank {rank}, step 1: WAIT_PARAM backward unit {read.unit} .* does not read the place of its forward"
+        count += re.match(wanted, message) is not None
+        assert NAMED.match(message), message
     assert count
 
 
@@ -44,7 +38,7 @@ def test_kept_parameters_freed_after_the_forward_are_missed(name: str, rank: int
 def test_kept_parameters_are_read_where_they_came(name: str, rank: int) -> None:
     p, good, count = plan(name), program(name, rank, False), 0
     for i, read in kept_reads(name, rank, True):
-        for offset in {0, p.p_layouts[rank].nbytes - read.nbytes} - {read.offset}:
+        for offset in {0, p.windows.nbytes - read.nbytes} - {read.offset}:
             message = rejected(name, rank, False, put(good, i, read._replace(offset=offset)))
             wanted = "does not read the place of its forward|where the schedule says"
             assert re.match(rf"rank {rank}, step 1: WAIT_PARAM backward unit {read.unit} .*({wanted})", message), message
@@ -53,13 +47,19 @@ def test_kept_parameters_are_read_where_they_came(name: str, rank: int) -> None:
 
 
 @pytest.mark.parametrize(("name", "rank"), KEPT)
-def test_kept_parameters_sent_again_are_refused(name: str, rank: int) -> None:
-    """A second message for the backward, as there is for units that are not kept."""
-    good = program(name, rank, False)
-    forwards = {a.unit: a for a in good if a.kind == Kind.FORWARD_PARAM and plan(name).kept(a.unit)}
-    assert bool(forwards) == (rank < plan(name).schedule.ranks - 1)
-    for i, read in enumerate(good):
-        if read.kind == Kind.WAIT_PARAM and read.backward and read.unit in forwards:
-            forward = forwards[read.unit]._replace(time=read.time, backward=True)
-            message = rejected(name, rank, False, put(good, i, read, forward))
-            assert re.search(r"rank \d+, step \d+: FORWARD_PARAM|is never received|nothing moves", message), message
+def test_kept_parameters_pulled_or_offered_again_are_refused(name: str, rank: int) -> None:
+    """A second message for the backward, as there is for units that are not kept: one side of it, on each of the two ranks."""
+    p, good = plan(name), program(name, rank, False)
+    pulls = {a.unit: a for a in good if a.kind == Kind.PULL_PARAM and p.kept(a.unit)}
+    assert pulls
+    for _, read in kept_reads(name, rank, True):
+        pull = pulls[read.unit]
+        again = pull._replace(backward=True, posts=(pull.posts[0]._replace(backward=True, ahead=0),))
+        wrong = retimed(p, rank, (again, *good), again, (read.time - p.scale, pull.phase))
+        message = rejected(name, rank, False, wrong)
+        assert NAMED.match(message), message
+        offers = program(name, pull.peer, False)
+        for i, offer in enumerate(offers):
+            if offer.kind == Kind.PUBLISH_PARAM and (offer.unit, offer.peer) == (read.unit, rank):
+                message = rejected(name, pull.peer, False, put(offers, i, offer, offer._replace(backward=True)))
+                assert re.match(rf"rank {pull.peer}, step \d: PUBLISH_PARAM", message), message

@@ -10,7 +10,8 @@ from deepspeed_cdp.runtime.runtime import Runtime
 from support import transport_contract as contract
 from support.gloo_pairs import GlooPairs
 from support.local_ring import run_ranks
-from support.runtime_runs import check
+from support.optimizers import two_groups
+from support.runtime_runs import PREDICT, check
 from support.transport_helpers import Make, W, empty, full, is_full
 
 # Not here: those about closing, silence and dead peers, which the transport itself is tested for on GPUs (tests/gpu).
@@ -61,15 +62,8 @@ def ring(strict: bool) -> Callable[[int, int], Callable[[int], GlooPairs]]:
     return lambda size, seconds=20.0: lambda rank: GlooPairs(rank, size, seconds, store, strict=strict)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("replicated", [False, True])
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(
-    ("size", "rule", "rounds"),
-    [(2, "cdp-v2", 1), (2, "dp", 2), (3, "cdp-v1", 1), (3, "cdp-v2", 2), (4, "dp", 1), (4, 4, 1), (4, "cdp-v2", 1)],
-)
-def test_training_equals_the_oracle(size, rule, rounds, strict, replicated):
-    """And messages begin where the plan says, never because somebody waits; strictly: each rank stops at every message."""
+def check_starts(kind: str, rule: str | int, size: int, *rest, **options) -> None:
+    """Training equals the oracle, and messages begin where the plan says, never because somebody waits."""
     forced = {}
 
     def watch(runtime: Runtime) -> None:
@@ -82,18 +76,27 @@ def test_training_equals_the_oracle(size, rule, rounds, strict, replicated):
 
         runtime.executor.flush = seen
 
-    check(
-        "rooted",
-        rule,
-        size,
-        rounds=rounds,
-        clip=0.5,
-        flush_after={2},
-        change=watch,
-        connect=ring(strict)(size),
-        replicated=replicated,
-    )
+    check(kind, rule, size, *rest, flush_after={2}, change=watch, **options)
     assert set(forced) == set(range(size)) and not any(sum(v) for v in forced.values()), forced
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    ("size", "rule", "rounds"),
+    [(2, "cdp-v2", 1), (2, "dp", 2), (3, "cdp-v1", 1), (3, "cdp-v2", 2), (4, "dp", 1), (4, 4, 1), (4, "cdp-v2", 1)],
+)
+def test_training_equals_the_oracle(size, rule, rounds, strict, replicated):
+    """Strictly: each rank stops at every message."""
+    check_starts("rooted", rule, size, rounds=rounds, clip=0.5, connect=ring(strict)(size), replicated=replicated)
+
+
+@pytest.mark.parametrize("replicated", [False, True])
+@pytest.mark.parametrize(("size", "rule", "rounds"), [(2, "cdp-v2", 2), (3, "cdp-v2", 1), (4, "cdp-v1", 2)])
+def test_predictions_wait_for_no_message_that_has_not_begun(size, rule, rounds, replicated):
+    connect = ring(True)(size)
+    check_starts("rooted", rule, size, two_groups, rounds=rounds, connect=connect, replicated=replicated, correction=PREDICT)
 
 
 def two(work: Callable[[GlooPairs], None], seconds: float = 20.0) -> None:

@@ -68,26 +68,21 @@ def one_rank_on_a_stage_at_a_time(s: Schedule) -> None:
     assert s.stalls or all(time in busy for time in steady)
 
 
-def readers_are_neighbours(s: Schedule) -> None:
-    """Readers of one version within a step are one hop and two positions apart; the owner serves the first of them, and itself
-    where it reads the newest version."""
-    readers = defaultdict(list)
+def micro_batches_follow_each_other(s: Schedule) -> None:
+    """On each stage, every two positions: so a running sum goes from one to the next. All but the owner's read from the owner."""
+    chains = defaultdict(list)
     for x in s.reads(STEPS):
-        readers[x.stage, x.backward, x.step, x.version].append(x)
-    for (stage, _, step, version), chain in readers.items():
+        if x.backward:
+            chains[x.stage, x.step].append(x)
+    for (stage, step), chain in chains.items():
         chain.sort()
-        pushed, owner = s.first_readers(step, stage), s.owner(stage)
-        for x, after in zip(chain, [*chain[1:], None]):
-            first, after = x is chain[0] or s.ranks == 1, after if s.ranks > 1 else None  # a single rank has no neighbour
-            assert s.is_first(step, x.round, x.rank, stage) == first
-            alone = x.rank == owner and (first or version == step)
-            assert s.source(step, x.round, x.rank, stage) == (None if alone else owner if first else (x.rank - 1) % s.ranks)
-            assert s.forwards(step, x.round, x.rank, stage) == (
-                after is not None and not (after.rank == owner and version == step)
-            )
-            assert ((version, x.round, x.rank) in pushed) == (first and x.rank != owner)
-            if after is not None:
-                assert after.rank == (x.rank + 1) % s.ranks and after.time == x.time + 2
+        owner = s.owner(stage)
+        assert s.readers(step, stage) == [(x.version, x.round, x.rank) for x in chain if x.rank != owner]
+        assert s.neighbor(chain[0].round, chain[0].rank, -1) is s.neighbor(chain[-1].round, chain[-1].rank, 1) is None
+        for x, after in zip(chain, chain[1:]):
+            assert after.time == x.time + 2
+            assert s.neighbor(x.round, x.rank, 1) == (after.round, after.rank)
+            assert s.neighbor(after.round, after.rank, -1) == (x.round, x.rank)
 
 
 def every_version_has_all_readers(s: Schedule) -> None:
@@ -137,7 +132,7 @@ LAWS = [
     each_pass_once,
     a_rank_runs_forwards_up_then_backwards_down,
     one_rank_on_a_stage_at_a_time,
-    readers_are_neighbours,
+    micro_batches_follow_each_other,
     every_version_has_all_readers,
     activations_are_constant,
     versions_live_long_enough,

@@ -1,6 +1,7 @@
 """The event simulation: closed forms of docs/algorithm.md, order and bytes of the plan, and a recorded ring of threads."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,9 +11,7 @@ from deepspeed_cdp.analysis.timing.baselines import baselines
 from deepspeed_cdp.analysis.timing.events import Simulation, _reserve, simulate
 from deepspeed_cdp.analysis.timing.times import Hardware, Work, times, traffic
 from deepspeed_cdp.model.make_plan import Settings
-from deepspeed_cdp.plan.actions import Kind
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import build
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.runtime.trace import Recorder
 from support.equal_plans import bare, full, plan_of
@@ -55,26 +54,102 @@ def test_a_host_that_is_not_ahead_costs_one_units_update_and_not_a_stages(ranks,
     assert simulate(together, given, host_ahead=False).period() >= alone + 1.9e-3
 
 
-def test_what_is_let_in_behind_an_update_waits_for_the_owner():
-    """And so do credits after it, which are given one after the other; the passes do not."""
+@pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1"])
+def test_credits_follow_the_clock_that_frees_the_place(rule):
+    """A step's first sums may come once the owner has used the last step's. Later ones may once the relay has seen that their
+    rank has pulled them, and that the owner has predicted from them. Pulls follow the passes."""
 
     class Noting(Simulation):
-        def _do(self, rank, a):
-            done = super()._do(rank, a)
-            if done and a.kind == Kind.GRANT_CREDIT and rank.step:
-                seen.append((rank.credits, rank.owner, rank.passes))
-            return done
-
         def _post(self, rank, post, now):
-            given.append((now, rank.credits))
+            if post.stream == "G" and (post.round, post.src) == (0, 0):
+                assert now == rank.owner
+                seen.add(("first", rank.owner > rank.passes))
+            elif post.stream == "G":
+                pulls = [m for m in self.run.messages if (m.stream, m.dst, m.unit) == ("G0", post.src, post.unit)]
+                assert now == rank.relay >= pulls[-1].end
+                seen.add(("later", rank.relay > rank.passes))
+                if post.src == 1 + self.plan.schedule.predictor(self.plan.schedule.owned(rank.number)) and rank.step:
+                    assert now >= made[rank.number, rank.step, post.unit]
+                    seen.add(("predicted", now == made[rank.number, rank.step, post.unit]))
+            else:
+                assert now == rank.passes
             super()._post(rank, post, now)
 
-    seen, given, plan = [], [], plan_of(4)
-    assert any(a.kind == Kind.GRANT_CREDIT for a in build(plan, 1, False))
-    Noting(plan, bare(plan, update=8e-3), 6, lambda rank, step: 0.0, True, False, True).go()
-    assert seen and all(credits >= owner for credits, owner, _ in seen)
-    assert any(owner > passes for _, owner, passes in seen), "the update was late, so that this says something"
-    assert all(now >= credits for now, credits in given)
+        def _predict(self, rank, a):
+            done = super()._predict(rank, a)
+            if done and rank.step:
+                made[rank.number, rank.step, a.unit] = rank.owner
+                key = "G", self.plan.schedule.predictor(3 - rank.number), a.unit
+                assert rank.owner >= [m.end for m in self.run.messages if (m.stream, m.src, m.unit) == key][rank.step] + 5e-3
+            return done
+
+        def _recv_grad(self, rank, a):
+            done = super()._recv_grad(rank, a)
+            if done and rank.step and a.region == "O" and rank.number == 1 + self.plan.schedule.predictor(3 - rank.number):
+                assert rank.passes >= made[rank.number, rank.step, a.unit], "the owner's own part is the next one"
+                seen.add(("own", rank.passes == made[rank.number, rank.step, a.unit]))
+            return done
+
+    seen, made, plan = set(), {}, plan_of(4, rule=rule, delay_corrected=True, predicts=True)
+    given = replace(bare(plan, update=16e-3), predictions=dict.fromkeys(range(12), 5e-3))  # longer than what they let in
+    Noting(plan, given, 6, lambda rank, step: 0.0, True, False, True).go()
+    assert seen >= {(what, True) for what in ("first", "later", "predicted", "own")}, "each clock was the one to wait for"
+
+
+def test_a_sum_goes_from_rank_to_rank_in_two_hops():
+    """One for the push to its owner, one for the pull; the owner adds in place."""
+    plan, hop, forward = plan_of(4, 1), 1e-4, 1e-3
+    run = simulate(plan, bare(plan, forward, latency=hop), 2)
+    begin = {(p.rank, p.unit): p.begin for p in run.passes if p.backward and p.step == 0}
+    first = [begin[r, 3] for r in range(4)]  # of the last stage, which rank 0 owns
+    assert [b - a - 2 * forward for a, b in zip(first, first[1:])] == pytest.approx([hop, 2 * hop, 2 * hop])
+    sums = [(m.stream, m.src, m.dst) for m in run.messages if m.unit == 2 and m.stream in ("G", "G0")]  # rank 1 owns it
+    assert sums[:5] == [("G", 0, 1), ("G0", 1, 2), ("G", 2, 1), ("G0", 1, 3), ("G", 3, 1)]
+
+
+def test_an_owner_relays_sums_beside_its_passes():
+    """Rank 0 begins a step while its sums of the last one still go from rank to rank; also on CPUs, where a thread relays."""
+
+    class InTheWay(Simulation):
+        def _do(self, rank, a):
+            rank.passes = max(rank.passes, rank.relay)
+            return super()._do(rank, a)
+
+    plan = plan_of(6)
+
+    def run(late=0.0, kind=Simulation, overlap=True):
+        return kind(plan, bare(plan), 8, lambda rank, step: late * ((rank, step) == (4, 3)), overlap, False, True).go()
+
+    for overlap in (True, False):
+        assert run(overlap=overlap).period() == pytest.approx(6 * STEP, rel=1e-6)
+        assert run(kind=InTheWay, overlap=overlap).period() > 1.2 * 6 * STEP
+    assert run(0.5).starts[4][:4] == run().starts[4][:4], "ranks before the late one owe it sums, and do not wait for it"
+    assert run(0.5, InTheWay).starts[4][0] > 0.5
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_pulls_begin_as_many_passes_ahead_as_the_plan_says(kept):
+    """A hop of one and a half forwards is hidden by two passes, not by one."""
+    hop = 1.5e-3
+
+    def late(prefetch):
+        plan = plan_of(4, 4, prefetch_units=prefetch, keep_after_forward=kept)
+        return simulate(plan, bare(plan, latency=hop)).period() - 4 * 4 * 3e-3
+
+    assert late(2) == pytest.approx(0, abs=1e-9)
+    assert late(1) > 4 * 0.5e-3
+
+
+@pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1"])
+def test_rank_0_waits_for_its_own_prediction(rule):
+    """Stage 0's comes from the sum that rank 0 has just pushed: it waits for the push, a unit's prediction, and a pull. It pulls
+    no prediction ahead, and the second unit's only after the first one's pass: two pulls to wait for, also in later stages."""
+    ranks, hop, made = 4, 1e-4, 3e-4
+    plan = plan_of(ranks, rule=rule, delay_corrected=True, predicts=True)
+    given = replace(bare(plan, latency=hop), predictions=dict.fromkeys(range(3 * ranks), made))
+    extra = simulate(plan, given).period() - ranks * STEP
+    assert extra == pytest.approx(made + 3 * hop + 2 * hop * (ranks - 2), rel=1e-6)
+    assert simulate(plan, replace(given, predictions={})).period() == pytest.approx(ranks * STEP + extra - made, rel=1e-6)
 
 
 def test_v1_hides_the_update():
@@ -113,27 +188,72 @@ def test_every_pass_once_in_the_plans_order_and_every_byte_sent():
         assert got[1] - got[0] == sum(plan.received_bytes(rank).values())
 
 
-def test_a_link_carries_one_message_at_a_time():
-    plan = plan_of(4)
-    run = simulate(plan, full(plan, 0.01, bandwidth=2e9))
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1", "dp", 3])
+def test_no_pass_begins_before_its_version_and_its_sum_are_there(rule, rounds):
+    plan, steps, rng, drawn = plan_of(4, 2, rule=rule, rounds=rounds), 6, random.Random(5), {}
+    run = simulate(plan, full(plan, 0.1), steps, lambda rank, step: drawn.setdefault((rank, step), rng.uniform(0, 0.05)))
+    at = {(p.step, p.round, p.rank, p.unit, p.backward): p for p in run.passes}
+    for (step, m, rank, unit, backward), p in at.items():
+        if version := plan.schedule.version(step, m, rank, plan.unit(unit).stage):
+            assert p.begin > at[version - 1, rounds - 1, 3, unit, True].end
+        if backward and (before := plan.schedule.neighbor(m, rank, -1)):
+            assert p.begin > at[(step, *before, unit, True)].end
+
+
+@pytest.mark.parametrize("rule", ["cdp-v2", "cdp-v1"])
+def test_the_first_sum_of_a_step_waits_until_the_last_steps_is_used(rule):
+    """Rank 0 owns the last stage, so it starts that sum in place. Under v1, whose updates wait for all stages, a copy will do."""
+    plan = plan_of(4, rule=rule)
+    run = simulate(plan, bare(plan), 6, lambda rank, step: 0.5 * ((rank, step) == (3, 3)))
+    at = {(p.rank, p.step, p.unit): p for p in run.passes if p.backward}
+    assert at[3, 3, 9].end <= at[0, 4, 11].begin < at[3, 3, 0].end, "unit 9 is the last of its stage to be finished"
+
+
+def test_an_owner_overwrites_nothing_that_is_still_to_be_pulled(monkeypatch):
+    """With one copy for two versions, it waits for readers that wait for it."""
+    monkeypatch.setattr(Plan, "copies", 1)
+    plan = plan_of(4, rule="cdp-v1")
+    with pytest.raises(AssertionError, match="deadlocks"):
+        simulate(plan, bare(plan))
+
+
+def test_a_link_carries_no_more_than_its_bandwidth():
+    """Several ranks pull from an owner at once and share the link out of it. What a rank starts on a stream goes in order."""
+    plan, speed = plan_of(4), 2e9
+    run = simulate(plan, full(plan, 0.01, bandwidth=speed))
+    latency = Hardware().latency
     for rank in range(4):
-        mine = sorted((m.begin, m.begin + m.nbytes / 2e9) for m in run.messages if m.src == rank)
-        assert all(a[1] <= b[0] + 1e-12 for a, b in zip(mine, mine[1:]))
+        mine = [m for m in run.messages if m.src == rank]
+        for begin in {m.begin for m in mine}:
+            sent = sorted((m.end - latency, m.nbytes) for m in mine if m.begin >= begin)
+            assert all(sum(n for _, n in sent[: k + 1]) <= speed * (sent[k][0] - begin) + 1 for k in range(len(sent)))
+        for stream in ("P0", "G0", "G"):
+            own = sorted(m for m in run.messages if m.stream == stream and rank == (m.src if stream == "G" else m.dst))
+            own.sort(key=lambda m: m.end)
+            assert all(a.end - latency <= b.begin + 1e-12 for a, b in zip(own, own[1:])), stream
     assert run.period() > 0.01 * 1.2  # the link is the limit here
     taken = []
-    assert [_reserve(taken, x, 2.0) for x in (5.0, 0.0, 1.0, 6.0)] == [5.0, 0.0, 2.0, 7.0]
+    assert [_reserve(taken, *x) for x in ((5, 2), (0, 2), (1, 2), (6, 2), (3, 3))] == [7, 2, 4, 9, 11]
+    assert taken == [(0, 11)]
 
 
-def test_a_straggler_within_the_slack_delays_nobody_and_one_beyond_does():
+def test_a_straggler_delays_only_whom_its_sums_would_reach_too_late():
+    """All ranks begin together, so each follows the one before as closely as sums allow, and is late with it. Who has been late
+    itself has room. Ranks before the straggler wait only beyond their slack, in the next step."""
     plan = plan_of(4, units=4)
-    calm = simulate(plan, full(plan, 0.2), 20)
+    given = full(plan, 0.2)
 
-    def late(seconds):
-        run = simulate(plan, full(plan, 0.2), 20, lambda rank, step: seconds if (rank, step) == (2, 10) else 0.0)
-        return max(run.ends[-1][r] - calm.ends[-1][r] for r in (0, 1, 3))
+    def ends(*late):
+        return simulate(plan, given, 20, lambda rank, step: sum(x[2] for x in late if x[:2] == (rank, step))).ends[-1]
 
-    assert late(0.01) < 0.001
-    assert late(0.4) > 0.2
+    def later(a, b):
+        return [y - x for x, y in zip(a, b)]
+
+    calm, once = ends(), ends((3, 8, 0.02))
+    assert later(calm, ends((2, 10, 0.01))) == pytest.approx([0, 0, 0.01, 0.01], abs=2e-4)
+    assert later(once, ends((3, 8, 0.02), (2, 10, 0.01))) == pytest.approx([0, 0, 0.01, 0], abs=2e-4)
+    assert min(later(calm, ends((2, 10, 0.4)))) > 0.2
 
 
 def test_delays_cost_less_than_a_barrier():

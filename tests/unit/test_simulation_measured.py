@@ -3,8 +3,8 @@
 Not predicted, and said so in docs/cli.md:
 
 - 1.35B at micro-batch 1, where the host is the limit: it enqueues hand-offs slower than the GPU works, which the simulation does
-  not know. It is 15 to 53 percent too fast there, and the test holds it to being too fast;
-- 8B, which has no compute-only row: from operations at 40 percent of the peak, the default, it is 4 and 16 percent too slow;
+  not know. It is 14 to 52 percent too fast there, and the test holds it to being too fast;
+- 8B, which has no compute-only row: from operations at 40 percent of the peak, the default, it is 6 and 18 percent too slow;
 - the first run's ``cdp-v1``, which came after another engine's leftovers in the same process (that run's README).
 """
 

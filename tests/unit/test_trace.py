@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 
 import deepspeed
 import pytest
@@ -84,8 +85,15 @@ def test_every_pass_and_message_once_and_training_is_the_same(kind, settings):
         assert owner.count("norm") == owner.count("update") == STEPS
         averaged = [e["args"]["unit"] for e in found["traceEvents"] if e.get("cat") == "owner" and e["name"] == "average"]
         assert averaged == list(plan.eager_units(rank)) * STEPS
+        # sums: those that others bring back, but for the finished ones, which the update waits for; and those pulled from owners
+        sums = [i for i in plan.every_unit if plan.unit(i).g_bytes]
+        owned = sum(plan.unit(i).stage == plan.schedule.owned(rank) for i in sums)
+        came = Counter(m["stream"] for m in found["deepspeed_cdp"]["messages"] if m["side"] == "receive" and m["step"] < STEPS)
+        assert came["G"] == (STEPS - 1) * owned * (settings.rounds * (ranks - 1) - (rank < ranks - 1))
+        assert came["G0"] == (STEPS - 1) * (len(sums) - owned) * (settings.rounds - (rank == 0))
         executor = runtimes[rank].executor
         assert "release" not in vars(executor) and executor.actions[Kind.WAIT_PARAM] == executor.residency.wait
+        assert "offer" not in vars(executor.messages)
     plain = train(kind, ranks, settings, sgd, 1 + STEPS)
     assert all(torch.equal(states[0][k], v) for k, v in plain["state"].items())
 
@@ -117,9 +125,12 @@ def test_merged_files_are_on_one_axis_and_hand_offs_go_forward(tmp_path, capsys)
     assert [x["deepspeed_cdp"]["rank"] for x in merged] == [0, 1, 2]
     assert min(e["ts"] for x in merged for e in x["traceEvents"] if "ts" in e) == 0
     matched = pairs(merged)
-    received = sum(m["side"] == "receive" for x in merged for m in x["deepspeed_cdp"]["messages"])
-    assert len(matched) > 0.8 * received  # those sent before the recording began have no beginning
-    assert all(a["ts"] <= b["ts"] for a, _, b, _ in matched)
+    received = [m for x in merged for m in x["deepspeed_cdp"]["messages"] if m["side"] == "receive"]
+    # those sent before the recording began have no beginning
+    assert all(any(m is b for _, _, b, _ in matched) for m in received if m["step"] > 1)
+    assert all(a["ts"] <= b["ts"] for a, _, b, _ in matched) and {a["stream"] for a, *_ in matched} == {"P0", "G", "G0"}
+    assert all(a["step"] == b["step"] for a, _, b, _ in matched if a["stream"] != "P0")
+    assert all(a["peer"] not in (None, src) for a, src, _, _ in matched)
     assert main(["timeline", "--from", *files, "--out", str(tmp_path / "all.json"), str(tmp_path / "all.png"), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["ranks"] == 3 and found["hosts"] == 1 and [r["steps"] for r in found["per_rank"]] == [STEPS] * 3
@@ -128,6 +139,18 @@ def test_merged_files_are_on_one_axis_and_hand_offs_go_forward(tmp_path, capsys)
     assert (tmp_path / "all.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["timeline", "--from", *files[:2]]) == 2
     assert "of ranks [0, 1], but the run had 3 ranks" in capsys.readouterr().err
+
+
+def test_a_rank_that_is_ahead_has_sent_another_steps_sum():
+    def sum_of(step: int, side: str, ts: float, peer: int) -> dict:
+        return {"side": side, "stream": "G", "peer": peer, "unit": 2, "backward": True, "step": step, "ts": ts}
+
+    sent, came = (
+        [sum_of(3, "send", 1.0, 1), sum_of(4, "send", 2.0, 1)],
+        [sum_of(3, "receive", 5.0, 0), sum_of(4, "receive", 6.0, 0)],
+    )
+    ranks = [{"deepspeed_cdp": {"rank": rank, "messages": messages}} for rank, messages in enumerate((sent, came))]
+    assert pairs(ranks) == [(sent[0], 0, came[0], 1), (sent[1], 0, came[1], 1)]
 
 
 def test_rings_have_the_worlds_numbers(tmp_path):

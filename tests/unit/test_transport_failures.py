@@ -2,6 +2,7 @@
 
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport import connect, cuda_common, gloo, nccl, nccl_group, peer
 from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.local import Hub, LocalTransport
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 
 CPU = torch.device("cpu")
@@ -263,3 +265,64 @@ def test_the_last_wait_for_a_key_has_a_timeout_too():
         if waits:
             break
     assert waits and min(waits) >= 0.001
+
+
+# ---- relays -----------------------------------------------------------------------------------------------------------------
+class Came:
+    """A ticket that is done."""
+
+    def __init__(self) -> None:
+        self.waited: list[object] = []
+
+    def wait(self, where: object) -> None:
+        self.waited.append(where)
+
+    def done(self) -> bool:
+        return bool(self.waited)
+
+
+def test_relays_are_done_in_order_beside_the_host():
+    transport, go, seen, came = LocalTransport(Hub(1, 5), 0), threading.Event(), [], Came()
+    begun, ticket = transport.relay(lambda: go.wait(5) and seen.append("first") or came)
+    last, nothing = transport.relay(lambda: seen.append("second"))
+    assert not seen and not begun.done() and not ticket.done() and not last.done()
+    go.set()
+    transport.wait_event(last)
+    assert seen == ["first", "second"] and begun.done() and not ticket.done() and nothing.done()
+    ticket.wait("here")
+    nothing.wait("here")
+    assert came.waited == ["here"] and ticket.done()
+    transport.finish_relays("here")
+    transport.end_relays()
+    thread = next(t for t in threading.enumerate() if t.name == "deepspeed_cdp relay" and t is not threading.current_thread())
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_a_relay_that_fails_fails_all_later_ones_and_whoever_waits_for_them():
+    """What it has not offered cannot be pulled, so what comes after it must not be either."""
+    transport, seen = LocalTransport(Hub(2, 0.2), 0), []
+
+    def fails() -> None:
+        transport.post("G", 1, torch.zeros(8, dtype=torch.uint8)).wait("rank 0, step 3, stage 1, running sum of u2")
+
+    begun, ticket = transport.relay(fails)
+    later, _ = transport.relay(lambda: seen.append("later"))
+    reason = "^rank 0, step 3, stage 1, running sum of u2: no message on stream G from rank 1 within 0.2 s"
+    for wait in (begun.wait, ticket.wait, later.wait, transport.finish_relays, lambda where: transport.wait_event(later)):
+        with pytest.raises(HandoffError, match=reason):
+            wait("elsewhere")
+    assert not seen
+    transport.end_relays()
+
+
+def test_on_a_gpu_a_relay_is_a_stream_and_no_thread(on_a_gpu, monkeypatch):
+    made, _ = on_a_gpu
+    current, before = [], threading.active_count()
+    made._relay = "the relay stream"
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: current.append(stream) or nullcontext())
+    monkeypatch.setattr(made, "record_event", lambda: "event")
+    assert made.relay(lambda: "ticket") == ("event", "ticket") and current == ["the relay stream"]
+    made.finish_relays("here")
+    made.end_relays()
+    assert threading.active_count() == before

@@ -111,17 +111,16 @@ def test_a_rank_that_leaves_its_micro_batch_out_after_an_evaluation_switches_too
     assert all(torch.equal(states[0][n], s[n]) for s in states for n in s)
 
 
-@pytest.mark.parametrize(("rule", "copies"), [("cdp-v1", 1), ("cdp-v2", 1), (3, 2)])
+@pytest.mark.parametrize(("rule", "copies"), [("cdp-v1", 2), ("cdp-v2", 2), (1, 2)])
 def test_one_allocation_serves_both_plans(rule, copies):
     units = tuple(Unit(f"u{i}", i // 2, (f"u{i}.w",), (), 512 * (i + 1), 1024 * (i + 1)) for i in range(6))
-    phases = Phases(Plan(Schedule(3, threshold(rule, 3), 2), units, separate_sums=True), 4)
+    phases = Phases(Plan(Schedule(3, threshold(rule, 3), 2), units), 4)
     first, later = phases.plans
-    assert (first.schedule.threshold, later.copies) == (0, copies)
+    assert (first.schedule.threshold, first.copies, later.copies) == (0, 1, copies)
     assert [first.o_layout(s) for s in range(3)] == [later.o_layout(s) for s in range(3)], "owners do not look elsewhere"
-    assert first.layouts is later.layouts and first.layouts == dataclasses.replace(first).layouts, "searched for once"
+    assert first.windows is later.windows and first.windows == dataclasses.replace(first).windows, "searched for once"
     assert [phases.at(t) is first for t in range(6)] == [True] * 4 + [False] * 2
     assert [t for t in range(9) if phases.end_with(t)] == [3]
     for plan in phases.plans:
         validate(plan)
-    dp = dataclasses.replace(later, schedule=first.schedule, layout_schedule=first.layout_schedule)
-    assert Phases(dp, 4).plans == (first,), "dp needs no warm-up"
+    assert Phases(dataclasses.replace(later, schedule=first.schedule), 4).plans == (first,), "dp needs no warm-up"

@@ -1,6 +1,7 @@
 """Whole stages by logical time: the same periods as the simulation of every action, where both can be had; and large rings."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,8 @@ def test_periods_agree_with_the_events(ranks, units, rule):
     plan = plan_of(ranks, units, nbytes=16 << 20, rule=rule)
     given = full(plan, 0.2)
     events, wave = simulate(plan, given, 14), waves.simulate(plan.schedule, waves.of_plan(plan, given), 14)
-    assert wave.period() == pytest.approx(events.period(), rel=0.03)
+    assert wave.period() == pytest.approx(events.period(), rel=0.005)
+    assert sum(wave.offsets()) == pytest.approx(sum(events.offsets()), rel=0.3, abs=1e-3)
     assert wave.busy == pytest.approx(sum(given.passes.values()))
 
 
@@ -31,14 +33,22 @@ def test_periods_agree_under_jitter(ranks, rule):
     rng, drawn = random.Random(1), {}
     events = simulate(plan, given, 60, lambda rank, step: drawn.setdefault((rank, step), rng.uniform(0, 0.04)))
     wave = waves.simulate(plan.schedule, waves.of_plan(plan, given), 60, jitter=0.04, seed=1)
-    assert wave.period() == pytest.approx(events.period(), rel=0.04)
+    assert wave.period() == pytest.approx(events.period(), rel=0.02)
 
 
-def test_a_busy_link_is_the_limit_under_v2_in_both():
-    plan = plan_of(4, 4, nbytes=64 << 20)
-    given = full(plan, 0.1, bandwidth=20e9)
-    events, wave = simulate(plan, given, 14).period(), waves.simulate(plan.schedule, waves.of_plan(plan, given), 14).period()
-    assert events > 0.13 and wave == pytest.approx(events, rel=0.1)
+@pytest.mark.parametrize("ranks, rule", [(4, "cdp-v2"), (8, "cdp-v2"), (4, "cdp-v1")])
+def test_a_busy_link_is_the_limit_in_both(ranks, rule):
+    """Events know that ranks share the link out of an owner, and two prefetched units do not even that out."""
+    plan = plan_of(ranks, 16 // ranks, nbytes=64 << 20, rule=rule)
+    received = max(sum(plan.received_bytes(r).values()) for r in range(ranks))
+    for bandwidth, slowed in ((100e9, False), (20e9, True)):
+        given = full(plan, 0.1, bandwidth=bandwidth)
+        events, wave = (
+            simulate(plan, given, 14).period(),
+            waves.simulate(plan.schedule, waves.of_plan(plan, given), 14).period(),
+        )
+        assert wave == pytest.approx(events, rel=0.01) if not slowed else 0.75 * events < wave < events
+        assert min(events, wave) > received / bandwidth and (wave > 0.13) == slowed
 
 
 def test_equal_stages_in_closed_form_are_those_of_a_plan():
@@ -46,9 +56,11 @@ def test_equal_stages_in_closed_form_are_those_of_a_plan():
     nbytes = sum(u.p_bytes for u in plan.units)
     closed = waves.equal(8, 0.2, nbytes // 2, nbytes, Hardware(), 4)
     given = waves.of_plan(plan, full(plan, 0.2))
-    for name in ("forward", "backward", "update", "parameters", "sums"):
+    for name in ("forward", "backward", "update", "parameters", "again", "sums", "prefetch"):
         assert getattr(closed, name) == pytest.approx(getattr(given, name), rel=0.01), name
-    assert list(closed.kept) == list(given.kept)
+    kept = waves.of_plan(kept_plan := replace(plan, keep_after_forward=True), full(kept_plan, 0.2))
+    closed = waves.equal(8, 0.2, nbytes // 2, nbytes, Hardware(), 4, keep_after_forward=True)
+    assert closed.again == pytest.approx(kept.again) and closed.forward == pytest.approx(kept.forward, rel=0.001)
 
 
 def test_offsets_are_at_least_a_unit():
@@ -83,13 +95,15 @@ def test_one_late_rank_is_felt_less_the_more_slack_there_is():
     assert felt(1.0) > 0.5
 
 
-def test_nobody_runs_further_ahead_than_the_next_ranks_buffers_reach():
+def test_nobody_runs_further_ahead_than_one_step():
+    """Ranks before a late one end their step, since owners take their sums. The next step's have no place before it is over."""
     stages = waves.equal(16, 0.2, 1e9, 2e9, Hardware())
     late, position = 0.5, 0.2 / 32
     calm = waves.simulate(Schedule(16, 31), stages, 12)
     stuck = waves.simulate(Schedule(16, 31), stages, 12, late=(8, 6, late))
-    # rank 7 has all it needs to end step 6, but rank 8 has no room for what it would hand on
-    assert float(stuck.ends[6, 0, 7] - calm.ends[6, 0, 7]) > late - 8 * position
+    later = (stuck.ends - calm.ends)[:, 0]
+    assert later[6, :8] == pytest.approx(0, abs=1e-9)
+    assert (later[7, :8] > late - 32 * position).all() and later[7, 0] < late - 16 * position
 
 
 def test_large_rings_take_seconds():

@@ -1,19 +1,19 @@
 """Event simulation of a plan: every rank's program (``program.build``) runs as the executor runs it, with durations.
 
-It assumes nothing about the schedule: actions, posts, credits and buffer regions are those of the engine. A rank has two clocks,
-one for its passes and one for its owner's stream. A message starts when its bytes are ready, its receiver's region is free, and
-the sender's link is free. It takes ``Times.message`` and a latency.
+It assumes nothing about the schedule: actions, posts, credits and buffer regions are those of the engine. A rank has three
+clocks, as a GPU has streams: for its passes, for its owner's stream, and for the relay of other ranks' sums. A message starts
+when its bytes are ready, its receiver's region is free, and the message that the same rank started before it on the same stream
+is over. It takes ``Times.message`` of the time that is left on the link out of the rank that has the bytes, and a latency.
 
-As on a GPU, nothing else waits: parameters are forwarded once their message has arrived, not once the pass starts. Two options
-change that:
+As on a GPU, nothing else waits: an owner offers a sum once it is back, wherever its own passes are. Two options change that:
 
-- ``overlap=False``: the runtime on CPUs. With one clock, the owner's work and missing credits block the passes.
-- ``host_ahead=False``: the owner's stream gets its work only when the passes have reached it.
+- ``overlap=False``: the runtime on CPUs. The passes and the owner's work have one clock.
+- ``host_ahead=False``, and so on CPUs: the owner's stream and the relay get their work only when the passes have reached it.
 
 It suits rings of up to a few dozen ranks; ``waves`` simulates larger ones.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +25,7 @@ from deepspeed_cdp.plan.constants import END, PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
 from deepspeed_cdp.plan.program import build, initial_posts
 
+GRANTS = {Kind.GRANT_CREDIT: "relay", Kind.GRAD_NORM: "owner", Kind.OPTIMIZER_STEP: "owner"}  # clocks of credits; else passes
 Delays = Callable[[int, int], float]  # (rank, step) -> seconds by which the step starts late
 
 
@@ -42,7 +43,7 @@ class TimedPass(NamedTuple):
 
 
 class TimedMessage(NamedTuple):
-    """One message, from its start on the link to its arrival, in seconds."""
+    """One message, from the time at which it may use the link to its arrival, in seconds."""
 
     stream: str
     src: int
@@ -95,32 +96,31 @@ class Run:
 class _Transfer:
     """A message on its edge; times that are not known yet are None."""
 
-    __slots__ = ("edge", "unit", "nbytes", "ready", "credit", "after", "begin", "arrival")
+    __slots__ = ("edge", "unit", "nbytes", "ready", "credit", "after", "before", "end", "arrival")
 
     def __init__(self, edge: tuple[str, int, int]):
         self.edge, self.unit, self.nbytes = edge, PERSISTENT, 0
         self.ready: float | None = None
         self.credit: float | None = None
-        self.after: list[_Transfer] = []  # pushes that still read from the region in which it lands
-        self.begin: float | None = None
+        self.after: list[_Transfer] = []  # messages that still read from the region in which it lands
+        self.before: _Transfer | None = None  # the one that the same rank started before it on the same stream
+        self.end: float | None = None  # on the link
         self.arrival: float | None = None
 
 
 class _RankClocks:
-    """One rank: its position in the program, its two clocks, and its messages."""
+    """One rank: its position in the program, its three clocks, and its messages."""
 
     def __init__(self, number: int, first: tuple[Action, ...], steady: tuple[Action, ...]):
         self.number, self.programs = number, (_marked(first), _marked(steady))
         self.step = self.cursor = 0
-        self.passes = self.owner = 0.0  # the two clocks, in seconds
-        self.arrivals: dict[tuple, _Transfer] = {}
+        self.passes = self.owner = self.relay = 0.0  # the clocks, in seconds
+        # step -> (stream, sender, round, unit, backward) -> a message to this rank, or a sum that it has added to in place
+        self.arrivals: dict[int, dict[tuple[str, int, int, int, bool], _Transfer]] = defaultdict(dict)
+        self.started: dict[str, _Transfer] = {}  # stream -> the last message that this rank started
         self.reading: dict[str, list[tuple[int, int, _Transfer]]] = defaultdict(list)
-        self.published: dict[int, float] = {}
-        self.read_from: dict[int, float] = {}
-        self.sum_ends: dict[int, float] = {}
-        self.early_ends: dict[int, float] = {}
-        self.predicted: dict[int, float] = {}
-        self.own_read_end = self.credits = self.waited = self.blocked = 0.0
+        self.written: dict[tuple[bool, int, int], float] = {}  # (predicted, version, unit) -> when it was published
+        self.own_read_end = self.sums_used = self.blocked = 0.0
         self.begun = False
 
 
@@ -143,23 +143,22 @@ class Simulation:
         self.updates_eagerly = not clipped and not plan.schedule.exact_norm
         self.handlers: dict[Kind, Callable[[_RankClocks, Action], bool]] = {
             Kind.WAIT_PARAM: self._wait_param,
-            Kind.FORWARD_PARAM: self._forward_param,
             Kind.RELEASE_PARAM: self._release,
             Kind.RELEASE_PERSISTENT_PARAM: self._release,
             Kind.RECV_GRAD: self._recv_grad,
             Kind.RECV_PERSISTENT_GRAD: self._recv_grad,
-            Kind.SEND_EARLY_GRAD: self._send_grad,
-            Kind.SEND_EARLY_PERSISTENT_GRAD: self._send_grad,
-            Kind.PREDICT_PARAM: self._predict,
             Kind.SEND_GRAD: self._send_grad,
             Kind.SEND_PERSISTENT_GRAD: self._send_grad,
+            Kind.OFFER_GRAD: self._offer_grad,
+            Kind.GRANT_CREDIT: self._grant_credit,
+            Kind.PREDICT_PARAM: self._predict,
             Kind.REDUCE_GRAD: self._reduce_grad,
             Kind.GRAD_NORM: self._grad_norm,
             Kind.SEND_NORM: self._send_norm,
             Kind.OPTIMIZER_STEP: self._optimizer_step,
             Kind.PUBLISH_PARAM: self._publish_param,
             Kind.PULL_PARAM: lambda rank, a: True,
-            Kind.GRANT_CREDIT: self._grant_credit,
+            Kind.PULL_GRAD: lambda rank, a: True,
         }
         n = plan.schedule.ranks
         self.run = Run(plan, starts=[[0.0] * n for _ in range(steps)], ends=[[0.0] * n for _ in range(steps)])
@@ -197,33 +196,41 @@ class Simulation:
         return message
 
     def _post(self, rank: _RankClocks, post: Post, now: float) -> None:
-        region = self._region(post.region, rank.step + post.ahead, post.round, 0)
+        step = rank.step + post.ahead
         message = self._message((post.stream, post.src, rank.number), 0)
         message.credit = now
-        message.after = self._reading(rank, region, post.offset, post.nbytes, now)
-        rank.arrivals[post.stream, rank.step + post.ahead, post.round, post.unit, post.backward] = message
+        message.after = self._reading(rank, self._region(post.region, step, post.round, 0), post.offset, post.nbytes, now)
+        if post.origin[0]:
+            self._start(rank, message)
+        rank.arrivals[step][post.stream, post.src, post.round, post.unit, post.backward] = message
 
     def _push(self, rank: _RankClocks, a: Action, ready: float) -> None:
         assert a.peer is not None
         message = self._message((a.stream, rank.number, a.peer), 1)
         message.ready, message.unit, message.nbytes = ready, a.unit, a.nbytes
-        region = self._region(a.region, rank.step, a.round, a.version)
-        rank.reading[region].append((a.offset, a.nbytes, message))
+        if a.kind.initiates:
+            self._start(rank, message)
+        rank.reading[self._region(a.region, rank.step, a.round, a.version)].append((a.offset, a.nbytes, message))
+
+    def _start(self, rank: _RankClocks, message: _Transfer) -> None:
+        """The rank pulls or pushes it, after all that it has started on the same stream."""
+        message.before, rank.started[message.edge[0]] = rank.started.get(message.edge[0]), message
 
     def _arrival(self, message: _Transfer) -> float | None:
         """The time at which a message has landed; None if not known yet."""
         if message.arrival is None and message.ready is not None and message.credit is not None:
-            free = message.credit
-            for other in message.after:
-                end = self._arrival(other)
-                if end is None:
-                    return None
-                free = max(free, end)
+            free = [max(message.ready, message.credit), *(self._arrival(other) for other in message.after)]
+            if message.before is not None:
+                self._arrival(message.before)
+                free.append(message.before.end)
+            if None in free:
+                return None
             stream, src, dst = message.edge
-            took = self.times.message(message.nbytes)
-            message.begin = _reserve(self.links[src], max(message.ready, free), took)
-            message.arrival = message.begin + took + self.times.hardware.latency
-            self.run.messages.append(TimedMessage(stream, src, dst, message.unit, message.begin, message.arrival, message.nbytes))
+            begin = max(x for x in free if x is not None)
+            message.end = _reserve(self.links[src], begin, self.times.message(message.nbytes))
+            message.arrival = message.end + self.times.hardware.latency
+            message.after, message.before = [], None
+            self.run.messages.append(TimedMessage(stream, src, dst, message.unit, begin, message.arrival, message.nbytes))
         return message.arrival
 
     def _region(self, region: str, step: int, round: int, version: int) -> str:
@@ -232,12 +239,12 @@ class Simulation:
         return self.plan.region_of(region, step + version)
 
     def _reading(self, rank: _RankClocks, region: str, offset: int, nbytes: int, now: float) -> list[_Transfer]:
-        """The pushes that may still read from these bytes; pushes known to be over are forgotten."""
+        """The messages that may still read from these bytes; those known to be over are forgotten."""
         rank.reading[region] = [x for x in rank.reading[region] if x[2].arrival is None or x[2].arrival > now]
         return [m for at, size, m in rank.reading[region] if at < offset + nbytes and offset < at + size]
 
     def _free(self, rank: _RankClocks, region: str, offset: int, nbytes: int, now: float) -> float | None:
-        """The time at which the pushes from these bytes are over, at least ``now``; None if not known yet."""
+        """The time at which the messages from these bytes are over, at least ``now``; None if not known yet."""
         for message in self._reading(rank, region, offset, nbytes, now):
             end = self._arrival(message)
             if end is None:
@@ -259,6 +266,7 @@ class Simulation:
             self._compute(rank, *visit)
         rank.cursor += 1
         if rank.cursor == len(rank.programs[rank.step > 0]):
+            rank.arrivals.pop(rank.step - 1, None)  # nothing of that step is still under way
             rank.step, rank.cursor, rank.begun = rank.step + 1, 0, False
         return True
 
@@ -276,32 +284,33 @@ class Simulation:
         """Do the action and grant its credits, if the times of all that it waits for are known."""
         if not self.handlers[a.kind](rank, a):
             return False
-        updated = a.kind == Kind.OPTIMIZER_STEP  # its credits follow the owner's stream, others the passes and earlier credits
+        if a.kind == (Kind.GRAD_NORM if self.plan.sums_apart else Kind.OPTIMIZER_STEP):
+            rank.sums_used = rank.owner
         for post in a.posts:
-            self._post(rank, post, rank.owner if updated else max(rank.passes, rank.credits))
+            self._post(rank, post, getattr(rank, GRANTS.get(a.kind, "passes")))
         return True
 
-    def _wait(self, rank: _RankClocks, a: Action) -> bool:
-        """The passes wait for the action's message."""
-        key = (a.stream, rank.step, a.round, a.unit, a.backward)
-        arrival = self._arrival(rank.arrivals[key])
-        if arrival is None:
-            return False
-        del rank.arrivals[key]
-        rank.passes = max(rank.passes, arrival)
-        rank.read_from[a.unit] = arrival
-        return True
+    def _came(
+        self, rank: _RankClocks, stream: str, src: int, round: int, unit: int, backward: bool = True, ago: int = 0
+    ) -> float | None:
+        """The time at which a message has landed, or at which this rank has added to its own sum; None if not known yet."""
+        return self._arrival(rank.arrivals[rank.step - ago][stream, src, round, unit, backward])
 
+    def _published(self, rank: _RankClocks, a: Action) -> float:
+        """The time at which the owner has written the parameters that the action names."""
+        predicted = self.plan.predicts and a.region == "W"
+        return rank.written.get((predicted, rank.step + a.version, a.unit), 0.0)
+
+    def _predicted(self, rank: _RankClocks, unit: int) -> float:
+        """The time at which a prediction has read the owned unit's sum so far, if it has done so in this step."""
+        return rank.written.get((True, rank.step, unit), 0.0)
+
+    # ---- passes ---------------------------------------------------------------------------------------------------------
     def _wait_param(self, rank: _RankClocks, a: Action) -> bool:
-        if a.peer is not None:
-            return self._wait(rank, a)
-        if not (a.backward and self.plan.kept(a.unit)):
-            there = rank.predicted if self.plan.predicts and a.region == "W" else rank.published
-            rank.read_from[a.unit] = rank.passes = max(rank.passes, there.get(a.unit, 0.0))
-        return True
-
-    def _forward_param(self, rank: _RankClocks, a: Action) -> bool:
-        self._push(rank, a, rank.read_from[a.unit] if self.overlap else rank.passes)
+        there = self._published(rank, a) if a.peer is None else self._came(rank, a.stream, a.peer, a.round, a.unit, a.backward)
+        if there is None:
+            return False
+        rank.passes = max(rank.passes, there)
         return True
 
     def _release(self, rank: _RankClocks, a: Action) -> bool:
@@ -310,85 +319,100 @@ class Simulation:
         return True
 
     def _recv_grad(self, rank: _RankClocks, a: Action) -> bool:
+        """The passes wait for the running sum; who starts one waits until its place is free."""
+        owned = a.region == "O"
         if a.peer is not None:
-            return self._wait(rank, a)
-        if a.round == 0:
-            free = self._free(rank, a.region, a.offset, a.nbytes, rank.passes)
-            if free is None:
-                return False
-            rank.passes = free
+            src, round = a.into[1:] if owned else (a.peer, a.round)
+            begin = self._came(rank, a.stream, src, round, a.unit)
+        else:
+            begin = self._free(rank, a.region, a.offset, a.nbytes, rank.sums_used if owned else 0.0)
+        if begin is None:
+            return False
+        rank.passes = max(rank.passes, begin, self._predicted(rank, a.unit) if owned else 0.0)
         return True
 
     def _send_grad(self, rank: _RankClocks, a: Action) -> bool:
-        if a.peer == rank.number:
-            (rank.early_ends if a.stream == "E" else rank.sum_ends)[a.unit] = rank.passes
+        if a.peer is None:
+            rank.arrivals[rank.step]["G", rank.number, a.round, a.unit, True] = own = _Transfer(("G", rank.number, rank.number))
+            own.arrival = rank.passes
         else:
             self._push(rank, a, rank.passes)
         return True
 
-    def _publish_param(self, rank: _RankClocks, a: Action) -> bool:
-        there = rank.predicted if self.plan.predicts and a.region == "W" else rank.published
-        self._push(rank, a, there.get(a.unit, 0.0))
-        return True
-
-    def _predict(self, rank: _RankClocks, a: Action) -> bool:
-        """The owner waits for an early sum and predicts the unit's next version; not in the first step."""
-        if rank.step + a.version == 0:
-            return True
-        end, key = rank.early_ends.get(a.unit, 0.0), ("E", rank.step + a.version, a.round, a.unit, True)
-        if a.peer is not None:
-            arrival = self._arrival(rank.arrivals[key])
-            if arrival is None:
-                return False
-            end = arrival
-        clock = self._free(rank, "W0", a.offset, a.nbytes, max(self._owner_clock(rank), rank.own_read_end))
-        if clock is None:
+    # ---- owners ---------------------------------------------------------------------------------------------------------
+    def _offer_grad(self, rank: _RankClocks, a: Action) -> bool:
+        """The relay waits for a sum to come back, and lets the next rank pull it."""
+        _, src, round = a.into
+        back = self._came(rank, "G", src, round, a.unit)
+        if back is None:
             return False
-        rank.arrivals.pop(key, None)
-        rank.predicted[a.unit] = clock = max(clock, end) + self.times.predictions.get(a.unit, 0.0)
-        self._advance_owner(rank, clock)
+        rank.relay = max(self._reached(rank, rank.relay), back)
+        self._push(rank, a, rank.relay)
         return True
 
     def _grant_credit(self, rank: _RankClocks, a: Action) -> bool:
-        if a.posts:  # the region held finished sums, which the owner's stream has read; later credits wait their turn
-            rank.credits = max(rank.credits, rank.owner)
+        """The relay waits until a sum has been pulled, and predicted from, and lets its reader push it back."""
+        clock: float | None = max(self._reached(rank, rank.relay), self._predicted(rank, a.unit))
+        for post in a.posts:
+            clock = None if clock is None else self._free(rank, post.region, post.offset, post.nbytes, clock)
+        if clock is None:
+            return False
+        rank.relay = clock
+        return True
+
+    def _publish_param(self, rank: _RankClocks, a: Action) -> bool:
+        self._push(rank, a, self._published(rank, a))
+        return True
+
+    def _predict(self, rank: _RankClocks, a: Action) -> bool:
+        """The owner waits for a running sum and predicts the unit's next version; not in the first step."""
+        step, stage = rank.step, self.plan.schedule.owned(rank.number)
+        if step == 0:
+            return True
+        end: float | None = 0.0
+        if self.plan.unit(a.unit).g_bytes:
+            end = self._came(rank, "G", self.plan.schedule.predictor(stage), a.round, a.unit)
+        region = self._region(a.region, rank.step, a.round, a.version)
+        clock = self._free(rank, region, a.offset, a.nbytes, max(self._reached(rank, rank.owner), rank.own_read_end))
+        if clock is None or end is None:
+            return False
+        clock = rank.written[True, step, a.unit] = max(clock, end) + self.times.predictions.get(a.unit, 0.0)
+        self._advance_owner(rank, clock)
         return True
 
     def _reduce_grad(self, rank: _RankClocks, a: Action) -> bool:
         """The owner waits for one unit's finished sum; without clipping, it updates and publishes the unit."""
-        key = ("O", rank.step + a.version, a.round, a.unit, True)
-        end = self._arrival(rank.arrivals[key])
-        clock = self._free_copy(rank, a, a.unit) if self.updates_eagerly else self._owner_clock(rank)
+        end = self._finished(rank, a, a.unit)
+        clock = self._free_copy(rank, a, a.unit) if self.updates_eagerly else self._reached(rank, rank.owner)
         if clock is None or end is None:
             return False
-        del rank.arrivals[key]
         clock = max(clock, end)
-        if self.updates_eagerly:
-            clock = rank.published[a.unit] = clock + self.times.updates[a.unit]
-        self._advance_owner(rank, clock)
+        self._advance_owner(rank, self._update(rank, a, a.unit, clock) if self.updates_eagerly else clock)
         return True
+
+    def _finished(self, rank: _RankClocks, a: Action, unit: int) -> float | None:
+        """The time at which the last rank's sum is here; None if not known yet."""
+        s = self.plan.schedule
+        return self._came(rank, "G", s.ranks - 1, s.rounds - 1, unit, ago=-a.version)
+
+    def _update(self, rank: _RankClocks, a: Action, unit: int, clock: float) -> float:
+        """Update and publish a unit from ``clock`` on. Returns the end."""
+        end = rank.written[False, rank.step + a.version + 1, unit] = clock + self.times.updates[unit]
+        return end
 
     def _grad_norm(self, rank: _RankClocks, a: Action) -> bool:
         """The owner waits for the norms so far, and for the finished sums without a REDUCE_GRAD."""
-        n, step = self.plan.schedule.ranks, rank.step + a.version
+        n = self.plan.schedule.ranks
         members = [] if self.plan.eager_units(rank.number) else self._members[rank.number]
-        last = rank.number == n - 1
-        keys = {i: ("O", step, self.plan.schedule.rounds - 1, i, True) for i in members}
-        ends: dict[int, float] = {}
-        for i in members:
-            end = rank.sum_ends.get(i, rank.passes) if last else self._arrival(rank.arrivals[keys[i]])
-            if end is None:
-                return False
-            ends[i] = end
-        clock = self._free_copy(rank, a) if self.updates_eagerly and members else self._owner_clock(rank)
-        if clock is None or (a.peer is not None and not self.scalars["S", rank.number]):
+        ends = [self._finished(rank, a, i) for i in members]
+        clock = self._free_copy(rank, a) if self.updates_eagerly and members else self._reached(rank, rank.owner)
+        if clock is None or None in ends or (a.peer is not None and not self.scalars["S", rank.number]):
             return False
-        for i in members if last else reversed(members):
-            clock = max(clock, ends[i])
-            if self.updates_eagerly:
-                clock = rank.published[i] = clock + self.times.updates[i]
-            if not last:
-                del rank.arrivals[keys[i]]
+        in_turn = list(zip(members, ends))
+        for i, end in in_turn if rank.number == n - 1 else reversed(in_turn):
+            assert end is not None
+            clock = max(clock, end)
+            clock = self._update(rank, a, i, clock) if self.updates_eagerly else clock
         if a.peer is not None:
             clock = max(clock, self.scalars["S", rank.number].popleft())
             self.scalars["S", (rank.number + 1) % n].append(clock + self.times.hardware.latency)
@@ -409,21 +433,21 @@ class Simulation:
         if a.peer is not None:
             clock = max(clock, self.scalars["T", rank.number].popleft())
         for i in self._members[rank.number]:
-            clock = rank.published[i] = clock + self.times.updates[i]
+            clock = self._update(rank, a, i, clock)
         self._advance_owner(rank, clock)
         return True
 
-    def _owner_clock(self, rank: _RankClocks) -> float:
-        return rank.owner if self.overlap and self.host_ahead else max(rank.owner, rank.passes)
+    def _reached(self, rank: _RankClocks, clock: float) -> float:
+        """When a stream that has come to ``clock`` gets the action."""
+        return clock if self.overlap and self.host_ahead else max(clock, rank.passes)
 
     def _advance_owner(self, rank: _RankClocks, clock: float) -> None:
         rank.owner = clock
-        if not self.overlap:
-            rank.passes = max(rank.passes, clock)
+        rank.passes = rank.passes if self.overlap else max(rank.passes, clock)
 
     def _free_copy(self, rank: _RankClocks, a: Action, unit: int | None = None) -> float | None:
-        """The time from which no push reads the published copies (of one unit, or all) that are written next."""
-        clock: float | None = max(self._owner_clock(rank), rank.own_read_end)
+        """The time from which nobody reads the published copies (of one unit, or all) that are written next."""
+        clock: float | None = max(self._reached(rank, rank.owner), rank.own_read_end)
         for region, offsets in self.plan.written(rank.step + a.version + 1, self.plan.schedule.owned(rank.number)):
             at, nbytes = (0, 1 << 62) if unit is None else (offsets[unit], self.plan.unit(unit).p_bytes)
             clock = None if clock is None else self._free(rank, region, at, nbytes, clock)
@@ -431,18 +455,18 @@ class Simulation:
 
 
 def _reserve(busy: list[tuple[float, float]], ready: float, took: float) -> float:
-    """Reserve a link for ``took`` seconds, as early as possible from ``ready`` on; returns the start."""
-    at = max(bisect_left(busy, (ready, ready)) - 1, 0)
-    begin = ready
-    for a, b in busy[at:]:
-        if a >= begin + took:
-            break
-        begin = max(begin, b)
-    if took:
-        insort(busy, (begin, begin + took))
-        if len(busy) > 512:
-            del busy[:128]
-    return begin
+    """Use a link for the first ``took`` seconds from ``ready`` on in which it is free; returns the end.
+
+    Args:
+        busy: times at which it is in use, in order and apart from each other.
+    """
+    first = at = bisect_right(busy, ready, key=lambda x: x[1])
+    begin, end = ready, ready + took
+    while at < len(busy) and busy[at][0] < end:
+        begin, end = min(begin, busy[at][0]), end + busy[at][1] - max(busy[at][0], ready)
+        at += 1
+    busy[first:at] = [(begin, end)]
+    return end
 
 
 def simulate(
@@ -458,7 +482,7 @@ def simulate(
 
     Args:
         delays: seconds by which each rank's step starts late, as a straggler's does.
-        overlap: the owner's work and the messages overlap with the passes (GPUs); else the host does one after the other.
+        overlap: the owner's work overlaps with the passes (GPUs); else the host does one after the other.
         clipped: gradients are clipped, so an owner updates its whole stage once all sums have arrived, not unit by unit.
         host_ahead: the host enqueues work long before the device reaches it.
     """

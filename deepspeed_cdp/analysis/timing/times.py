@@ -8,7 +8,7 @@ The model, per rank and step:
   bytes, divided by ``memory``. A fused product, which adds to the sum itself, moves these bytes once.
 - Messages and the owner's update overlap with the passes, on copy engines and a stream of their own. But they use the same device
   memory, so each of their bytes slows the passes, evenly (``contention`` 1; with 0 the passes are not slowed).
-- A message takes ``latency`` plus its bytes divided by ``bandwidth``. A rank's outgoing link carries one message at a time.
+- A message takes ``latency`` plus its bytes divided by ``bandwidth``. Messages share the link out of a rank.
 
 The model has no host: if the host cannot enqueue fast enough, steps take longer than predicted.
 """
@@ -29,7 +29,7 @@ class Hardware:
     Attributes:
         flops: operations per second of passes: 40 percent of 989e12, dense bf16.
         memory: bytes per second of device memory in kernels.
-        bandwidth, latency: of a message between neighbours, in bytes per second (measured, copy engines) and seconds.
+        bandwidth, latency: of a message between two ranks, in bytes per second (measured, copy engines) and seconds.
         collective, collective_latency: the same of ZeRO-3's and DDP's collectives (measured, stock all-gather).
         update_bytes: device memory traffic of the optimizer per parameter; Adam in one pass reads and writes 28.
         contention: the fraction of overlapping traffic that slows the passes, 0 to 1.

@@ -1,20 +1,21 @@
 """Simulation of thousands of ranks: recurrences over whole stages, for all ranks and rings at once.
 
 A pass waits only for earlier logical times (docs/algorithm.md#why-it-cannot-deadlock). So at each logical time, the passes of all
-ranks are computed together, from arrays of earlier times. A pass starts after
+ranks are computed together, from arrays of earlier times. At any logical time, each stage has one rank at most. A pass starts
+after
 
 - the rank's own pass before it (and, at the start of a step, its delay);
-- the stage's parameters: from the ring neighbour, whose pass of the same stage is two logical times earlier, or from the owner
-  that has published the version;
-- in the backward, the neighbour's running sum; with u units per stage, both arrive unit by unit, one unit behind;
-- the messages on the neighbour's link before it, which carries one at a time;
-- room in the next rank's buffers: a rank is at most four positions ahead of the next one.
+- the stage's parameters: once the owner has published the version, and the rank has pulled the first unit;
+- in the backward, the running sum of the rank before, over the owner; with u units per stage, both arrive unit by unit, one unit
+  behind. The owner relays in logical order: it takes nothing back from a rank before it has the rank before's whole stage. Until
+then, the rank has room for a few units;
+- the rank's own messages before, which it starts one after the other, ``prefetch`` units before it needs them.
 
-An owner publishes when rank N-1 has finished the stage's sum; with several rings, after the owners of the stage in all rings have
-exchanged theirs (``chain``).
+Rank 0 pushes a step's sum once the owner has used the last one. An owner publishes when rank N-1 has finished the stage's sum;
+with several rings, after the owners of the stage in all rings have exchanged theirs (``chain``).
 
-tests/unit/test_waves.py compares it with events.py. If links are busy most of the time and the rule is not cdp-v2, this model
-is up to a fifth too fast.
+tests/unit/test_waves.py compares it with events.py. This model does not know that ranks share the link out of an owner: if links
+are busy more than half of the time, it is up to a quarter too fast.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,20 +35,22 @@ class Stages:
     Attributes:
         forward, backward: duration of the passes.
         update: duration of the owner's update.
-        parameters, sums: time on a link of the stage's parameters and of its gradient sums.
+        parameters, again, sums: time on a link of the stage's parameters, of those that are pulled again for the backward, and of
+            its gradient sums.
         units: average number per stage.
-        kept: the backward uses the forward's parameters, without a second message.
         latency: of a message.
+        prefetch: units that a rank pulls ahead.
     """
 
     forward: Sequence[float]
     backward: Sequence[float]
     update: Sequence[float]
     parameters: Sequence[float]
+    again: Sequence[float]
     sums: Sequence[float]
     units: float
-    kept: Sequence[bool]
     latency: float
+    prefetch: int = 2
 
 
 @dataclass(frozen=True)
@@ -81,10 +84,11 @@ def of_plan(plan: Plan, times: Times) -> Stages:
         [times.stage(plan, s, True) for s in ranks],
         [sum(times.updates[i] for i in plan.members(s)) for s in ranks],
         [sum(times.message(plan.units[i].p_bytes) for i in members[s]) for s in ranks],
+        [sum(times.message(plan.units[i].p_bytes) for i in members[s] if not plan.kept(i)) for s in ranks],
         [sum(times.message(plan.units[i].g_bytes) for i in members[s]) for s in ranks],
         len(plan.units) / plan.schedule.ranks,
-        [all(plan.kept(i) for i in members[s]) for s in ranks],
         times.hardware.latency,
+        plan.ahead,
     )
 
 
@@ -105,16 +109,17 @@ def equal(
         nbytes: their bytes, and those of the gradient sums.
         units: per stage.
     """
-    n, each = ranks, nbytes / ranks
-    kept = [s >= (1 if keep_after_forward else max(1, n - 2)) for s in range(n)]
-    twice = (n - sum(kept)) / n
-    received = nbytes * (n - 1) / n * (1 + twice + 1 + 1 / n)  # F, B, G, O
+    n, each, share = ranks, nbytes / ranks, (ranks - 1) / ranks
+    link = each / hardware.bandwidth
+    again = [link] * (n - 1) + [link * (1 - 1 / units)]  # the last unit stays for its backward
+    if keep_after_forward:
+        again = [link] + [0.0] * (n - 1)
+    received = nbytes * share * (1 + sum(again) / link / n + share + 1)  # F, B, G, O
     adds = 3 * nbytes / hardware.memory
     update = parameters / n * hardware.update_bytes / hardware.memory
     stretch = 1 + hardware.contention * (2 * received / hardware.memory + update) / (compute + adds)
     forward, backward = compute / 3 / n * stretch, (compute * 2 / 3 + adds) / n * stretch
-    link = each / hardware.bandwidth
-    return Stages([forward] * n, [backward] * n, [update] * n, [link] * n, [link] * n, units, kept, hardware.latency)
+    return Stages([forward] * n, [backward] * n, [update] * n, [link] * n, again, [link] * n, units, hardware.latency)
 
 
 def chain(rings: int, nbytes: float, units: float, bandwidth: float, latency: float) -> float:
@@ -158,14 +163,14 @@ def simulate(
 
 
 class _Simulation:
-    """The state of ``simulate``; arrays are [ring, rank] unless stated otherwise, times are seconds.
+    """The state of ``simulate``; times are seconds.
 
     Attributes:
         stage, back, took: by position: stage, whether it is a backward, its duration.
-        hop, lag: by position: delay of the parameters behind the neighbour's pass, and of its running sum; -inf for none.
-        loads: by position: time of its messages on the link.
-        clock, link: ends of each rank's latest pass, and of the messages on its link.
-        history: start, end and arrival of the parameters, after each of the last three logical times.
+        clock, lane: [ring, rank] ends of each rank's latest pass, and of the messages that it has started.
+        begun, ended: [ring, stage] of the latest backward: when its first unit and its last one were added.
+        let_in: [ring, stage] from when on that rank may push sums back.
+        used: [ring, stage] when the owner has used the last step's sums.
         published: [version, ring, stage] -> time of publication.
     """
 
@@ -174,73 +179,74 @@ class _Simulation:
     ):
         n, u, self.latency = schedule.ranks, stages.units, stages.latency
         self.schedule, self.steps, self.rings, self.ranks, self.units = schedule, steps, rings, np.arange(n), u
-        update, link_p, self.link_g = (np.asarray(x, float) for x in (stages.update, stages.parameters, stages.sums))
+        update, link_p, link_b, link_g = (
+            np.asarray(x, float) for x in (stages.update, stages.parameters, stages.again, stages.sums)
+        )
         self.between = np.zeros(n) if exchange is None else np.asarray(exchange, float)
         self.update = update if clipped or schedule.exact_norm else update / u
         self.stage = np.concatenate([np.arange(n), np.arange(n)[::-1]])
         self.back = np.arange(2 * n) >= n
         self.took = np.concatenate([np.asarray(stages.forward, float), np.asarray(stages.backward, float)[::-1]])
-        kept = self.back & np.asarray(stages.kept)[self.stage]  # the forward's parameters are still there
-        self.hop = np.where(kept, -np.inf, link_p[self.stage] / u + self.latency)
-        self.lag = np.where(self.back, self.took / u + self.link_g[self.stage] / u + self.latency, -np.inf)
-        self.loads = np.where(kept, 0.0, link_p[self.stage]) + np.where(self.back, self.link_g[self.stage], 0.0)
+        self.pulled = np.concatenate([link_p, link_b[::-1]])  # by position: time of the parameters that it pulls
+        self.link_g, self.hop_g = link_g, link_g / u + self.latency
+        self.ahead, self.room = stages.prefetch * self.took / u, stages.prefetch + 2
         self.starts, self.ends = np.zeros((steps, rings, n)), np.zeros((steps, rings, n))
-        self.clock, self.link = np.zeros((rings, n)), np.zeros((rings, n))
-        self.history = [[np.zeros((rings, n)) for _ in range(3)] for _ in range(3)]
+        self.clock, self.lane = np.zeros((rings, n)), np.zeros((rings, n))
+        self.begun, self.ended, self.let_in, self.used = (np.zeros((rings, n)) for _ in range(4))
         self.published = np.zeros((steps + 1, rings, n))
 
     def advance(self, tau: int, delays: Callable[[int, int], np.ndarray]) -> None:
         """Compute the passes of all ranks that have one at this logical time."""
         n = self.schedule.ranks
         step, position = np.divmod(tau - 2 * self.ranks, self.schedule.period)
-        active = (step >= 0) & (step < self.steps) & (position < 2 * n)
-        p = np.where(active, position, 0)
-        two_before, one_before = self.history[(tau - 2) % 3], self.history[(tau - 1) % 3]
-        begin = self.clock.copy()
-        for r in np.flatnonzero(active & (p == 0)):
-            begin[:, r] += delays(int(r), int(step[r]))
-        here = self._parameters(active, p, step, two_before)
-        np.maximum(begin, here, out=begin)
-        begin[:, :-1] = np.maximum(begin[:, :-1], two_before[1][:, 1:])  # room: the next rank has used older messages
-        lag = self.lag[p[1:]]  # sums: one unit behind the neighbour, at the start and at the end
-        np.maximum(begin[:, 1:], two_before[0][:, :-1] + lag, out=begin[:, 1:])
-        end = begin + self.took[p]
-        np.maximum(end[:, 1:], two_before[1][:, :-1] + lag, out=end[:, 1:])
-        # the link to the next rank (the last rank's: to the owners) may be at most one pass behind
-        ready = np.maximum(np.where(np.isinf(here), begin, np.minimum(here, begin)), self.link)
-        carried = ready + np.where(active, self.loads[p], 0.0)
-        np.maximum(end, carried - self.took[p], out=end)
-        here = np.where(np.isinf(here), begin, here)
-        for kept, new in ((self.clock, end), (self.link, carried)):
-            np.copyto(kept, new, where=active)
-        for kept, old, new in zip(self.history[tau % 3], one_before, (begin, self.clock, here)):
-            np.copyto(kept, np.where(active, new, old))
-        for r in np.flatnonzero(active & (p == 0)):
-            self.starts[step[r], :, r] = begin[:, r]
-        for r in np.flatnonzero(active & (p == 2 * n - 1)):
-            self.ends[step[r], :, r] = end[:, r]
-        if active[-1] and self.back[p[-1]]:  # the last rank has finished this stage's sum
-            self._publish(int(self.stage[p[-1]]), int(step[-1]) + 1, end[:, -1])
+        r = np.flatnonzero((step >= 0) & (step < self.steps) & (position < 2 * n))
+        step, p = step[r], position[r]
+        s, took, back = self.stage[p], self.took[p], self.back[p]
+        own, after_own, unit = n - 1 - s == r, n - s == r, took / self.units
+        begin = self.clock[:, r]
+        for x in np.flatnonzero(p == 0):
+            begin[:, x] += delays(int(r[x]), int(step[x]))
+        # parameters
+        there = self.published[self._version(step, r, s), :, s].T
+        parameters, sums = np.where(own, 0.0, self.pulled[p]), np.where(own | ~back, 0.0, self.link_g[s])
+        pull = np.maximum(np.maximum(self.lane[:, r], there), begin - self.ahead[p])
+        pulled = pull + parameters + np.where(r > 0, sums, 0.0)
+        np.maximum(begin, there, out=begin, where=own)
+        np.maximum(begin, pull + parameters / self.units + self.latency, out=begin, where=parameters > 0)
+        # the sum of the rank before, which comes to the owner and from there to this rank
+        to_owner = np.where(after_own, 0.0, self.hop_g[s])
+        hops = to_owner + np.where(own, 0.0, self.hop_g[s])
+        starts, summed = back & (r == 0), back & (r > 0)
+        np.maximum(begin, self.used[:, s], out=begin, where=starts & own)
+        np.maximum(begin, self.begun[:, s] + hops, out=begin, where=summed)
+        np.maximum(begin, self.let_in[:, s] + hops, out=begin, where=summed & ~after_own)
+        end = np.maximum(begin + took, pulled + np.where(parameters + sums > 0, unit, -np.inf))
+        np.maximum(end, self.ended[:, s] + hops + unit, out=end, where=summed)
+        # hand the sum on
+        let_in = np.where(starts, self.used[:, s], self.ended[:, s] + to_owner)
+        np.maximum(end, let_in + took - self.room * unit, out=end, where=back & ~own)
+        self.lane[:, r] = np.where(parameters + sums > 0, pulled + sums, self.lane[:, r])
+        self.clock[:, r] = end
+        b = s[back]
+        self.begun[:, b], self.ended[:, b], self.let_in[:, b] = (x[:, back] for x in (begin + unit, end, let_in))
+        for x in np.flatnonzero(p == 0):
+            self.starts[step[x], :, r[x]] = begin[:, x]
+        for x in np.flatnonzero(p == 2 * n - 1):
+            self.ends[step[x], :, r[x]] = end[:, x]
+        if r.size and r[-1] == n - 1 and back[-1]:  # the last rank has finished this stage's sum
+            self._publish(int(s[-1]), int(step[-1]) + 1, end[:, -1])
 
-    def _parameters(self, active: np.ndarray, p: np.ndarray, step: np.ndarray, two_before: list[np.ndarray]) -> np.ndarray:
-        """Arrival of the parameters: from the neighbour, or from the owner for the first reader of a version."""
-        n, k, ranks = self.schedule.ranks, self.schedule.threshold, self.ranks
-        here = np.full((self.rings, n), -np.inf)
-        here[:, 1:] = two_before[2][:, :-1] + self.hop[p[1:]]
-        s = self.stage[p]
-        first = (ranks == 0) if k == 2 * n - 1 else (ranks == 0) | ((ranks + s >= k) & (ranks - 1 + s < k))
-        for r in np.flatnonzero(first & active):
-            fresh = k < 2 * n - 1 and r + s[r] >= k
-            version = step[r] if fresh else max(step[r] - 1, 0)
-            hop = self.hop[p[r]] if n - 1 - s[r] != r else min(self.hop[p[r]], 0.0)
-            here[:, r] = self.published[version, :, s[r]] + hop
-        return here
+    def _version(self, step: np.ndarray, r: np.ndarray, s: np.ndarray) -> np.ndarray:
+        """``Schedule.version``."""
+        fresh = (self.schedule.threshold < 2 * self.schedule.ranks - 1) & (r + s >= self.schedule.threshold)
+        return np.where(fresh, step, np.maximum(step - 1, 0))
 
     def _publish(self, stage: int, version: int, finished: np.ndarray) -> None:
         """The owners update a stage whose sums are finished; with an exact norm, all stages after the last sum."""
         done = np.broadcast_to(finished.max(), (self.rings,)) if self.rings > 1 else finished
+        back = done + (0.0 if stage == 0 else self.hop_g[stage]) + self.between[stage]
+        self.used[:, stage] = back
         if not self.schedule.exact_norm:
-            hop = 0.0 if stage == 0 else self.link_g[stage] / self.units + self.latency
-            self.published[version, :, stage] = done + hop + self.between[stage] + self.update[stage]
+            self.used[:, stage] = self.published[version, :, stage] = back + self.update[stage]
         elif stage == 0:
             self.published[version] = done[:, None] + self.latency + self.between.max() + self.update[None, :]
