@@ -140,17 +140,18 @@ def speed(sources: Sequence[str], page: Path) -> str:
 
 
 def memory(sources: Sequence[str], page: Path) -> str:
-    """Peak memory per GPU, one line per setting; settings with delays or slow links need what the others need."""
+    """Peak memory per GPU, one line per setting, without delay correction; delays and slow links do not change it."""
     names = ("cdp-v2", "fsdp2", "zero3-leaf", "zero3", "ddp")
     body = [
         [
             f"{MODELS[s.first['model']]}, {s.label}",
             s.place,
-            *(_show(s.gib(name), ".1f") for name in names),
+            _show(s.gib("cdp-v2-uncorrected") or s.gib("cdp-v2"), ".1f"),
+            *(_show(s.gib(name), ".1f") for name in names[1:]),
             _recorded(s.run, page),
         ]
         for s in settings(sources)
-        if s.plain and s.gib("cdp-v2")
+        if s.plain and s.gib("cdp-v2-uncorrected" if "cdp-v2-uncorrected" in s.engines else "cdp-v2")
     ]
     return table(["setting", "GPUs", *(f"{ENGINES[name]}, GiB" for name in names), "rows"], body)
 
@@ -290,7 +291,8 @@ def headline(sources: Sequence[str], page: Path) -> str:
     body.append([label, f"{cyclic:.2f} ({warm:.2f} with `warmup_steps`)", *[f"**{plain:.2f}**"] * 3])
     where = f"{s.place} of one host (NVLink), bf16, AdamW, sequence length {s.first['sequence']}, torch {s.first['torch']}, "
     where += f"DeepSpeed {s.first['deepspeed']}, commit {s.first['commit']}, {_recorded(s.run, page)}; "
-    where += "empty cells were not recorded; without delay correction, which takes a stage of memory and up to 2 % of a step."
+    where += "empty cells were not recorded; "
+    where += "without delay correction, which takes up to 2 % of a step. Today's code needs less memory ([performance](docs/performance.md#memory))."
     what = f"{int(trained['parameters']):,} parameters, {trained['ranks']} ranks, {len({r['seed'] for r in gpt['dp']})} seeds, "
     what += f'{_recorded(learned, page)}. FSDP2 and ZeRO-3 are plain data parallelism, recorded as `"rule": "dp"`.'
     head = ["lower is better", *(ENGINES[name] for name in names)]
