@@ -292,7 +292,8 @@ def headline(sources: Sequence[str], page: Path) -> str:
     where = f"{s.place} of one host (NVLink), bf16, AdamW, sequence length {s.first['sequence']}, torch {s.first['torch']}, "
     where += f"DeepSpeed {s.first['deepspeed']}, commit {s.first['commit']}, {_recorded(s.run, page)}; "
     where += "empty cells were not recorded; "
-    where += "without delay correction, which takes up to 2 % of a step. Today's code needs less memory ([performance](docs/performance.md#memory))."
+    where += "without delay correction, which takes up to 2 % of a step. "
+    where += "Today's code needs less memory ([performance](docs/performance.md#memory))."
     what = f"{int(trained['parameters']):,} parameters, {trained['ranks']} ranks, {len({r['seed'] for r in gpt['dp']})} seeds, "
     what += f'{_recorded(learned, page)}. FSDP2 and ZeRO-3 are plain data parallelism, recorded as `"rule": "dp"`.'
     head = ["lower is better", *(ENGINES[name] for name in names)]
