@@ -93,7 +93,7 @@ class Log:
             return push(stream, dst, source, *args, **kwargs)
 
         transport.push = pushed
-        transport.relay = lambda work: (None, work())  # in the order of the program, not beside it
+        transport.relay = lambda work, edge=None: (None, work())  # in the order of the program, not beside it
         transport.bytes_received = _Counted(transport.bytes_received, self)
 
     def follow_ring(self, runtime: Any) -> None:

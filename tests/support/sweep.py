@@ -38,7 +38,7 @@ def losses(rank: int, name: str, rule: str | None) -> list[float]:
     if rule is None:
         _give_dimensions(module)
     else:
-        config["cyclic"] = {"enabled": True, "rule": rule, "timeout_seconds": 20.0}
+        config["cyclic"] = {"enabled": True, "rule": rule, "timeout_seconds": 50.0}
     engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
     found = []
     for step in range(STEPS):
