@@ -73,11 +73,16 @@ class RelayTicket:
 
 
 class RelayThread:
-    """Does pieces of work one after the other. After an error, all later ones fail with it."""
+    """Does pieces of work one after the other. After an error, all later ones fail with it.
+
+    Attributes:
+        thread: ends after ``stop``.
+    """
 
     def __init__(self) -> None:
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp relay").start()
+        self.thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp relay")
+        self.thread.start()
 
     def begin(self, work: Callable[[], Any], count_wait: Callable[[float], None] = lambda seconds: None) -> RelayTicket:
         """Queue a piece of work; ``count_wait`` as of ``Begun``."""

@@ -294,9 +294,8 @@ def test_relays_are_done_in_order_beside_the_host():
     assert came.waited == ["here"] and ticket.done()
     transport.finish_relays("here")
     transport.end_relays()
-    thread = next(t for t in threading.enumerate() if t.name == "deepspeed_cdp relay" and t is not threading.current_thread())
-    thread.join(5)
-    assert not thread.is_alive()
+    transport._relay.thread.join(5)
+    assert not transport._relay.thread.is_alive()
 
 
 def test_a_relay_that_fails_fails_all_later_ones_and_whoever_waits_for_them():
