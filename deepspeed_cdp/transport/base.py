@@ -85,7 +85,7 @@ class Transport(ABC):
     timing: WaitTiming | None = None
     rendezvous = False
     rings, ring = 1, 0
-    _relay: Any = None
+    _relay: RelayThread | None = None  # from the first relay on
 
     def __init__(self, rank: int, size: int, timeout_seconds: float):
         self.rank, self.size, self.timeout_seconds = rank, size, timeout_seconds

@@ -89,7 +89,7 @@ class CudaTransport(Transport):
         super().__init__(rank, size, timeout_seconds)
         self.device, self.driver = device, CudaBindings()
         self.events: list[int] = []
-        self._owner, self._relay = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._owner, self._relay_stream = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self.timing = WaitTiming(_timing_event)
         self._failure: str | None = None
         self._closed = False
@@ -106,7 +106,7 @@ class CudaTransport(Transport):
             receiving: the ticket is of a received message; else of a sent one.
         """
         current = self.current()
-        beside = current in (self._owner.cuda_stream, self._relay.cuda_stream)
+        beside = current in (self._owner.cuda_stream, self._relay_stream.cuda_stream)
         timed = self.timing.active and not beside and edge[0] != ""
         before = self.timing.record_event() if timed else None
         ticket.enqueue_wait(current)
@@ -134,15 +134,9 @@ class CudaTransport(Transport):
         return torch.cuda.stream(self._owner)
 
     def relay(self, work: Callable[[], Ticket | None], edge: tuple[str, int, bool] | None = None) -> tuple[Any, Any]:
-        with torch.cuda.stream(self._relay):
+        with torch.cuda.stream(self._relay_stream):
             ticket = work()
             return self.record_event(), ticket
-
-    def finish_relays(self, where: Where) -> None:
-        pass
-
-    def end_relays(self) -> None:
-        pass
 
     # ---- collectives, none in a training step ---------------------------------------------------------------------------
     def gather(self, value: Any, where: Where) -> list[Any]:

@@ -205,7 +205,7 @@ class NcclTransport(RendezvousTransport, CudaTransport):
     def _finish_started(self, where: Where) -> None:
         handles = [handle for _, handle in self._connections.values()]
         queries: list[Callable[[], bool]] = [partial(self.driver.stream_done, handle) for handle in handles]
-        queries += [self._owner.query, self._relay.query, torch.cuda.current_stream().query]
+        queries += [self._owner.query, self._relay_stream.query, torch.cuda.current_stream().query]
         self._wait_on_host(queries, lambda: f"{where}: {self.diagnose()}")
         self._started.clear()
 

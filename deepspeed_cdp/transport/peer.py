@@ -95,7 +95,7 @@ class PeerTransport(CudaTransport):
             self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
             streams, self.stream_report = select_wait_streams(len(_CUDA_STREAMS), device, self.driver)
             self._streams = dict(zip(_CUDA_STREAMS, streams))
-            self._streams["S"], self._relay = self._owner, self._streams["relay"]
+            self._streams["S"], self._relay_stream = self._owner, self._streams["relay"]
             self._streams["X"] = torch.cuda.Stream(device, priority=-1)  # alone: other rings may be late
             self._handles = {name: stream.cuda_stream for name, stream in self._streams.items()}
             self._point = self.driver.create_event()  # latest point of a CUDA stream that others wait for

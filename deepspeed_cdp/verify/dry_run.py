@@ -19,6 +19,7 @@ import itertools
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from deepspeed_cdp.plan.actions import Action, Kind, Post
 from deepspeed_cdp.plan.builder import after_passes
@@ -30,6 +31,7 @@ from deepspeed_cdp.verify.well_formed import PlanError
 
 OFFERS = (Kind.PUBLISH_PARAM, Kind.OFFER_GRAD)  # the receiver pulls
 RELAYS = (Kind.OFFER_GRAD, Kind.GRANT_CREDIT)  # a rank only begins them; they happen beside its other actions, in order
+Result = TypeVar("Result")
 Programs = Callable[[int, bool], Sequence[Action]]
 Posts = Callable[[int], Sequence[Post]]
 
@@ -139,7 +141,11 @@ class DryRun:
         while rank.step <= self.steps and not (self.barrier and rank.step > floor):
             if rank.cursor == len(rank.program):
                 self._end_step(rank)
-            elif self.meeting and not self._met(rank) or not self._tried(rank, rank.program[rank.cursor]):
+            elif (
+                self.meeting
+                and not self._met(rank)
+                or not self._sensible(rank, lambda: self._try(rank, rank.program[rank.cursor]))
+            ):
                 break
             moved = True
         while rank.relays and self._relayed(rank):
@@ -166,9 +172,9 @@ class DryRun:
             first = self._first_backwards[id(rank.program)] = list(forward_ends(rank.program).values())
         return rank.step * self.schedule.rounds + sum(index <= rank.cursor for index in first)
 
-    def _tried(self, rank: Rank, a: Action) -> bool:
+    def _sensible(self, rank: Rank, do: Callable[[], Result]) -> Result:
         try:
-            return self._try(rank, a)
+            return do()
         except PlanError:
             raise
         except (LookupError, ValueError, TypeError, AssertionError) as error:  # an action with impossible fields
@@ -210,39 +216,36 @@ class DryRun:
             rank.relays.append([rank.step, rank.cursor, rank.program, False])
             rank.cursor += 1
             return True
-        if not rank.acted:
-            if self.blocking and rank.blocked or not self._act(rank, a):
-                return False
-            rank.acted = True
-            self.log.append((rank.number, rank.step, a))
-        if any(self._still_read(rank, x.region, self._slot(rank, x), x.nbytes) for x in a.posts):
+        if not rank.acted and self.blocking and rank.blocked:
             return False
-        for post in a.posts:
-            self._post(rank, self._key(rank, a), post, a)
-        rank.acted, rank.cursor = False, rank.cursor + 1
-        return True
+        rank.acted, done = self._perform(rank, a, rank.acted)
+        if done:
+            rank.acted, rank.cursor = False, rank.cursor + 1
+        return done
 
     def _relayed(self, rank: Rank) -> bool:
         """Do the rank's next relay, then its posts, if everything it waits for has happened."""
         now, relay = (rank.step, rank.cursor, rank.program), rank.relays[0]
         rank.step, rank.cursor, rank.program, acted = relay
-        a = rank.program[rank.cursor]
         try:
-            if not acted:
-                if not self._act(rank, a):
-                    return False
-                relay[3] = True
-                self.log.append((rank.number, rank.step, a))
-            if any(self._still_read(rank, x.region, self._slot(rank, x), x.nbytes) for x in a.posts):
-                return False
-            for post in a.posts:
-                self._post(rank, self._key(rank, a), post, a)
-            rank.relays.popleft()
-            return True
-        except (LookupError, ValueError, TypeError) as error:  # an action with impossible fields
-            raise self._error(rank, f"makes no sense ({type(error).__name__}: {error})") from error
+            relay[3], done = self._sensible(rank, lambda: self._perform(rank, rank.program[rank.cursor], acted))
         finally:
             rank.step, rank.cursor, rank.program = now
+        if done:
+            rank.relays.popleft()
+        return done
+
+    def _perform(self, rank: Rank, a: Action, acted: bool) -> tuple[bool, bool]:
+        """Do the action unless it is done, then its posts. Returns whether the action is done, and whether all is."""
+        if not acted:
+            if not self._act(rank, a):
+                return False, False
+            self.log.append((rank.number, rank.step, a))
+        if any(self._still_read(rank, x.region, self._slot(rank, x), x.nbytes) for x in a.posts):
+            return True, False
+        for post in a.posts:
+            self._post(rank, self._key(rank, a), post, a)
+        return True, True
 
     def _act(self, rank: Rank, a: Action) -> bool:
         return self.handlers[a.kind](rank, a)

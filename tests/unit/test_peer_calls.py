@@ -46,7 +46,7 @@ def transport(monkeypatch):
     Transport.__init__(made, RANK, SIZE, 5.0)
     made.driver, made.events, made._failure, made._counts = Notes(), [], None, {}
     made._point, made._point_on, made._waits = made.driver.create_event(), None, deque(maxlen=9)
-    made._owner, made._relay = (SimpleNamespace(cuda_stream=HANDLES[name]) for name in ("S", "relay"))
+    made._owner, made._relay_stream = (SimpleNamespace(cuda_stream=HANDLES[name]) for name in ("S", "relay"))
     made._bases, made._word_bases = [0, 10_000, 20_000, 30_000], [0, 100_000, 200_000, 300_000]
     made.device, made._handles = SimpleNamespace(index=0), dict(HANDLES)
     made._watchdog = SimpleNamespace(expect=lambda mark: None, expect_stream=lambda stream: None)

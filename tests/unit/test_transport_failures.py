@@ -318,7 +318,7 @@ def test_a_relay_that_fails_fails_all_later_ones_and_whoever_waits_for_them():
 def test_on_a_gpu_a_relay_is_a_stream_and_no_thread(on_a_gpu, monkeypatch):
     made, _ = on_a_gpu
     current, before = [], threading.active_count()
-    made._relay = "the relay stream"
+    made._relay_stream = "the relay stream"
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: current.append(stream) or nullcontext())
     monkeypatch.setattr(made, "record_event", lambda: "event")
     assert made.relay(lambda: "ticket") == ("event", "ticket") and current == ["the relay stream"]
