@@ -108,7 +108,7 @@ class Simulator:
 
         Raises:
             ValueError: a parameter is in no stage or in two, the rule is unknown, a number is out of range, or ``predict`` does
-                not know this optimizer's formula.
+                not know this optimizer's momentum.
         """
         trained = {n: p for n, p in module.named_parameters() if p.requires_grad}
         listed = [n for stage in stages for n in stage if n in trained]
@@ -275,10 +275,10 @@ class Simulator:
             self._clip()
         torch._foreach_copy_(_flat(self._stale), self._corrected)
         extrapolates = self.correction.method == "extrapolate" and self.delayed
-        before = self._corrector.before(parameters) if extrapolates else []
+        before = [p.detach().clone() for p in parameters] if extrapolates else []
         self.optimizer.step()
         self._applied = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
-        self._corrected = self._corrector.after(parameters, [], before) if extrapolates else _flat(self._fresh)
+        self._corrected = self._corrector.extrapolate(parameters, before) if extrapolates else _flat(self._fresh)
         self.steps += 1
 
     def _clip(self) -> None:

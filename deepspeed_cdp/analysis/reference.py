@@ -9,7 +9,7 @@ where stage s of theta_hat_{r,t} is theta_t^s if r + s >= K and theta_{t-1}^s ot
 K = N-1 is CDP-v2, K = 2N-1 is CDP-v1. All indices count from 0 (the paper's i = rank + 1, j = stage + 1).
 
 With a delay correction, stale readers of theta_{t-1} read an estimate of theta_t instead: ``_predicted``, made from the sums that
-rank s has of stage s in step t-1, or ``_corrected``, made as soon as theta_{t-1} is.
+rank s has of stage s in step t-1, or theta_{t-1} moved on by its last update.
 """
 
 import copy
@@ -98,7 +98,6 @@ def train(
     warmup_steps: int = 0,
     rings: int = 1,
     delay_correction: DelayCorrection | None = None,
-    early: bool = True,
 ) -> Trained:
     """Train as N = len(stages) ranks (times ``rings``) do under threshold K, one micro-batch after the other.
 
@@ -125,9 +124,8 @@ def train(
         rings: number of rings of N ranks. World rank w is rank w % N of ring w // N and reads that rank's versions; ``batches``
             and the result have world ranks. The sums of the rings are added in order, then divided by N times ``rings``.
         warmup_steps: number of first steps with K = 0; a flush follows, then steps with ``threshold``.
-        delay_correction: what stale readers read; default: the old version. ``predict`` needs a number for ``weight``.
-        early: ``predict`` uses the sum that rank s of the ring has after its last backward of stage s; else the gradient of the
-            last update, with numbers for ``momentum`` and ``gradient``.
+        delay_correction: what stale readers read; default: the old version. ``predict`` needs a number for ``weight``. It uses
+            the sum that rank s of the ring has after its last backward of stage s.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     listed = [name for stage in stages for name in stage if name in trained]
@@ -142,7 +140,7 @@ def train(
     buffers = [{name: buffer.detach().clone() for name, buffer in module.named_buffers()} for _ in range(ranks * rings)]
     start = _snapshot(masters)
     versions = _Versions(start, start, start)
-    predicts = early and delay_correction is not None and delay_correction.method == "predict"
+    predicts = delay_correction is not None and delay_correction.method == "predict"
     predicted: list[dict[str, Tensor]] = []  # by ring, what stale readers read; empty: the version itself
     applied: list[dict[str, Any]] = []  # the groups' options in the last update since a flush
     factors = [1.0] * ranks  # of the last update, by stage
@@ -217,7 +215,7 @@ def train(
         versions.fresh = versions.corrected = _snapshot(masters)
         versions.number = step + 1
         if delay_correction and not predicts and not overflow:
-            versions.corrected = {n: _corrected(delay_correction, optimizer, p, before[n]) for n, p in masters.items()}
+            versions.corrected = {n: p + (p - before[n]) * delay_correction.updates for n, p in versions.fresh.items()}
         unheard.append(overflow)
         result.scales.append(scale)
         result.overflows.append(overflow)
@@ -264,35 +262,6 @@ def _predicted(
     with torch.enable_grad():
         trial.step()
     return {n: torch.where(p.isfinite(), p, masters[n]).detach() for n, p in theta.items()}
-
-
-@torch.no_grad()
-def _corrected(correction: DelayCorrection, optimizer: torch.optim.Optimizer, theta: nn.Parameter, before: Tensor) -> Tensor:
-    """What stale readers read for theta, right after the update that made it from ``before`` with ``theta.grad``.
-
-    m, v, u and the number of updates are the optimizer's own. The order of the operations is that of the runtime, to the bit.
-    """
-    if correction.method == "extrapolate":
-        return theta + (theta - before) * correction.updates
-    a, c = correction.momentum, correction.gradient
-    if a is None or c is None:
-        raise ValueError(f"delay_correction is {correction}; 'predict' needs numbers for momentum and gradient here")
-    state, group = optimizer.state[theta], next(g for g in optimizer.param_groups if any(p is theta for p in g["params"]))
-    assert theta.grad is not None
-    lr, gradient = group["lr"], -theta.grad if group.get("maximize") else theta.grad
-    if "exp_avg" not in state:  # SGD: its buffer is m / (1 - mu)
-        ahead = gradient * (c / (1.0 - group["momentum"]))
-        return theta - (torch.add(ahead, state["momentum_buffer"], alpha=a) if group["momentum"] else ahead) * lr
-    decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
-    if group["weight_decay"] and not decoupled:  # part of the gradient, so of m and v
-        gradient = torch.add(gradient, before, alpha=group["weight_decay"])
-    beta1, beta2 = group["betas"]
-    first, second = 1.0 - beta1 ** float(state["step"]), 1.0 - beta2 ** float(state["step"])
-    if "exp_inf" in state:  # Adamax
-        return theta - torch.add(state["exp_avg"] * a, gradient, alpha=c) / state["exp_inf"] * (lr / first)
-    square = state["max_exp_avg_sq" if group.get("amsgrad") else "exp_avg_sq"]  # Adam, AdamW, NAdam
-    denominator = square.sqrt() / second**0.5 + group["eps"]
-    return theta - torch.add(state["exp_avg"] * (a / first), gradient, alpha=c) / denominator * lr
 
 
 def _clip_norms(threshold: int, now: Sequence[float], last: Sequence[float]) -> list[float]:

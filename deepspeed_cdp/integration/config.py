@@ -41,19 +41,13 @@ class Words(NamedTuple):
 
 
 class CorrectionConfig(BaseModel):
-    """A correction with its coefficients (plan/delay_correction.py)."""
+    """A correction with its numbers (plan/delay_correction.py)."""
 
     model_config = ConfigDict(title="delay_correction", extra="forbid", strict=True, allow_inf_nan=False)
 
     method: Literal["none", "extrapolate", "predict"]
     updates: float = Field(1.0, description="`extrapolate`: how often the last update is expected to happen again.")
     weight: float | None = Field(None, description="`predict`: the weight of the ranks' gradients beside the momentum. null: 2.")
-    momentum: float | None = Field(
-        None, description="`predict` in pipelines: the factor of the optimizer's momentum. null: from its beta1."
-    )
-    gradient: float | None = Field(
-        None, description="`predict` in pipelines: the factor of the last gradient. null: from its beta1."
-    )
 
 
 class CyclicConfig(DeepSpeedConfigModel):
@@ -150,16 +144,14 @@ class CyclicConfig(DeepSpeedConfigModel):
     delay_correction: Annotated[
         Literal["auto", "none", "extrapolate", "predict"] | CorrectionConfig,
         Words(
-            '"auto", "none", "extrapolate", "predict" or a block with "method" and numbers "updates", "weight", "momentum", '
-            '"gradient"',
+            '"auto", "none", "extrapolate", "predict" or a block with "method" and "updates" or "weight"',
             'use "auto", or "none" for the paper\'s rule',
         ),
     ] = Field(
         "auto",
         description="What stale readers read. `none`: the old parameters, the paper's rule. `extrapolate`: the old ones moved on "
         "by the last update. `predict`: moved on by the step that the optimizer makes with the gradients of the ranks that have "
-        "them (in pipelines: with the last ones). `auto`: `predict` for Adam, "
-        "AdamW and Adamax, `extrapolate` for Muon, `none` for others.",
+        "them. `auto`: `predict` for Adam, AdamW and Adamax, `extrapolate` for Muon, `none` for others.",
     )
     placement: Annotated[
         Literal["auto", "pyramid", "pipeline", "single"], Words('"auto", "pyramid", "pipeline" and "single"', 'use "auto"')

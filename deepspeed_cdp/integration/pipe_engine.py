@@ -149,8 +149,10 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         stages = {s: self._stage(s) for s in self.pipe_schedule.stages_of(rank)}
         trained = {p: n for stage in stages.values() for named in stage.units.values() for n, p in named}
         self.optimizer_group_names = [[trained[p] for p in g["params"] if p in trained] for g in optimizer.param_groups]
-        correction = resolve(config.correction, optimizer, self.pipe_schedule.threshold, pipeline=True)
-        self.pipe_schedule = schedule = replace(self.pipe_schedule, delay_corrected=bool(correction))
+        correction = resolve(config.correction, optimizer, self.pipe_schedule.threshold)
+        self.pipe_schedule = schedule = replace(
+            self.pipe_schedule, delay_corrected=bool(correction), predicts=correction.method == "predict"
+        )
         self._runtime = PipeRuntime(
             schedule,
             rank,

@@ -1,17 +1,8 @@
 """Estimates of the next version for stale readers (plan/delay_correction.py).
 
-On a ring ``predict`` lets the optimizer make its step, and takes it back. In pipelines it needs the optimizer's formula. With m,
-v and g of the step just made:
-
-==========================================  =========================================================================
-Adam, AdamW, NAdam, DeepSpeed's Adams       theta - lr (a m / (1 - b1^t) + c g) / (sqrt(v / (1 - b2^t)) + eps)
-Adamax                                      theta - lr (a m + c g) / ((1 - b1^t) u)
-SGD with momentum mu                        theta - lr (a buffer + c g / (1 - mu)): the buffer is m / (1 - mu), and b1 is mu
-==========================================  =========================================================================
-
-Decoupled decay of weights is left out: it moves them by lr times decay, far below the rest. ``extrapolate`` serves any optimizer:
-it needs no formula, and one more copy of a unit during its update. It helps optimizers with a momentum of about 0.8 and more
-(Muon, Lion), and harms those without (Adagrad, RMSprop). NAdam's step leads already, by about what ``predict`` adds.
+``predict`` lets the optimizer make its step, and takes it back. It needs to know where the optimizer keeps its momentum.
+``extrapolate`` serves any optimizer, with one more copy of a unit during its update. It helps optimizers with a momentum of about
+0.8 and more (Muon, Lion), and harms those without (Adagrad, RMSprop). NAdam's step leads already, by about what ``predict`` adds.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,26 +24,17 @@ _AUTO = {"adam": "predict", "adamax": "predict", "muon": "extrapolate"}  # what 
 
 
 def family(optimizer: torch.optim.Optimizer) -> str:
-    """The kind of optimizer: "adam", "nadam", "adamax" or "sgd", whose formulas ``predict`` knows; "muon" by its name; or ""."""
+    """The kind of optimizer: "adam", "nadam", "adamax" or "sgd", whose momentum ``predict`` knows; "muon" by its name; or ""."""
     name = type(optimizer).__name__
     return _FAMILIES.get(f"{type(optimizer).__module__}.{name}", "muon" if "muon" in name.lower() else "")
 
 
-def resolve(
-    setting: str | Mapping[str, Any], optimizer: torch.optim.Optimizer, threshold: int, pipeline: bool = False
-) -> DelayCorrection:
+def resolve(setting: str | Mapping[str, Any], optimizer: torch.optim.Optimizer, threshold: int) -> DelayCorrection:
     """The correction for this optimizer under K = ``threshold``; without stale readers (K = 0) none.
 
     Raises:
-        ValueError: ``predict`` is set, and this optimizer's momentum or formula is not known; or a number has no effect here.
+        ValueError: ``predict`` is set, and this optimizer's momentum is not known.
     """
-    block = {} if isinstance(setting, str) else setting
-    for key, elsewhere in (("weight", "rings"), ("momentum", "pipelines"), ("gradient", "pipelines")):
-        if block.get(key) is not None and pipeline != (elsewhere == "pipelines"):
-            raise ValueError(
-                f"cyclic.delay_correction has {key} {block[key]}, which predictions on {elsewhere} have; allowed here is "
-                f"{'momentum and gradient' if pipeline else 'weight'}; remove it"
-            )
     if threshold == 0:
         return DelayCorrection()
     known = family(optimizer)
@@ -75,31 +57,15 @@ class Corrector:
 
     def __init__(self, correction: DelayCorrection, optimizer: torch.optim.Optimizer):
         self.correction, self._optimizer = correction, optimizer
-        self._family = family(optimizer)
         self._group_of = {p: k for k, group in enumerate(optimizer.param_groups) for p in group["params"]}
 
-    def before(self, parameters: Sequence[Tensor]) -> list[Tensor]:
-        """Call it before the step; ``after`` needs the result."""
-        needed = self.correction.method == "extrapolate" or any(map(self._coupled_decay, self._optimizer.param_groups))
-        return [p.detach().clone() for p in parameters] if needed else []
-
     @torch.no_grad()
-    def after(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
-        """The estimates, fp32, right after the step that used these gradients; group options are still those of the step."""
-        if self.correction.method == "extrapolate":
-            moves = torch._foreach_sub(list(parameters), list(before))
-            torch._foreach_mul_(moves, self.correction.updates)
-            torch._foreach_add_(moves, list(parameters))
-            return list(moves)
-        ahead = []
-        for p, gradient, *old in zip(parameters, gradients, *([before] if before else ())):
-            group = self._optimizer.param_groups[self._group_of[p]]
-            if group.get("maximize"):
-                gradient = -gradient
-            if decay := self._coupled_decay(group):
-                gradient = gradient.add(old[0], alpha=decay)
-            ahead.append(p - self._step(group, self._optimizer.state[p], gradient))
-        return ahead
+    def extrapolate(self, parameters: Sequence[Tensor], before: Sequence[Tensor]) -> list[Tensor]:
+        """The estimates, fp32, from the values before and after the last step."""
+        moves = torch._foreach_sub(list(parameters), list(before))
+        torch._foreach_mul_(moves, self.correction.updates)
+        torch._foreach_add_(moves, list(parameters))
+        return list(moves)
 
     @torch.no_grad()
     def predict(
@@ -173,30 +139,6 @@ class Corrector:
         optimizer = self._optimizer
         decoupled = group.get("decoupled_weight_decay") or getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")
         return 0.0 if decoupled else group.get("weight_decay", 0.0)
-
-    def _coupled_decay(self, group: dict[str, Any]) -> float:
-        """The same where a denominator has seen it: what is not in the gradient is not in v, and may be far above its root."""
-        return 0.0 if self._family == "sgd" else self._decay_in_gradient(group)
-
-    def _step(self, group: dict[str, Any], state: dict[str, Any], gradient: Tensor) -> Tensor:
-        """The next step as far as it is expected."""
-        lr = group["lr"]
-        if self._family == "sgd":
-            a, c = self.correction.weights(group["momentum"])
-            buffer = state.get("momentum_buffer")
-            ahead = gradient.mul(c / (1.0 - group["momentum"]))
-            return (ahead if buffer is None else ahead.add_(buffer, alpha=a)).mul_(lr)
-        beta1, beta2 = group["betas"]
-        a, c = self.correction.weights(beta1)
-        corrects = group.get("bias_correction", True)
-        count = self._count(group, state)
-        first, second = (1.0 - beta1**count, 1.0 - beta2**count) if corrects else (1.0, 1.0)
-        if self._family == "adamax":
-            ahead = state["exp_avg"].mul(a).add_(gradient, alpha=c).div_(state["exp_inf"])
-            return ahead.mul_(lr / first)
-        square = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
-        denominator = square.sqrt().div_(second**0.5).add_(group["eps"])
-        return state["exp_avg"].mul(a / first).add_(gradient, alpha=c).div_(denominator).mul_(lr)
 
     def _count(self, group: dict[str, Any], state: dict[str, Any]) -> Any:
         """Steps so far: a number, or a tensor on a device for which the host does not wait."""

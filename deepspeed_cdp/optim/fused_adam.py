@@ -78,12 +78,11 @@ if triton is not None:
         root,
         eps,
         decay,
-        ahead1,
-        ahead2,
+        updates,
         DECOUPLED: tl.constexpr,
         CLIPPED: tl.constexpr,
         PUBLISH: tl.constexpr,
-        CORRECT: tl.constexpr,
+        EXTRAPOLATE: tl.constexpr,
         SUM: tl.constexpr,
         PARAMETER: tl.constexpr,
         SIZE: tl.constexpr,
@@ -104,18 +103,14 @@ if triton is not None:
             gradient = gradient + decay * master
         m = keep1 * m + gain1 * gradient
         v = keep2 * v + gain2 * gradient * gradient
-        denominator = tl.div_rn(tl.sqrt_rn(v), root) + eps
-        master = master - step * tl.div_rn(m, denominator)
+        master = master - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
         _write(master_at, master, inside, MASKED)
         _write(m_at, m, inside, MASKED)
         _write(v_at, v, inside, MASKED)
         if PUBLISH:
             _write(_pointer(table, tensor, 4, PARAMETER) + at, master.to(PARAMETER), inside, MASKED)
-        if CORRECT == 1:  # predict: ahead1 is lr a / (1 - beta1^t), ahead2 is lr c
-            ahead = master - tl.div_rn(ahead1 * m + ahead2 * gradient, denominator)
-        if CORRECT == 2:  # extrapolate
-            ahead = master + ahead1 * (master - before)
-        if CORRECT:
+        if EXTRAPOLATE:
+            ahead = master + updates * (master - before)
             _write(_pointer(table, tensor, 5, PARAMETER) + at, ahead.to(PARAMETER), inside, MASKED)
 
     @triton.jit
@@ -257,7 +252,7 @@ class Batch:
         keep1, keep2 = hyper.beta1, hyper.beta2  # the kernel's fp32 scalars are computed in double precision
         correction, root = 1 - keep1**self.count, (1 - keep2**self.count) ** 0.5
         decay = 1 - hyper.lr * hyper.decay if hyper.decoupled else hyper.decay
-        method, ahead1, ahead2 = self._ahead(hyper, correction) if copy is not None else (0, 0.0, 0.0)
+        extrapolates = copy is not None and self._correction is not None and self._correction.method == "extrapolate"
         self._launch(
             _adam,
             self._tables[copy or 0],
@@ -272,10 +267,17 @@ class Batch:
                 root,
                 hyper.eps,
                 decay,
-                ahead1,
-                ahead2,
+                self._correction.updates if self._correction else 0.0,
             ),
-            (hyper.decoupled, clip is not None, copy is not None and self._publishes, method, self._sum, self._parameter, BLOCK),
+            (
+                hyper.decoupled,
+                clip is not None,
+                copy is not None and self._publishes,
+                extrapolates,
+                self._sum,
+                self._parameter,
+                BLOCK,
+            ),
         )
         return self._squares
 
@@ -305,15 +307,6 @@ class Batch:
             ),
             (hyper.decoupled, clip is not None, self._sum, self._parameter, BLOCK),
         )
-
-    def _ahead(self, hyper: Hyper, first: float) -> tuple[int, float, float]:
-        """The kernel's CORRECT, ahead1 and ahead2; ``first`` is 1 - beta1^t."""
-        if not self._correction or self._predicts:
-            return 0, 0.0, 0.0
-        if self._correction.method == "extrapolate":
-            return 2, self._correction.updates, 0.0
-        a, c = self._correction.weights(hyper.beta1)
-        return 1, hyper.lr * a / first, hyper.lr * c
 
 
 class Adam:

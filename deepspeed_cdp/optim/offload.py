@@ -95,10 +95,10 @@ class OffloadedOwner(StageOwner):
         return squares
 
     @torch.no_grad()
-    def predict(self, step: int, unit: Hashable, copy: int) -> None:
+    def predict(self, step: int, unit: Hashable, copy: int, tied: Sequence[Sequence[torch.Tensor]] = ()) -> None:
         """As ``StageOwner``'s, on the host, which waits for the early sum."""
         self._wait(self._value_buffers_read)
-        super().predict(step, unit, copy)
+        super().predict(step, unit, copy, tied)
         self._value_buffers_read = self._record()
 
     @torch.no_grad()

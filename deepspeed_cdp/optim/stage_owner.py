@@ -73,9 +73,8 @@ class StageOwner:
             early: by unit and name, early gradient sums; ``predict`` makes ``corrected`` of them, else updates do.
             early_divisor: as ``divisor``, of early sums.
         """
-        self._early, self._early_divisor = early, early_divisor
-        self._factor: torch.Tensor | None = None  # that the last update multiplied gradients with
-        self._applied: list[dict[str, Any]] | None = None  # the groups' options in the last update; None: none since the start
+        self._early_divisor = early_divisor
+        self.forget_last_update()
         self.clip, self._divisor, self._device, self._published = clip, divisor, device, published
         self.master_device, self.copies = self.master_device or device, len(published)
         trained = {name for views in sums.values() for name in views}
@@ -94,17 +93,18 @@ class StageOwner:
         # averaged gradients of units not updated yet; None where fused Adam reads the sums again
         self._grads: dict[Hashable, list[torch.Tensor] | None] = {}
         self._fused: fused_adam.Adam | None = None
-        self.use_sums(sums)
+        self._not_fused: set[Hashable] = set()  # units that the optimizer itself steps, which so has the count of their steps
+        self.use_sums(sums, early)
         # torch's own optimizers keep their state by parameter, so units can be updated one by one
         self.updates_per_unit = self._fused is not None or type(optimizer).__module__.startswith("torch.optim")
         self._recorded: dict[int, list[dict[str, Any]]] = {}
         self._kept_by_optimizer: set[str] = set()  # group options that step() itself writes (FusedAdam's step count)
         self.publish_all()
 
-    def use_sums(self, sums: Sums) -> None:
-        """Read finished sums from these tensors from now on."""
+    def use_sums(self, sums: Sums, early: Sums | None) -> None:
+        """Read finished and early sums from these tensors from now on."""
         self.sync_optimizer_state()
-        self._sums = sums
+        self._sums, self._early = sums, early
         dtypes = {t.dtype for views in (*sums.values(), self._published[0]) for n, t in views.items() if n in self.masters}
         suits = fused_adam.Adam.suits(self.optimizer, self.master_device or self._device, dtypes)
         correction = self._corrector.correction if self._corrector else None
@@ -143,7 +143,7 @@ class StageOwner:
 
     def publish_all(self) -> None:
         """Write masters and frozen parameters into every published copy, and into every correction."""
-        self._applied = self._factor = None
+        self.forget_last_update()
         for copy in range(self.copies):
             self.publish(copy, self.masters)
         if self._corrected and self._early is not None and self.masters:
@@ -152,6 +152,11 @@ class StageOwner:
         for views in (*self._published, *(self._corrected or ())):
             for name, value in self.frozen.items():
                 views[name].copy_(value)
+
+    def forget_last_update(self) -> None:
+        """Nothing is predicted before the next update; a flush has ended all steps."""
+        self._factor: torch.Tensor | None = None  # that the last update multiplied gradients with
+        self._applied: list[dict[str, Any]] | None = None  # the groups' options in the last update
 
     # ---- updates --------------------------------------------------------------------------------------------------------
     def record(self, step: int) -> None:
@@ -177,27 +182,31 @@ class StageOwner:
         return torch.stack([total & 0xFFFFFFFF, total >> 32]).double()
 
     @torch.no_grad()
-    def predict(self, step: int, unit: Hashable, copy: int) -> None:
+    def predict(self, step: int, unit: Hashable, copy: int, tied: Sequence[Sequence[torch.Tensor]] = ()) -> None:
         """Write a unit's next version, as far as its early sum tells, into the correction ``copy``, which stale readers read.
 
-        It has the hyperparameters and the clipping of the last update since ``publish_all``. Where a prediction is not finite,
-        stale readers read the master.
+        It has the hyperparameters and the clipping of the last update since ``forget_last_update``. Where a prediction is not
+        finite, stale readers read the master.
+
+        Args:
+            tied: more early sums of the same parameters, to be added.
         """
         assert self._early is not None and self._corrected and self._corrector and self._applied is not None
         names, scale = list(self._early[unit]), 1 / self._early_divisor(step)
-        if self._fused:
+        if self._fused and unit not in self._not_fused:
             self._fused.predict(unit, self._applied, scale, self._factor, copy)
         else:
             masters = [self.masters[n] for n in names]
             options = [{k: v for k, v in g.items() if k not in self._kept_by_optimizer} for g in self._applied]
-            ahead = self._corrector.predict(masters, self._early_gradients(unit, step), options)
+            ahead = self._corrector.predict(masters, self._early_gradients(unit, step, tied), options)
             self._write(self._corrected[copy], dict(zip(names, ahead)), True)
 
-    def _early_gradients(self, unit: Hashable, step: int) -> list[torch.Tensor]:
+    def _early_gradients(self, unit: Hashable, step: int, tied: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Averaged early gradients, fp32, beside the masters, scaled as the last update's were to clip them."""
         assert self._early is not None
         divisor = self._early_divisor(step)
-        grads = [(v.to(torch.float32) / divisor).to(self.master_device) for v in self._early[unit].values()]
+        sums = [sum(more, v.to(torch.float32)) for v, *more in zip(self._early[unit].values(), *tied)]
+        grads = [(v / divisor).to(self.master_device) for v in sums]
         if self._factor is not None:
             torch._foreach_mul_(grads, self._factor)
         return grads
@@ -227,7 +236,9 @@ class StageOwner:
             return torch.zeros(1, dtype=torch.float64, device=self._device)
         if self._fused and not tied and not keep:
             self._grads[unit] = None
+            self._not_fused.discard(unit)
             return self._fused.square(unit, 1 / self._divisor(step))
+        self._not_fused.add(unit)
         grads = [v if v.dtype == torch.float32 and not keep else torch.empty_like(v, dtype=torch.float32) for v in views]
         pairs = [(g, v) for g, v in zip(grads, views) if g is not v]
         if pairs:
@@ -301,10 +312,10 @@ class StageOwner:
             group.update({k: v for k, v in options.items() if k not in self._kept_by_optimizer})
         before = [dict(g) for g in groups]
         stepped, corrector = [self.masters[n] for n in grads], self._corrector if self._early is None else None
-        old_values = corrector.before(stepped) if corrector else []
+        old_values = [p.detach().clone() for p in stepped] if corrector else []
         with torch.enable_grad():
             self.optimizer.step()
-        ahead = dict(zip(grads, corrector.after(stepped, list(grads.values()), old_values))) if corrector else {}
+        ahead = dict(zip(grads, corrector.extrapolate(stepped, old_values))) if corrector else {}
         for group, old, now in zip(groups, before, current):
             self._kept_by_optimizer |= {k for k, v in group.items() if k != "params" and (k not in old or old[k] is not v)}
             group.update({k: v for k, v in now.items() if k not in self._kept_by_optimizer})

@@ -67,9 +67,10 @@ class PipeRuntime:
             offload: masters and optimizer state in host memory; pin: page-locked, for asynchronous copies.
             check_divergence: steps from one comparison of the ranks' optimizer options to the next; 0: none.
             read: functions that move a micro-batch's inputs, and its labels, to the device.
-            correction: what stale readers read; ``schedule.delay_corrected`` says whether there is one.
+            correction: what stale readers read; ``schedule`` says whether there is one, and whether it is a prediction.
         """
         assert schedule.delay_corrected == bool(correction), (schedule, correction)
+        assert schedule.predicts == (correction.method == "predict"), (schedule, correction)
         self.schedule, self.rank, self.local_stages, self.loss_fn = schedule, rank, dict(stages), loss
         self.user_optimizer, self.transport, self.device, self.clip = optimizer, transport, device, clip
         self.warmup_steps, self._configured = warmup_steps, schedule
@@ -102,7 +103,7 @@ class PipeRuntime:
         make_owner: Callable[..., StageOwner] = partial(OffloadedOwner, pin=pin) if offload else StageOwner
         return make_owner(
             values=published[0],
-            sums=self._finished_sums(stage),
+            sums=self._sums_of(stage, "finished"),
             published=published,
             corrected=self._written(stage, True) if True in self.schedule.read_forms(stage) else None,
             correction=correction,
@@ -111,6 +112,8 @@ class PipeRuntime:
             divisor=lambda step: self.schedule.stages,
             clip=self.clip,
             device=self.device,
+            early=self._early_sums(stage),
+            early_divisor=lambda step: (self.schedule.predictor(stage) + 1) / self.schedule.rounds,
         )
 
     def _written(self, stage: int, corrected: bool) -> list[dict[str, Tensor]]:
@@ -128,38 +131,35 @@ class PipeRuntime:
             for slot in range(schedule.slots(stage))
         ]
 
-    def _finished_sums(self, stage: int) -> dict[tuple[int, bool], dict[str, Tensor]]:
-        """Places of the finished sums of the stage's units: (unit, whether it is in ``_landing``) -> by name."""
+    def _sums_of(self, stage: int, kind: str) -> dict[int, dict[str, Tensor]]:
+        """Where the stage's own ``finished`` or ``early`` sums are for its owner: by unit and name."""
         found = {}
         for u in self.schedule.homed(stage):
-            unit = self.units[u]
-            found[u, False] = dict(zip(unit.names, unit.grads[stage]))
-            if (u, stage) in self._landing:
-                found[u, True] = dict(zip(unit.names, unit.sum_views(self._landing[u, stage])))
+            unit, landing = self.units[u], self._landing.get((kind, u, stage))
+            found[u] = dict(zip(unit.names, unit.grads[stage] if landing is None else unit.sum_views(landing)))
         return found
+
+    def _early_sums(self, stage: int) -> dict[int, dict[str, Tensor]] | None:
+        return self._sums_of(stage, "early") if "early" in self._configured.handed_over(stage, 1) else None
 
     def set_rounds(self, rounds: int) -> None:
         """Collective: flush; from now on a step has ``rounds`` times N micro-batches."""
         self.flush()
-        self.schedule = replace(self.schedule, rounds=rounds)
+        self.schedule, self._configured = replace(self.schedule, rounds=rounds), replace(self._configured, rounds=rounds)
         self._landing = self._make_landing(self.owners)
         for stage, owner in self.owners.items():
-            owner.use_sums(self._finished_sums(stage))
+            owner.use_sums(self._sums_of(stage, "finished"), self._early_sums(stage))
 
-    def _make_landing(self, owned: Iterable[int]) -> dict[tuple[int, int], Tensor]:
-        """Memory for finished sums that do not stay where they were summed: (unit, stage) -> uint8, 1-D."""
+    def _make_landing(self, owned: Iterable[int]) -> dict[tuple[str, int, int], Tensor]:
+        """Memory for sums that do not stay where they were summed: (``finished`` or ``early``, unit, stage) -> uint8, 1-D."""
         return {
-            (u, b): torch.zeros(self.units[u].layout.g_bytes, dtype=torch.uint8, device=self.device)
+            (kind, u, b): torch.zeros(self.units[u].layout.g_bytes, dtype=torch.uint8, device=self.device)
             for s in owned
-            for u in self.schedule.homed(s)
-            for b in self.schedule.units[u]
-            if self._lands(b, s)
+            for u in self._configured.homed(s)
+            for kind, micro in self._configured.handed_over(u, 1).items()
+            for b in self._configured.units[u]
+            if self._configured.lands(u, b, micro)
         }
-
-    def _lands(self, stage: int, home: int) -> bool:
-        """Whether a finished sum needs memory of its own: another rank sends it, or the next step overwrites it."""
-        last = self.schedule.micro_batches - 1
-        return stage != home or any(self.schedule.rank_of(t, last, stage) != self.rank for t in range(self.schedule.stages))
 
     @property
     def link(self) -> Transport:
@@ -240,6 +240,7 @@ class PipeRuntime:
             unit.restart(self.schedule.copy(u, self._cursor.step, False))
         for owner in self.owners.values():
             owner.sync_optimizer_state()
+            owner.forget_last_update()
         self._cursor = None
         if self._divergence:
             self._divergence.check()
@@ -336,8 +337,8 @@ class PipeRuntime:
         for u in units:
             unit = self.units[u]
             self._wait_for(("sum", u, i.stage), i)
+            self._wait_pushes(("sum", u, i.stage), i)
             if i.micro == 0:
-                self._wait_pushes(("sum", u, i.stage), i)
                 unit.sums[i.stage].zero_()
             unit.begin_backward(i.stage)
         with self.local_stages[i.stage].backward_context():
@@ -416,15 +417,33 @@ class PipeRuntime:
         self._wait_pushes(("sum", i.unit, i.stage), i)
         self._waits["sum", i.unit, i.stage] = self.link.post("sum", i.peer, self.units[i.unit].sums[i.stage])
 
-    def _send_finished(self, i: Instruction) -> None:
-        flat = self.units[i.unit].sums[i.stage]
+    def _hand_over(self, i: Instruction) -> None:
+        kind, flat = i.name.removeprefix("send_"), self.units[i.unit].sums[i.stage]
         if i.peer == self.rank:
-            self._landing[i.unit, i.stage].copy_(flat)
+            self._landing[kind, i.unit, i.stage].copy_(flat)
         else:
-            self._push("finished", i, flat, ("sum", i.unit, i.stage))
+            self._push(kind, i, flat, ("sum", i.unit, i.stage))
 
-    def _recv_finished(self, i: Instruction) -> None:
-        self._waits["finished", i.unit, i.stage] = self.link.post("finished", i.peer, self._landing[i.unit, i.stage])
+    def _take_over(self, i: Instruction) -> None:
+        key = i.name.removeprefix("recv_"), i.unit, i.stage
+        self._waits[key] = self.link.post(key[0], i.peer, self._landing[key])
+
+    _send_early = _send_finished = _hand_over
+    _recv_early = _recv_finished = _take_over
+
+    def _tied_sums(self, i: Instruction, unit: int, kind: str) -> list[list[Tensor]]:
+        """The unit's sums of the stages beside its home; all of its sums are there then."""
+        used = self.schedule.units[unit]
+        for b in used:
+            self._wait_for((kind, unit, b), i)
+        return [self.units[unit].sum_views(self._landing[kind, unit, b]) for b in used[1:]]
+
+    def _predict(self, i: Instruction) -> None:
+        self._wait_readers(i, (True,))
+        for u in self.schedule.homed(i.stage):
+            tied = self._tied_sums(i, u, "early")
+            if self.units[u].names:
+                self.owners[i.stage].predict(i.step, u, i.version % self.schedule.slots(i.stage), tied)
 
     def _vector(self, step: int) -> Tensor:
         """Squared norms by stage, the loss, and by stage the options that owners compare; float64."""
@@ -444,15 +463,8 @@ class PipeRuntime:
         self._wait_for(("norms", i.step), i)
         owner, squares = self.owners[i.stage], [torch.zeros(1, dtype=torch.float64, device=self.device)]
         for u in schedule.homed(i.stage):
-            tied, landed = [], False
-            for b in schedule.units[u]:
-                self._wait_for(("finished", u, b), i)
-                if b == i.stage:
-                    landed = schedule.rank_of(i.step, schedule.micro_batches - 1, b) != self.rank
-                else:
-                    tied.append(self.units[u].sum_views(self._landing[u, b]))
             # before an update with the exact norm, the next step's sums may land in the same memory
-            squares.append(owner.average(i.step, (u, landed), tied, keep=schedule.exact_norm))
+            squares.append(owner.average(i.step, u, self._tied_sums(i, u, "finished"), keep=schedule.exact_norm))
         vector = self._vector(i.step)
         vector[i.stage] = torch.cat(squares).sum()
         if i.stage == schedule.stages - 1:
@@ -477,16 +489,16 @@ class PipeRuntime:
         norm2 = self._norm_to_clip_by(i) if self.clip > 0 else None
         skip = schedule.exact_norm and norm2 is not None and not bool(torch.isfinite(norm2))
         self.skipped += skip and i.stage == max(self.owners)
-        forms, owner = schedule.read_forms(i.stage), self.owners[i.stage]
+        forms, owner = schedule.updated_forms(i.stage), self.owners[i.stage]
         self._wait_readers(i, forms)
         if skip:
             owner.discard()
         slot = i.version % schedule.slots(i.stage)
-        if forms == self._configured.read_forms(i.stage):
-            owner.update(i.step, norm2, None, slot)
-        else:  # in the warm-up passes read no corrections
+        if True in self._configured.updated_forms(i.stage) and True not in forms:  # in the warm-up passes read no corrections
             owner.update(i.step, norm2)
             owner.publish(slot, owner.masters)
+        else:
+            owner.update(i.step, norm2, None, slot if forms else None)
         owner.finish(i.step)
 
     def _publish(self, i: Instruction) -> None:

@@ -19,6 +19,7 @@ in the order of keys. So all ranks share one order of messages, and no cycle of 
 is received. ``verify.pipeline.dry_run`` checks this case.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,28 +33,29 @@ Key = tuple[int, ...]
 
 # Phases of a position, in order: messages of earlier passes; finished sums and norms; norm and update; new versions; passes.
 _EARLY, _FINISHED, _WORK, _LATE, _PASS = range(5)
-_MESSAGES = ("activation", "grad", "sum", "finished", "norms", "totals", "weights")
+_MESSAGES = ("activation", "grad", "sum", "early", "finished", "norms", "totals", "weights")
 
 
 class Instruction(NamedTuple):
     """One instruction of a rank.
 
     Attributes:
-        name: ``load``, ``forward``, ``backward``, ``norm``, ``update``, ``publish`` (write the newest version where updates write
-            corrections only), or ``send_X`` and ``recv_X`` for a message X:
+        name: ``load``, ``forward``, ``backward``, ``predict`` (write the correction of a version from early sums), ``norm``,
+            ``update``, ``publish`` (write the newest version where updates do not), or ``send_X`` and ``recv_X`` for a message X:
 
             ==========  ======================================================================
             activation  a stage's output, to the next stage
             grad        the gradient of a stage's input, to the stage before
             sum         a running gradient sum, from replica to replica
-            finished    a step's gradient sum, to the unit's owner (to itself: the owner keeps it)
+            early       a running sum that a prediction needs, to the unit's owner (to itself: the owner keeps it)
+            finished    the same for a step's whole sum
             norms       norms so far, from owner to owner
             totals      norms of all stages, and the loss, to all ranks
             weights     a new version, or its correction
             ==========  ======================================================================
         stage, step: steps count from the last flush.
         micro: micro-batch of the step, or -1.
-        version: the version that a pass reads, or that an update or message produces, or -1.
+        version: the version that a pass reads, or that an update, prediction or message produces, or -1.
         unit: weights that travel as one message (see ``PipeSchedule.units``), or -1.
         peer: the other rank, or -1.
         corrected: a pass reads, or a message holds, the correction of the version (delay_correction.py).
@@ -86,6 +88,7 @@ class PipeSchedule:
         exact_norm: updates wait for the norm of the whole step (clipping under K = 0 and K = 2N-1).
         alone: step 0 ends before step 1 begins, so that ``train_batch`` can return its loss; versions are the rule's.
         delay_corrected: stale readers read the correction of their version.
+        predicts: corrections are predictions, made of the next step's early sums; else updates make them.
     """
 
     stages: int
@@ -96,9 +99,11 @@ class PipeSchedule:
     exact_norm: bool = False
     alone: bool = False
     delay_corrected: bool = False
+    predicts: bool = False
 
     def __post_init__(self) -> None:
         assert self.placement in PLACEMENTS, self.placement
+        assert self.delay_corrected or not self.predicts, "predictions are corrections"
         assert not self.exact_norm or self.threshold in (0, 2 * self.stages - 1), self
         assert all(list(t) == sorted(set(t)) and len(t) > 1 and t[-1] < self.stages for t in self.ties), self.ties
 
@@ -145,9 +150,17 @@ class PipeSchedule:
         gap = max(0, 2 * self.micro_batches + 4 * self.stages - self.period) if self.alone and step else 0
         return self.period * step + gap
 
+    def summed(self, step: int, micro: int, stage: int) -> int:
+        """The position by which the stage's backward of a micro-batch has ended."""
+        return self.base(step) + 2 * micro + 2 * self.stages - stage
+
     def finished(self, step: int, stage: int) -> int:
         """The position by which the step's last backward of the stage has ended."""
-        return self.base(step) + 2 * self.micro_batches + 2 * self.stages - 2 - stage
+        return self.summed(step, self.micro_batches - 1, stage)
+
+    def predict_time(self, step: int, stage: int) -> int:
+        """The position of the stage's prediction: where nothing stalls, that of its first stale forward in the next step."""
+        return self.summed(step, self.predictor(stage), stage)
 
     def update_time(self, step: int, stage: int) -> int:
         """The position of the stage's update; with ``exact_norm``, after the last sum of all stages."""
@@ -185,6 +198,20 @@ class PipeSchedule:
         replicas = self.replicas(stage)
         return replicas[(step * self.micro_batches + micro) % len(replicas)]
 
+    def predictor(self, stage: int) -> int:
+        """The last micro-batch in the early sum that predicts the stage, and with it the units whose home it is."""
+        return self.rule.early_micro_batches(stage) - 1
+
+    def handed_over(self, unit: int, step: int) -> dict[str, int]:
+        """Sums that a unit's owner gets in a step: by message, the last micro-batch in them. Version 0 is its own correction."""
+        early = {"early": self.predictor(self.units[unit][0])} if self.predicts and step and self.stale(unit) else {}
+        return early | {"finished": self.micro_batches - 1}
+
+    def lands(self, unit: int, stage: int, micro: int) -> bool:
+        """Whether the owner needs memory for the stage's sum up to a micro-batch: it is, in some step, not where it adds."""
+        home = self.units[unit][0]
+        return stage != home or any(self.rank_of(t, micro, stage) != self.owner(home) for t in range(self.stages))
+
     def owner(self, stage: int) -> int:
         """The rank that holds a stage's masters and optimizer state: the replica of the N-th micro-batch."""
         return self.rank_of(0, self.stages - 1, stage)
@@ -211,10 +238,14 @@ class PipeSchedule:
         return self.threshold > self.units[unit][0]
 
     def read_forms(self, unit: int) -> tuple[bool, ...]:
-        """What passes read of a unit, and so what updates write: versions (False), corrections (True), or both."""
+        """What passes read of a unit: versions (False), corrections (True), or both."""
         if not (self.delay_corrected and self.stale(unit)):
             return (False,)
         return (True,) if self.threshold == 2 * self.stages - 1 else (False, True)
+
+    def updated_forms(self, unit: int) -> tuple[bool, ...]:
+        """What updates write of it."""
+        return tuple(form for form in self.read_forms(unit) if not (form and self.predicts))
 
     def slots(self, stage: int) -> int:
         """How many versions, and corrections, the owner of a stage writes in turn."""
@@ -266,27 +297,29 @@ class PipeSchedule:
                 yield from self._sums(rank, t, q, s, b)
 
     def _sums(self, rank: int, t: int, q: int, s: int, b: int) -> Iterator[tuple[Key, Instruction]]:
-        """Receive the running sum from the micro-batch before's replica; send it to the next one's replica, or to the owner."""
+        """Receive the running sum from the micro-batch before's replica; send it to the next one's replica, and to the owner."""
         for u in self.units_at(s):
             if q and (peer := self.rank_of(t, q - 1, s)) != rank:
                 yield self._message(b - 1, "sum", peer, rank, u), Instruction("recv_sum", s, t, q, unit=u, peer=peer)
-            if q < self.micro_batches - 1:
-                if (peer := self.rank_of(t, q + 1, s)) != rank:
-                    yield self._message(b + 1, "sum", rank, peer, u), Instruction("send_sum", s, t, q, unit=u, peer=peer)
-            elif (owner := self.owner(self.units[u][0])) != rank or s != self.units[u][0]:
-                key = self._message(self.finished(t, s), "finished", rank, owner, u, s, phase=_FINISHED)
-                yield key, Instruction("send_finished", s, t, unit=u, peer=owner)
+            if q < self.micro_batches - 1 and (peer := self.rank_of(t, q + 1, s)) != rank:
+                yield self._message(b + 1, "sum", rank, peer, u), Instruction("send_sum", s, t, q, unit=u, peer=peer)
+            owner = self.owner(self.units[u][0])
+            for kind, micro in self.handed_over(u, t).items():
+                if q == micro and self.lands(u, s, micro):
+                    key = self._message(b + 1, kind, rank, owner, u, s, phase=_FINISHED)
+                    yield key, Instruction(f"send_{kind}", s, t, unit=u, peer=owner)
 
     def _owning(self, rank: int, t: int) -> Iterator[tuple[Key, Instruction]]:
-        last_micro = self.micro_batches - 1
         for s in range(self.stages):
             end, update, owner = self.finished(t, s), self.update_time(t, s), self.owner(s)
             if owner == rank:
                 for u in self.homed(s):
-                    for b in self.units[u]:
-                        if (peer := self.rank_of(t, last_micro, b)) != rank:
-                            key = self._message(self.finished(t, b), "finished", peer, rank, u, b, phase=_FINISHED)
-                            yield key, Instruction("recv_finished", b, t, unit=u, peer=peer)
+                    for (kind, micro), b in itertools.product(self.handed_over(u, t).items(), self.units[u]):
+                        if (peer := self.rank_of(t, micro, b)) != rank:
+                            key = self._message(self.summed(t, micro, b), kind, peer, rank, u, b, phase=_FINISHED)
+                            yield key, Instruction(f"recv_{kind}", b, t, unit=u, peer=peer)
+                if "early" in self.handed_over(s, t):  # before the norm, which averages sums in place
+                    yield (self.predict_time(t, s), _WORK, -1, s), Instruction("predict", s, t, version=t, corrected=True)
                 if s < self.stages - 1 and (peer := self.owner(s + 1)) != rank:
                     yield self._message(end, "norms", peer, rank, phase=_FINISHED), Instruction("recv_norms", s, t, peer=peer)
                 yield (end, _WORK, 0, s), Instruction("norm", s, t)
@@ -296,7 +329,8 @@ class PipeSchedule:
                 yield (update, _WORK, 1, s), Instruction("update", s, t, version=t + 1)
             for u in self.homed(s):
                 for form in self.read_forms(u):
-                    yield from self._weights(rank, t, u, form)
+                    if form in self.updated_forms(u) or t:
+                        yield from self._weights(rank, t, u, form)
         first = self.owner(0)
         for peer in range(self.ranks):
             key = self._message(self.finished(t, 0), "totals", first, peer, phase=_LATE)
@@ -306,13 +340,17 @@ class PipeSchedule:
                 yield key, Instruction("recv_totals", 0, t, peer=first)
 
     def _weights(self, rank: int, t: int, unit: int, corrected: bool) -> Iterator[tuple[Key, Instruction]]:
-        """The owner sends what the update of step t wrote to the other holders."""
-        s = self.units[unit][0]
-        owner, send = self.owner(s), Instruction("send_weights", s, t, version=t + 1, unit=unit, corrected=corrected)
+        """The owner sends what the update or the prediction of step t wrote to the other holders."""
+        s, predicted = self.units[unit][0], corrected and self.predicts
+        owner, version = self.owner(s), t if predicted else t + 1
         for peer in self.holders(unit):
-            key = self._message(self.update_time(t, s), "weights", owner, peer, unit, int(corrected), phase=_LATE)
+            # a prediction comes when the peer's stage reads it: in the same call of train_batch on both sides
+            first = min(b for b in self.units[unit] if b in self.stages_of(peer))
+            time = self.predict_time(t, s) + first - s if predicted else self.update_time(t, s)
+            key = self._message(time, "weights", owner, peer, unit, int(corrected), phase=_LATE)
+            send = Instruction("send_weights", s, t, version=version, unit=unit, peer=peer, corrected=corrected)
             if peer != owner and rank == owner:
-                yield key, send._replace(peer=peer)
+                yield key, send
             elif peer != owner and rank == peer:
                 yield key, send._replace(name="recv_weights", peer=owner)
 

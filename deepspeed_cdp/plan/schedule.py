@@ -119,6 +119,10 @@ class Schedule:
         """
         return stage
 
+    def early_micro_batches(self, stage: int) -> int:
+        """Micro-batches of a step in the sum that predicts the stage's next version: all up to the predictor's last."""
+        return (self.rounds - 1) * self.ranks + self.predictor(stage) + 1
+
     def start(self, step: int, round: int, rank: int) -> int:
         """Logical time of the rank's first position in this round."""
         return self.period * step + 2 * self.ranks * round + 2 * rank

@@ -204,5 +204,4 @@ class UnitSchedule:
 
     def early_share(self, stage: int) -> float:
         """Micro-batches in the stage's early sum, by rounds: divides a sum of gradients of losses divided by the rounds."""
-        s = self.schedule
-        return ((s.rounds - 1) * s.ranks + s.predictor(stage) + 1) / s.rounds
+        return self.schedule.early_micro_batches(stage) / self.schedule.rounds

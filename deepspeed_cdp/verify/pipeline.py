@@ -6,7 +6,9 @@ It trusts nothing that the schedule says. It checks that
 - both passes of every micro-batch read the rule's version, or its correction if that is stale and the schedule corrects it;
 - no version is overwritten while it is in use, and no rank keeps more copies than the schedule says;
 - after the last step every holder has the newest version itself;
-- an update holds every micro-batch of its step once, in order, from every stage that uses the unit.
+- an update holds every micro-batch of its step once, in order, from every stage that uses the unit;
+- so does a prediction, of the micro-batches whose gradients are there when the next step begins to read the stage. It is of the
+  newest version.
 """
 
 from collections import defaultdict
@@ -34,7 +36,8 @@ class _PipelineRank:
     graphs: dict[tuple[int, int, int], dict[int, tuple[int, _Weights]]] = field(default_factory=dict)  # pass -> unit -> copy
     weights: dict[tuple[int, int], _Weights] = field(default_factory=dict)  # (unit, copy) -> what it holds
     sums: dict[tuple[int, int], list[tuple[int, int]]] = field(default_factory=lambda: defaultdict(list))  # (unit, stage)
-    finished: dict[tuple[int, int, int], list[tuple[int, int]]] = field(default_factory=dict)  # (unit, stage, step)
+    handed: dict[tuple[str, int, int, int], list[tuple[int, int]]] = field(default_factory=dict)  # (message, unit, stage, step)
+    masters: dict[int, int] = field(default_factory=dict)  # owned stage -> version
     norms: dict[int, list[int]] = field(default_factory=dict)  # step -> stages
     totals: set[int] = field(default_factory=set)
     most_graphs: int = 0
@@ -99,7 +102,9 @@ class _DryRun:
             "load": self._load,
             "forward": self._forward,
             "backward": self._backward,
-            "send_finished": self._keep_finished,  # to itself
+            "send_early": self._keep,  # to itself
+            "send_finished": self._keep,
+            "predict": self._predict,
             "norm": self._norm,
             "update": self._update,
             "publish": self._publish,
@@ -148,9 +153,9 @@ class _DryRun:
         elif kind == "sum":
             need(j.stage == i.stage and j.micro == i.micro + 1, r, i, f"does not fit {j}")
             b.sums[i.unit, i.stage] = list(a.sums[i.unit, i.stage])
-        elif kind == "finished":
+        elif kind in ("early", "finished"):
             need(j.stage == i.stage, r, i, f"does not fit {j}")
-            b.finished[i.unit, i.stage, i.step] = list(a.sums[i.unit, i.stage])
+            b.handed[kind, i.unit, i.stage, i.step] = list(a.sums[i.unit, i.stage])
         elif kind == "norms":
             b.norms[i.step] = list(a.norms[i.step])
         elif kind == "totals":
@@ -225,16 +230,30 @@ class _DryRun:
         if i.stage and schedule.rank_of(i.step, i.micro, i.stage - 1) == r:
             rank.output_grads.add((i.stage - 1, i.step, i.micro))
 
-    def _keep_finished(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
-        rank.finished[i.unit, i.stage, i.step] = list(rank.sums[i.unit, i.stage])
+    def _keep(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
+        rank.handed[i.name[5:], i.unit, i.stage, i.step] = list(rank.sums[i.unit, i.stage])
+
+    def _need_sums(self, r: int, rank: _PipelineRank, i: Instruction, kind: str, count: int) -> None:
+        """The sums of the stage's units hold the step's first ``count`` micro-batches."""
+        wanted = [(i.step, q) for q in range(count)]
+        for u in self.schedule.homed(i.stage):
+            for b in self.schedule.units[u]:
+                handed = rank.handed.pop((kind, u, b, i.step), None)
+                got = rank.sums[u, b] if handed is None else handed
+                self._need(got == wanted, r, i, f"the sum of unit {u} from stage {b} holds {got}")
+                if kind == "finished" and handed is None:
+                    rank.sums[u, b] = []  # it is averaged in place
+
+    def _predict(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
+        schedule, version = self.schedule, rank.masters.get(i.stage, 0)
+        self._need_sums(r, rank, i, "early", schedule.micro_batches - schedule.stages + i.stage + 1)
+        self._need(0 < version == i.version == i.step, r, i, f"predicts from version {version}")
+        for u in schedule.homed(i.stage):
+            self._write(r, rank, i, u, (version, True))
 
     def _norm(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
         schedule, need = self.schedule, self._need
-        whole = [(i.step, q) for q in range(schedule.micro_batches)]
-        for u in schedule.homed(i.stage):
-            for b in schedule.units[u]:
-                got = rank.finished.pop((u, b, i.step), None) or list(rank.sums[u, b])
-                need(got == whole, r, i, f"the sum of unit {u} from stage {b} holds {got}")
+        self._need_sums(r, rank, i, "finished", schedule.micro_batches)
         if schedule.placement == "single" or i.stage == schedule.stages - 1:
             rank.norms.setdefault(i.step, [])
         need(rank.norms.get(i.step) == list(range(schedule.stages - 1, i.stage, -1)), r, i, "norms before it are missing")
@@ -245,8 +264,9 @@ class _DryRun:
     def _update(self, r: int, rank: _PipelineRank, i: Instruction) -> None:
         self._need(not self.schedule.exact_norm or i.step in rank.totals, r, i, "does not know the step's norm")
         self._need(i.step in rank.norms, r, i, "comes before its norm")
+        rank.masters[i.stage] = i.version
         for u in self.schedule.homed(i.stage):
-            for form in self.schedule.read_forms(u):
+            for form in self.schedule.updated_forms(u):
                 self._write(r, rank, i, u, (i.version, form))
 
     def _publish(self, r: int, rank: _PipelineRank, i: Instruction) -> None:

@@ -21,7 +21,7 @@ COVER: dict[int, list[Job]] = {
         Job(4, 1, checkpointing=1, config=FREE),
         Job(1, "cdp-v2", rounds=2),
         Job(2, "cdp-v2", clip=0.5, cyclic={"delay_correction": "none"}),
-        Job(2, "cdp-v1", eval_after=(0, 2), cyclic={"delay_correction": {"method": "predict", "momentum": 0.2}}),
+        Job(2, "cdp-v1", eval_after=(0, 2), cyclic={"delay_correction": {"method": "predict", "weight": 1.5}}),
         Job(3, "cdp-v2", bf16=True, eval_after=(1,)),
         Job(3, "cdp-v1", clip=0.5, tied=True, cyclic={"warmup_steps": 2}),
     ],

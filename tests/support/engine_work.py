@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed_cdp.analysis import reference
-from deepspeed_cdp.plan.delay_correction import DelayCorrection, coefficients
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
 from support import models
 from support.optimizers import adamw, muon, sgd, two_groups
@@ -253,9 +253,9 @@ def oracle(
     )
 
 
-def explicit(method: str, beta1: float = 0.9) -> DelayCorrection:
-    """A correction with the numbers that the engine takes for this beta1."""
-    return DelayCorrection(method, 1.0, *coefficients(beta1), weight=2.0)
+def explicit(method: str) -> DelayCorrection:
+    """A correction with the numbers that the engine takes."""
+    return DelayCorrection(method, weight=2.0)
 
 
 def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 0.0, atol: float = 0.0) -> None:

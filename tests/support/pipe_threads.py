@@ -134,9 +134,8 @@ class Case:
     def schedule(self) -> PipeSchedule:
         exact = self.clip > 0 and self.threshold in (0, 2 * self.stages - 1)
         ties = ((0, self.stages - 1),) if self.tied and self.stages > 1 else ()
-        return PipeSchedule(
-            self.stages, self.threshold, self.rounds, self.placement, ties, exact, delay_corrected=bool(self.correction)
-        )
+        corrections = dict(delay_corrected=bool(self.correction), predicts=self.correction.method == "predict")
+        return PipeSchedule(self.stages, self.threshold, self.rounds, self.placement, ties, exact, **corrections)
 
     def batch(self, step: int, q: int) -> tuple[torch.Tensor, torch.Tensor]:
         inputs, labels = batch(step, q, dtype=self.dtype)
@@ -241,7 +240,6 @@ def oracle(case: Case) -> tuple[dict[str, torch.Tensor], list[float]]:
         on_step=decay,
         warmup_steps=case.warmup_steps,
         delay_correction=case.correction,
-        early=False,
     )
     means = [
         sum(trained.losses[t, m, r] for m in range(case.rounds) for r in range(case.stages)) / (case.rounds * case.stages)

@@ -9,7 +9,6 @@ from torch import nn
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.optim.delay_correction import resolve
-from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
 
 WIDTH, WORDS = 8, 12
@@ -266,6 +265,7 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         return torch.optim.AdamW([p for _, p in named], lr=1e-2, weight_decay=0.1)
 
     k = threshold(job.rule, job.stages)
+    correction = resolve(job.cyclic.get("delay_correction", "auto"), make_optimizer([("", nn.Parameter(torch.ones(1)))]), k)
     result = reference.train(
         module,
         stages,
@@ -280,18 +280,10 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         flush_after=job.eval_after,
         grad_dtype=torch.float32 if job.sum_fp32 else None,
         on_step=on_step,
-        early=False,
-        delay_correction=_with_numbers(
-            resolve(job.cyclic.get("delay_correction", "auto"), make_optimizer([("", nn.Parameter(torch.ones(1)))]), k, True)
-        ),
+        delay_correction=replace(correction, weight=correction.weight or 2.0),
     )
     count = job.rounds * job.stages
     means = [
         math.fsum(result.losses[t, m, r] for m in range(job.rounds) for r in range(job.stages)) / count for t in range(job.steps)
     ]
     return result.masters, means, result.norms
-
-
-def _with_numbers(correction: DelayCorrection) -> DelayCorrection:
-    a, c = correction.weights(0.9)
-    return replace(correction, momentum=a, gradient=c)

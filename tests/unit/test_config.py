@@ -95,6 +95,7 @@ def test_auto_is_kept_not_dropped():
         {"check_divergence": 0},
         {"check_divergence": 50},
         {"weights": "a/folder"},
+        {"delay_correction": "predict"},
     ],
 )
 def test_allowed_values_come_through_unchanged(block):
@@ -135,6 +136,10 @@ def test_allowed_values_come_through_unchanged(block):
         ("gradient_accumulation_fusion", "on"),
         ("gradient_accumulation_fusion", 1),
         ("placement", "ring"),
+        ("delay_correction", "on"),
+        ("delay_correction", {"weight": 2.0}),
+        ("delay_correction", {"method": "predict", "momentum": 0.2}),
+        ("delay_correction", {"method": "predict", "gradient": 0.1}),
         ("timeout_seconds", 0),
         ("timeout_seconds", -3),
         ("timeout_seconds", float("inf")),

@@ -35,24 +35,14 @@ def test_auto(kind):
     assert resolve("auto", optimizer, 0).method == "none", "nobody is stale under dp"
 
 
-def test_predict_needs_a_formula():
+def test_predict_needs_a_known_momentum():
     parameters = [torch.nn.Parameter(torch.ones(2, 2))]
     for kind in (torch.optim.SGD, torch.optim.NAdam, torch.optim.Adam):
         assert resolve("predict", kind(parameters), 1).method == "predict"
     for kind in (torch.optim.Adagrad, MuonAndAdamW):
         with pytest.raises(ValueError, match="is 'predict' and the optimizer .* use 'extrapolate' or 'auto'"):
             resolve("predict", kind(parameters), 1)
-    chosen = resolve({"method": "predict", "momentum": 0.5}, torch.optim.AdamW(parameters), 1, True)
-    assert chosen.weights(0.9) == (0.5, resolve("predict", torch.optim.AdamW(parameters), 1).weights(0.9)[1])
-
-
-@pytest.mark.parametrize(("key", "pipeline"), [("weight", True), ("momentum", False), ("gradient", False)])
-def test_numbers_of_the_other_kind_are_refused(key, pipeline):
-    """Rings and pipelines predict by different formulas."""
-    optimizer, block = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))]), {"method": "predict", key: 0.5}
-    with pytest.raises(ValueError, match=f"cyclic.delay_correction has {key} 0.5, which predictions on .* remove it"):
-        resolve(block, optimizer, 1, pipeline)
-    assert resolve(block, optimizer, 1, not pipeline).method == "predict"
+    assert resolve({"method": "predict", "weight": 0.5}, torch.optim.AdamW(parameters), 1).lead(0.9) == 0.5
 
 
 def test_the_trial_step_leaves_nothing_behind():

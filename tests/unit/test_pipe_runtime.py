@@ -8,11 +8,12 @@ import torch
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.optim.offload import OffloadedOwner
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
+from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
 from support.optimizers import sgd
 from support.pipe_threads import Case, farthest, oracle, told, train
 
 PLACEMENTS = ("pipeline", "pyramid", "single")
-EXTRAPOLATE, PREDICT = DelayCorrection("extrapolate"), DelayCorrection("predict", momentum=0.2, gradient=0.12)
+EXTRAPOLATE, PREDICT = DelayCorrection("extrapolate"), DelayCorrection("predict", weight=1.7)
 COVER = [{}, {"tied": True, "clip": 0.05}, {"rounds": 2, "clip": 0.05, "flush_after": (1,)}]
 
 
@@ -148,6 +149,54 @@ def test_a_correction_in_the_wrong_place_shows(placement, mistake, threshold):
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("mistake", ["one more", "one less", "a tied sum"])
+@pytest.mark.parametrize("threshold", [2, 5])
+def test_a_prediction_from_other_gradients_shows(placement, mistake, threshold, monkeypatch):
+    """From the sum of one micro-batch more or less, divided by the right number; or without what the last stage has."""
+    rule = PipeSchedule.predictor
+    case = Case(3, threshold, placement, tied=mistake == "a tied sum", correction=PREDICT, rounds=2)
+
+    def change(runtime):
+        tied_sums = runtime._tied_sums
+        if mistake == "a tied sum":
+            runtime._tied_sums = lambda i, unit, kind: [] if kind == "early" else tied_sums(i, unit, kind)
+        for stage, owner in runtime.owners.items():
+            owner._early_divisor = lambda step, stage=stage: (rule(runtime.schedule, stage) + 1) / 2
+
+    assert not differs(case)
+    if mistake != "a tied sum":
+        by = 1 if mistake == "one more" else -1
+        monkeypatch.setattr(PipeSchedule, "predictor", lambda self, stage: rule(self, stage) + by * (stage == 1))
+    assert differs(replace(case, change=change))
+
+
+@pytest.mark.parametrize("correction", [PREDICT, EXTRAPOLATE])
+def test_skipped_first_steps_after_a_flush(correction):
+    """The first prediction after a flush knows no clipping of the steps before it."""
+    check(Case(3, 5, correction=correction, clip=0.05, infinite=2, flush_after=(1,), steps=7))
+
+    def change(runtime):
+        for owner in runtime.owners.values():
+            owner.forget_last_update = lambda: None
+
+    if correction is PREDICT:
+        assert differs(Case(3, 5, correction=correction, clip=0.05, infinite=2, flush_after=(1,), steps=7, change=change))
+
+
+@pytest.mark.parametrize("threshold", [1, 2, 3, 5])
+def test_rounds_may_change_between_steps(threshold):
+    """As a run that starts with as many: ``set_rounds`` flushes, and comes before the first step here, in the warm-up or not."""
+    for placement, warmup_steps in (("pipeline", 0), ("pyramid", 0), ("pyramid", 1)):
+        case = Case(3, threshold, placement, rounds=2, tied=True, correction=PREDICT, warmup_steps=warmup_steps)
+
+        def change(runtime):
+            runtime.set_rounds(1)
+            runtime.set_rounds(2)
+
+        assert not differs(replace(case, change=change))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
 def test_a_flush_that_leaves_corrections_shows(placement):
     def change(runtime):
         runtime._publish = lambda i: None
@@ -169,8 +218,8 @@ def test_a_tied_gradient_that_is_left_out_shows(placement):
 
         def without(i):
             runtime._wait_for(("finished", 3, 2), i)
-            if (3, 2) in runtime._landing:
-                runtime._landing[3, 2].zero_()
+            if ("finished", 3, 2) in runtime._landing:
+                runtime._landing["finished", 3, 2].zero_()
             norm(i)
 
         runtime._norm = without

@@ -1,6 +1,8 @@
 """The cyclic pipeline's timetable: every N up to 8, every K and every placement, dry-run; and timetables broken on purpose."""
 
 import csv
+import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -30,8 +32,23 @@ def test_every_threshold_runs_with_blocking_sends_and_a_barrier_after_each_step(
 def test_corrections_with_every_threshold(stages, placement):
     for k in range(2 * stages):
         exact, rounds = k in (0, 2 * stages - 1), 1 + (k + stages) % 2 * (stages < 5)
-        for alone in (False, True):
-            dry_run(PipeSchedule(stages, k, rounds, placement, ties(stages), exact, alone, True), barriers=not alone)
+        for alone, predicts in itertools.product((False, True), repeat=2):
+            dry_run(PipeSchedule(stages, k, rounds, placement, ties(stages), exact, alone, True, predicts), barriers=not alone)
+
+
+@pytest.mark.parametrize("rounds", [1, 3])
+@pytest.mark.parametrize("stages", range(1, 9))
+def test_a_prediction_has_the_gradients_that_are_there(stages, rounds):
+    """All of those before the stage's first stale forward of the next step. Where the rule stalls more would come by then."""
+    for k in range(2 * stages):
+        schedule = PipeSchedule(stages, k, rounds, "single", delay_corrected=True, predicts=True)
+        at = {(i.name, i.stage, i.step, i.micro): key for t in range(3) for key, i in schedule.program(0, t)}
+        for s in range(min(k, stages)):
+            predicted, read = at["predict", s, 1, -1], at["forward", s, 2, 0]
+            backwards = [at["backward", s, 1, q] for q in range(schedule.micro_batches)]
+            assert sum(key < predicted for key in backwards) == (rounds - 1) * stages + s + 1
+            assert sum(predicted < key < read for key in backwards) == schedule.stall // 2
+            assert predicted[0] + schedule.stall == read[0]
 
 
 @pytest.mark.parametrize("stages", range(1, 7))
@@ -217,8 +234,8 @@ def test_messages_in_another_order_are_found():
 
 
 # ---- corrections, broken on purpose -----------------------------------------------------------------------------------------
-def corrected(k: int, placement: str = "pyramid") -> PipeSchedule:
-    return PipeSchedule(3, k, 1, placement, ((0, 2),), delay_corrected=True)
+def corrected(k: int, placement: str = "pyramid", predicts: bool = False) -> PipeSchedule:
+    return PipeSchedule(3, k, 1, placement, ((0, 2),), delay_corrected=True, predicts=predicts)
 
 
 def swapped(name: str, from_step: int = 2):
@@ -230,44 +247,104 @@ def swapped(name: str, from_step: int = 2):
     return change
 
 
+@pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("k", [1, 2, 4, 5])
 @pytest.mark.parametrize("name", ["forward", "backward"])
-def test_passes_that_say_versions_for_corrections_are_found(name, k, placement):
-    assert "does not say the rule's version" in broken(corrected(k, placement), swapped(name))
+def test_passes_that_say_versions_for_corrections_are_found(name, k, placement, predicts):
+    assert "does not say the rule's version" in broken(corrected(k, placement, predicts), swapped(name))
 
 
+@pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize("k", [2, 5])
 @pytest.mark.parametrize("name", ["send_weights", "recv_weights"])
-def test_messages_with_versions_for_corrections_are_found(name, k):
-    text = broken(corrected(k), swapped(name))
+def test_messages_with_versions_for_corrections_are_found(name, k, predicts):
+    text = broken(corrected(k, predicts=predicts), swapped(name))
     assert "holds" in text and "correction of version 2" in text or "corrected" in text, text
 
 
+@pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_rule_that_takes_corrections_for_versions_is_found(placement, monkeypatch):
+def test_a_rule_that_takes_corrections_for_versions_is_found(placement, predicts, monkeypatch):
     rule = PipeSchedule.corrected
     monkeypatch.setattr(PipeSchedule, "corrected", lambda self, micro, stage: not rule(self, micro, stage))
-    assert "does not say the rule's version" in broken(corrected(2, placement), None)
+    assert "does not say the rule's version" in broken(corrected(2, placement, predicts), None)
 
 
+@pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("k", "copies"), [(2, 2), (2, 1), (5, 1)])
-def test_fewer_copies_than_corrections_need_are_found(k, copies, placement, monkeypatch):
+def test_fewer_copies_than_corrections_need_are_found(k, copies, placement, predicts, monkeypatch):
     monkeypatch.setattr(PipeSchedule, "copies", lambda self, unit: copies)
-    text = broken(corrected(k, placement), None)
+    text = broken(corrected(k, placement, predicts), None)
     assert any(words in text for words in ("is in use by", "lacks", "holds the correction")), text
 
 
+@pytest.mark.parametrize("predicts", [False, True])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_flush_that_leaves_corrections_is_found(placement):
-    text = broken(corrected(5, placement), without("publish"))
-    assert "without version 4" in text or "holds the correction of version 4" in text
+def test_a_flush_that_leaves_corrections_is_found(placement, predicts):
+    text = broken(corrected(5, placement, predicts), without("publish"))
+    assert "without version 4" in text or f"holds the correction of version {2 if predicts else 4}" in text
 
 
-def test_only_a_flush_sends_versions_that_nobody_reads():
-    cursors = [ProgramCursor(corrected(5), rank) for rank in range(6)]
+@pytest.mark.parametrize("predicts", [False, True])
+def test_only_a_flush_sends_versions_that_nobody_reads(predicts):
+    cursors = [ProgramCursor(corrected(5, predicts=predicts), rank) for rank in range(6)]
     calls = [i for cursor in cursors for _ in range(3) for i in cursor.call()]
     ends = [i for cursor in cursors for i in cursor.rest()]
     assert {i.corrected for i in calls if i.name == "send_weights"} == {True}
     assert [i.version for i in ends if i.name == "send_weights" and not i.corrected] == [3] * 6
+
+
+# ---- predictions, broken on purpose -----------------------------------------------------------------------------------------
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("k", [1, 2, 4, 5])
+def test_a_prediction_from_another_number_of_gradients_is_found(k, placement, monkeypatch):
+    """With one more it also comes after the first pass that reads it, where nothing stalls."""
+    rule, schedule = PipeSchedule.predictor, PipeSchedule(3, k, 2, placement, ((0, 2),), delay_corrected=True, predicts=True)
+    monkeypatch.setattr(PipeSchedule, "predictor", lambda self, stage: rule(self, stage) - 1)
+    assert "the sum of unit 0 from stage 0 holds [(1, 0), (1, 1), (1, 2)]" in broken(schedule, None)
+    monkeypatch.setattr(PipeSchedule, "predictor", lambda self, stage: rule(self, stage) + 1)
+    assert re.search("the sum of unit 0|deadlock|lacks the correction of version 1", broken(schedule, None))
+
+
+def later(name: str, past: str, stage: int):
+    """The first such instruction of a stage comes after the next ``past``."""
+
+    def change(rank, instructions):
+        at = next((n for n, i in enumerate(instructions) if (i.name, i.stage) == (name, stage)), len(instructions))
+        to = next((n for n, i in enumerate(instructions[at:], at) if (i.name, i.stage) == (past, stage)), at)
+        return [*instructions[:at], *instructions[at + 1 : to + 1], *instructions[at : at + 1], *instructions[to + 1 :]]
+
+    return change
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("k", "change", "words"),
+    [
+        (2, without("predict", step=1), "lacks the correction of version 1|holds nothing"),
+        (5, without("predict", step=2), "lacks the correction of version 2|holds version 0"),
+        (2, without("send_early", step=1), "the sum of unit 3 from stage 2 holds|deadlock"),
+        (2, later("predict", "backward", 0), "lacks the correction of version 1|holds nothing"),
+        (5, later("predict", "norm", 2), r"the sum of unit 2 from stage 2 holds \[\]"),
+        (5, without("update", step=1, stage=1), "predicts from version 1"),
+    ],
+)
+def test_predictions_at_the_wrong_time_are_found(placement, k, change, words):
+    assert re.search(words, broken(corrected(k, placement, True), change))
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_a_prediction_of_another_version_is_found(version):
+    def change(rank, instructions):
+        return [i._replace(version=version) if i.name == "predict" and i.step == 1 else i for i in instructions]
+
+    assert "predicts from version 1" in broken(corrected(2, "pipeline", True), change)
+
+
+def test_nothing_is_predicted_in_the_first_step():
+    for placement in PLACEMENTS:
+        schedule = corrected(5, placement, True)
+        names = {i.name for rank in range(schedule.ranks) for _, i in schedule.program(rank, 0)}
+        assert not names & {"predict", "send_early", "recv_early"}
