@@ -31,7 +31,6 @@ from deepspeed_cdp.runtime import trace
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.transport.connect import connect
 from deepspeed_cdp.transport.ring_view import rings_of
-from deepspeed_cdp.verify.check import allows_meetings
 from deepspeed_cdp.verify.summary import check_rings, estimated_actions
 
 
@@ -260,14 +259,15 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         Raises:
             ValueError: the script called a collective since the forward, and in later micro-batches ranks would hang in it.
         """
-        state, plan = self._runtime.executor.state, self.cyclic_plan
+        state, plan, runtime = self._runtime.executor.state, self.cyclic_plan, self._runtime
         if state.step or state.round or plan.schedule.ranks < 3 or _collectives() == self._collectives:
             return
-        if not all(map(allows_meetings, self._runtime.executor.phases.plans)):
+        if plan.predicts and runtime.settings.offload and runtime.device.type == "cuda":
             raise ValueError(
                 "the script calls a collective between the forward and the backward of a micro-batch (metrics gathered with the "
-                f"loss, perhaps), where the ranks of a ring of {plan.schedule.ranks} would wait for each other for ever; set "
-                f"cyclic.ring_size to {1 if dist.get_world_size() % 2 else 2}, or call the collective after engine.step()"
+                f"loss, perhaps), where the ranks of a ring of {plan.schedule.ranks} would wait for each other for ever, since "
+                "cyclic.delay_correction is 'predict' and zero_optimization.offload_optimizer makes predictions on the host; set "
+                "cyclic.delay_correction to 'extrapolate' or 'none', or call the collective after engine.step()"
             )
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Estimates of the next version for stale readers (plan/delay_correction.py).
 
-``predict`` lets the optimizer make its step, and takes it back. It needs to know where the optimizer keeps its momentum.
+``predict`` lets a copy of the optimizer make its step. It needs to know where the optimizer keeps its momentum.
 ``extrapolate`` serves any optimizer, with one more copy of a unit during its update. It helps optimizers with a momentum of about
 0.8 and more (Muon, Lion), and harms those without (Adagrad, RMSprop). NAdam's step leads already, by about what ``predict`` adds.
 """
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deepspeed_cdp.optim.state import part_of
 from deepspeed_cdp.plan.delay_correction import DelayCorrection, parsed
 
 _ADAM = ("torch.optim.adam.Adam", "torch.optim.adamw.AdamW")
@@ -71,58 +72,39 @@ class Corrector:
     def predict(
         self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], options: Sequence[Mapping[str, Any]]
     ) -> list[Tensor]:
-        """The next version, fp32, as far as it is known before the step: the optimizer makes that step, and takes it back.
+        """The next version, fp32, as far as it is known before the step: a copy of the optimizer makes that step.
 
         Args:
             gradients: of the parameters, averaged over the ranks so far.
             options: of each group.
         """
-        optimizer, values = self._optimizer, [p.detach().clone() for p in parameters]
-        own = [p.grad for p in parameters]
-        states = [
-            {k: x.clone() if isinstance(x, Tensor) else x for k, x in optimizer.state[p].items()}
-            if p in optimizer.state
-            else None
-            for p in parameters
-        ]
-        before = [dict(group) for group in optimizer.param_groups]
-        for group, given in zip(optimizer.param_groups, options):
+        names = {p: str(i) for i, p in enumerate(parameters)}
+        trials = [nn.Parameter(p.detach().clone()) for p in parameters]
+        trial = part_of(self._optimizer, dict(zip(names.values(), trials)), names)
+        for group, given in zip(trial.param_groups, options):
             group.update(given)
-        for p, gradient in zip(parameters, gradients):
-            group, state = optimizer.param_groups[self._group_of[p]], optimizer.state.get(p) or {}
+        for p, q, gradient in zip(parameters, trials, gradients):
+            group, state = trial.param_groups[self._group_of[p]], trial.state.get(q) or {}
+            count = self._count(self._group_of[p], state) if "step" in state else 0
             if "step" in state and not isinstance(state["step"], Tensor):
-                state["step"] = int(self._count(group, state))
-            p.grad = self._leading(p, gradient)
+                state["step"] = int(count)
+            q.grad = self._leading(group, state, count, p, gradient)
         with torch.enable_grad():
-            optimizer.step()
-        ahead = [p.detach().clone() for p in parameters]
-        torch._foreach_copy_([p.detach() for p in parameters], values)
-        for p, state, grad in zip(parameters, states, own):
-            p.grad = grad
-            if state is None:
-                optimizer.state.pop(p, None)
-                continue
-            for k in optimizer.state[p].keys() - state.keys():
-                del optimizer.state[p][k]
-            for k, x in state.items():
-                if isinstance(x, Tensor):
-                    optimizer.state[p][k].copy_(x)
-                else:
-                    optimizer.state[p][k] = x
-        for group, old in zip(optimizer.param_groups, before):
-            group.update(old)
-        return [torch.where(x.isfinite(), x, value) for x, value in zip(ahead, values)]
+            trial.step()
+        return [torch.where(q.isfinite(), q, p).detach() for p, q in zip(parameters, trials)]
 
-    def _leading(self, p: Tensor, gradient: Tensor) -> Tensor:
+    def _leading(self, group: dict[str, Any], state: dict[str, Any], count: Any, p: Tensor, gradient: Tensor) -> Tensor:
         """m + w (g - m), with the momentum m as an average of gradients; g where there is none yet.
 
         A coupled decay of weights is part of m, and of g for this. The optimizer adds it, so it is not in the result. SGD's
         buffer times 1 - mu is below an average in the first steps.
+
+        Args:
+            count: steps so far.
         """
-        group, state = self._optimizer.param_groups[self._group_of[p]], self._optimizer.state.get(p) or {}
         if "exp_avg" in state:
             beta1 = group["betas"][0]
-            mean = state["exp_avg"] / (1.0 - beta1 ** self._count(group, state))
+            mean = state["exp_avg"] / (1.0 - beta1**count)
         elif state.get("momentum_buffer") is not None:
             beta1 = group["momentum"]
             mean = state["momentum_buffer"] * (1.0 - beta1)
@@ -140,9 +122,10 @@ class Corrector:
         decoupled = group.get("decoupled_weight_decay") or getattr(optimizer, "adam_w_mode", type(optimizer).__name__ == "AdamW")
         return 0.0 if decoupled else group.get("weight_decay", 0.0)
 
-    def _count(self, group: dict[str, Any], state: dict[str, Any]) -> Any:
+    def _count(self, group: int, state: dict[str, Any]) -> Any:
         """Steps so far: a number, or a tensor on a device for which the host does not wait."""
         count = state["step"]
         if type(self._optimizer).__name__ == "FusedAdam":  # DeepSpeed's counts in the state of a group's last parameter only
-            count = max(self._optimizer.state[p].get("step", 0) for p in group["params"])
+            every = self._optimizer.param_groups[group]["params"]
+            count = max(self._optimizer.state[p].get("step", 0) for p in every)
         return float(count) if not isinstance(count, Tensor) or count.device.type == "cpu" else count

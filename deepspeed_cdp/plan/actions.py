@@ -16,6 +16,7 @@ class _Properties(NamedTuple):
     incoming: bool = False
     initiates: bool = False
     names_unit: bool = True
+    relayed: bool = False
 
 
 class Kind(Enum):
@@ -31,6 +32,7 @@ class Kind(Enum):
         incoming: the action's ``peer`` is the sender of a message to this rank (else its receiver).
         initiates: with a peer, this rank initiates that message: it pushes it, or pulls a published unit.
         names_unit: the action is about one unit.
+        relayed: a rank only begins the action, which happens beside its other actions, after all that it began before.
     """
 
     # End of a pass
@@ -40,13 +42,13 @@ class Kind(Enum):
     SEND_PERSISTENT_GRAD = _Properties("send persistent grad", of_pass=True, carries="grad", initiates=True)
     RELEASE_PERSISTENT_PARAM = _Properties("release persistent", of_pass=True)
     # Owner of a stage, and the credits in between
-    OFFER_GRAD = _Properties("offer", carries="grad")  # the sum is back: let the next rank pull it
-    PREDICT_PARAM = _Properties("predict", of_owner=True, carries="param")  # the next version, from the sum so far
+    OFFER_GRAD = _Properties("offer", carries="grad", relayed=True)  # the sum is back: let the next rank pull it
+    PREDICT_PARAM = _Properties("predict", of_owner=True, carries="param", relayed=True)  # the next version, from the sum so far
     REDUCE_GRAD = _Properties("average", of_owner=True, incoming=True)  # receive and average one unit's finished sum
     GRAD_NORM = _Properties("norm", of_owner=True, incoming=True, names_unit=False)  # send the norms to the next owner
     SEND_NORM = _Properties("total", of_owner=True, names_unit=False)  # the last owner sends the global norm to all others
     OPTIMIZER_STEP = _Properties("update", of_owner=True, incoming=True, names_unit=False)
-    GRANT_CREDIT = _Properties("credit", names_unit=False)  # only posts
+    GRANT_CREDIT = _Properties("credit", names_unit=False, relayed=True)  # only posts
     PUBLISH_PARAM = _Properties("publish", of_owner=True, carries="param")  # offer a new version to a reader
     # Start of a pass
     PULL_PARAM = _Properties("pull", of_owner=True, incoming=True, initiates=True)  # from the owner's published copy
@@ -62,10 +64,18 @@ class Kind(Enum):
     __hash__ = object.__hash__  # Enum's hash is a Python function, and the executor looks up a kind at every action
 
     def __init__(
-        self, label: str, of_pass: bool, of_owner: bool, carries: str, incoming: bool, initiates: bool, names_unit: bool
+        self,
+        label: str,
+        of_pass: bool,
+        of_owner: bool,
+        carries: str,
+        incoming: bool,
+        initiates: bool,
+        names_unit: bool,
+        relayed: bool,
     ):
         self.label, self.of_pass, self.of_owner, self.carries = label, of_pass, of_owner, carries
-        self.incoming, self.initiates, self.names_unit = incoming, initiates, names_unit
+        self.incoming, self.initiates, self.names_unit, self.relayed = incoming, initiates, names_unit, relayed
 
     def __str__(self) -> str:
         return self.name
@@ -82,7 +92,7 @@ class Post(NamedTuple):
         region, offset, nbytes: where the message lands.
         ahead: 0 for a message of this step, 1 for one of the next step.
         round, unit, backward: the pass that the message is for.
-        origin: on the streams P0 and G0, region and offset from which it is pulled.
+        origin: on the streams P0, W0 and G0, region and offset from which it is pulled.
         version: the version published there, relative to the message's step; 0 for sums.
     """
 
@@ -126,6 +136,11 @@ class Action(NamedTuple):
     version: int = 0
     into: tuple[str, int, int] = ("", 0, 0)
     posts: tuple[Post, ...] = ()
+
+    @property
+    def relayed(self) -> bool:
+        """As of ``Kind``; predictions are published so, too."""
+        return self.kind.relayed or self.kind is Kind.PUBLISH_PARAM and self.stream == "W0"
 
     @property
     def order(self) -> int:

@@ -76,7 +76,7 @@ class Builder:
         else:
             place = dict(zip(("region", "offset"), self._window(i, backward)))
             if not (backward and plan.kept(i)):  # else still there from the forward
-                message = dict(peer=s.owner(unit.stage), stream="P0")
+                message = dict(peer=s.owner(unit.stage), stream=plan.published_stream(unit.stage, -version))
         yield Action(time, START, Kind.WAIT_PARAM, m, i, backward, nbytes=unit.p_bytes, version=version, **message, **place)
 
     def _window(self, i: int, backward: bool) -> tuple[str, int]:
@@ -95,7 +95,8 @@ class Builder:
                 time = s.start(step, m, self.rank) * plan.scale + plan.pull_ticks(i, backward)
                 if step or m:  # version 0 is published before step 0
                     time = self._not_before_published(time, step, m, version, i, backward)
-                place = ("P0", s.owner(stage), *self._window(i, backward), plan.unit(i).p_bytes)
+                stream = plan.published_stream(stage, step - version)
+                place = (stream, s.owner(stage), *self._window(i, backward), plan.unit(i).p_bytes)
                 origin = plan.published_region(step - version), plan.published_offsets(stage, step - version)[i]
                 post = Post(*place, step - self.step, m, i, backward, origin, version - step)
                 yield Action(time, START, Kind.PULL_PARAM, m, i, backward, post.src, post.stream, posts=(post,))
@@ -231,12 +232,13 @@ class Builder:
 
     def _publish_to(self, m: int, reader: int, version: int, lag: int) -> Iterator[Action]:
         region, offsets = self.plan.published_region(lag), self.plan.published_offsets(self.stage, lag)
+        stream = self.plan.published_stream(self.stage, lag)
         messages = [v for v in self.plan.messages if v[0] in offsets]
         for i, backward in ([(PERSISTENT, False)] if PERSISTENT in offsets else []) + messages:
             place = (region, offsets[i], self.plan.unit(i).p_bytes, version - self.step)
             there = version == lag == 0 and m < 2  # from the start
             time = -(10**18) if there else self._published(version, i, lag, m, backward)
-            yield Action(time, START, Kind.PUBLISH_PARAM, m, i, backward, reader, "P0", *place)
+            yield Action(time, START, Kind.PUBLISH_PARAM, m, i, backward, reader, stream, *place)
 
 
 def after_passes(plan: Plan, rank: int, step: int, a: Action) -> bool:
@@ -244,6 +246,5 @@ def after_passes(plan: Plan, rank: int, step: int, a: Action) -> bool:
 
     Predictions come before these, and so do sums on their way: passes of ranks that are later in the same step need them.
     """
-    predicted = a.kind == Kind.PREDICT_PARAM or a.kind == Kind.PUBLISH_PARAM and a.region == "W" and plan.predicts
     of_owner = a.kind.of_owner or a.kind == Kind.REFRESH_PARAM and a.peer is None
-    return of_owner and not predicted and a.time >= plan.schedule.start(step, plan.schedule.rounds, rank) * plan.scale
+    return of_owner and not a.relayed and a.time >= plan.schedule.start(step, plan.schedule.rounds, rank) * plan.scale

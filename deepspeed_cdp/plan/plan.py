@@ -10,6 +10,7 @@ Streams (each edge of a stream keeps its own order):
 
 ======  =============================================================================================
 P0      parameters, pulled by a reader from the owner's published copy
+W0      the same of predictions, which the owner publishes beside its other actions
 G0      running gradient sums, pulled by the rank that adds to them next
 G       the same, pushed back to the owner
 P       replicas only: a new version, forwarded to the ring neighbour
@@ -79,6 +80,10 @@ class Plan(UnitSchedule):
     def published_region(self, lag: int) -> str:
         """The region of published versions that are read in step version + ``lag``, as actions name it."""
         return "W" if self.is_corrected(lag) else "V"
+
+    def published_stream(self, stage: int, lag: int) -> str:
+        """The stream on which those of the stage are pulled."""
+        return "W0" if lag and self.is_predicted(stage) else "P0"
 
     def published_offsets(self, stage: int, lag: int) -> dict[int, int]:
         """Offsets of the stage's units in that region."""

@@ -96,7 +96,7 @@ def forward_ends(actions: Sequence[Action]) -> dict[int, int]:
     """By round, the index at which the script's code between a forward and its backward comes.
 
     That is right before the first backward: pulls before it must not wait for that code. Predictions of the same time come after
-    the code, since they wait for another rank's backward.
+    the code: an offloaded optimizer makes them on the host, which then waits for another rank's backward.
     """
     ends: dict[int, int] = {}
     for index, a in enumerate(actions):

@@ -279,7 +279,8 @@ class ReplicaBuilder(Builder):
         landed = place
         if refreshed and src is not None:
             landed = place | dict(zip(("region", "offset"), plan.landing_place(i)))
-            stream, into = "P0" if plan.reads_first(self.rank, stage, -version) else "P", ("R", place["offset"], m)
+            first, into = plan.reads_first(self.rank, stage, -version), ("R", place["offset"], m)
+            stream = plan.published_stream(stage, -version) if first else "P"
             yield Action(time, START, Kind.REFRESH_PARAM, m, i, False, src, stream, into=into, **landed)
         elif refreshed and plan.publishes_separate_copy and m == 0 and self._publishes_in_step_of_read(self.step + version, 0, i):
             yield self._refresh_own(time, START, m, i, False, version, -version)
@@ -334,8 +335,8 @@ class ReplicaBuilder(Builder):
                 origin = plan.published_region(step - version), plan.published_offsets(stage, step - version)[i]
                 ahead = step - self.step
                 place = (src, *plan.landing_place(i), plan.unit(i).p_bytes)
-                post = Post("P0", *place, ahead, m, i, False, origin, version - step)
-                yield Action(time, START, Kind.PULL_PARAM, m, i, False, src, "P0", posts=(post,))
+                post = Post(plan.published_stream(stage, step - version), *place, ahead, m, i, False, origin, version - step)
+                yield Action(time, START, Kind.PULL_PARAM, m, i, False, src, post.stream, posts=(post,))
 
     def _published(self, version: int, i: int, lag: int, m: int = 0, backward: bool = False) -> int:
         """Once for all rounds."""
@@ -353,10 +354,11 @@ class ReplicaBuilder(Builder):
             if predicted != (ahead > 0 and plan.is_predicted(stage)):
                 continue
             offsets, region = plan.published_offsets(stage, ahead), plan.published_region(ahead)
+            stream = plan.published_stream(stage, ahead)
             for i in plan.members(stage) if version + ahead else ():
                 place = (region, offsets[i], plan.unit(i).p_bytes, version - self.step)
                 time = self._published(version, i, ahead) if version or predicted else -(10**18)
-                yield Action(time, START, Kind.PUBLISH_PARAM, m, i, False, reader, "P0", *place)
+                yield Action(time, START, Kind.PUBLISH_PARAM, m, i, False, reader, stream, *place)
 
 
 def grid(schedule: Schedule, rank: int, steps: int = 2) -> str:

@@ -125,7 +125,7 @@ class Messages:
             return ticket
 
         edge = post.stream, self._world(post.src), True
-        ticket = self.transport.relay(begin, edge)[1] if relayed else begin()
+        ticket = self.transport.relay(begin, edge) if relayed else begin()
         message = (post.stream, step, post.round % 2, post.unit, post.backward)
         assert message not in self._arrivals, (message, "two messages for one pass")
         self._arrivals[message] = ticket
@@ -137,8 +137,8 @@ class Messages:
             for post in a.posts:
                 self.post(post, where, relayed)
 
-    def offer(self, a: Action, back: Any) -> Any:
-        """Once ``back``, a ticket or an event, is done: offer the action's bytes to its peer. Returns an event behind it."""
+    def offer(self, a: Action, back: Any = None) -> None:
+        """Once ``back``, a ticket or an event, is done, and beside the passes: offer the action's bytes to its peer."""
         (region, view), where, peer = self.place(a), ActionLocation(self.state, a), a.peer
         assert peer is not None
 
@@ -147,9 +147,8 @@ class Messages:
                 back.wait(where)
             return self.transport.push(a.stream, peer, view)
 
-        begun, ticket = self.transport.relay(begin, (a.stream, self._world(peer), False))
+        ticket = self.transport.relay(begin, (a.stream, self._world(peer), False))
         self.reads.add(region, a.offset, a.nbytes, ticket)
-        return begun
 
     def push(self, a: Action, after: Ticket | None = None) -> None:
         """Send the action's bytes.

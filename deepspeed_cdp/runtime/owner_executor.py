@@ -29,7 +29,7 @@ class OwnerExecutor:
     Attributes:
         trained: the owned units that have gradient sums, in the order in which they are read; frozen: the others.
         skipped: updates that were not applied because the step's gradient norm was not finite (``dp`` and v1).
-        actions: handlers by kind, each on the owner's stream.
+        actions: handlers by kind; relayed ones only begin, the others are on the owner's stream.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class OwnerExecutor:
         self.skipped = 0
         self.actions: dict[Kind, Callable[[Action], None]] = {
             Kind.PREDICT_PARAM: self.predict,
+            Kind.OFFER_GRAD: self.offer,
+            Kind.GRANT_CREDIT: self.grant,
             Kind.REDUCE_GRAD: self._on_owner_stream(self.reduce),
             Kind.GRAD_NORM: self._on_owner_stream(self.norm_and_credits),
             Kind.SEND_NORM: self._on_owner_stream(self.send_norm),
             Kind.OPTIMIZER_STEP: self._on_owner_stream(self.step),
-            Kind.PUBLISH_PARAM: self._on_owner_stream(messages.push),
-            Kind.OFFER_GRAD: self.offer,
-            Kind.GRANT_CREDIT: self.grant,
+            Kind.PUBLISH_PARAM: self.publish,
         }
         self._copies_sums = plan.sums_apart and plan.rings == 1  # from O to X; several rings do so anyway
         self._finishing = finishing(plan, state.rank)
@@ -78,7 +78,7 @@ class OwnerExecutor:
         self._step_end = self._own_read_end = self.transport.record_event()
         self._published_at: dict[tuple[int, int], Any] = {}  # unit, slot -> event behind its last write
         self._predicted_at: dict[tuple[int, int], Any] = {}  # unit, copy -> event behind its last prediction
-        self._sums_at: dict[int, Any] = {}  # unit -> event behind the latest that was added to its sum
+        self._added_at: dict[int, Any] = {}  # unit -> event behind what this rank has added to its sum
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units reduced so far
         self._sum_ends: dict[int, Any] = {}  # unit -> event behind its sum, where this rank finishes it
         self._losses.clear()
@@ -131,7 +131,7 @@ class OwnerExecutor:
 
     def own_added(self, unit: int) -> None:
         """A pass of this rank has added to an owned unit's sum."""
-        self._sums_at[unit] = event = self.transport.record_event()
+        self._added_at[unit] = event = self.transport.record_event()
         if self.state.rank == self.state.schedule.ranks - 1:
             self._sum_ends[unit] = event  # finished, if the step is over
 
@@ -143,28 +143,45 @@ class OwnerExecutor:
 
     def predict(self, a: Action) -> None:
         """PREDICT_PARAM: predict one unit's next version from its running sum; not in the first step since a flush."""
-        state, (region, _) = self.state, self.messages.place(a)
+        state, (region, _), where = self.state, self.messages.place(a), ActionLocation(self.state, a)
         if state.step + a.version == 0:
             return
-        copy = (state.step + a.version) % state.plan.corrected_copies
+        readers = self.messages.reads.take(region, a.offset, a.nbytes)
+        if a.unit not in self.trained:
+            return
+        copy, step = (state.step + a.version) % state.plan.corrected_copies, state.global_step + a.version
+        waits = [
+            self.messages.coming_back(a, a.unit),
+            self._added_at.get(a.unit),
+            self._published_at.get((a.unit, (state.step + a.version) % state.plan.slots)),  # the update before
+            self._own_read_end,
+            *readers,
+        ]
+
+        def begin() -> Any:
+            for ticket in waits:
+                if ticket is not None:
+                    ticket.wait(where)
+            self.owner.predict(step, a.unit, copy)
+            return self.transport.record_event()
+
+        self._predicted_at[a.unit, copy] = predicted = self.transport.relay(begin)
+        # until it is made, no gradient is added to the sum, and the update does not take the sum
+        self.messages.reads.add("O", *self._sum_places[self.trained.index(a.unit)], predicted)
+
+    def publish(self, a: Action) -> None:
+        """PUBLISH_PARAM: offer a version, or its prediction, to a reader."""
+        if a.relayed:
+            self.messages.offer(a)
+            return
         with self.transport.owner_stream():
-            if a.unit in self.trained:
-                if (coming := self.messages.coming_back(a, a.unit)) is not None:
-                    coming.wait(ActionLocation(state, a))
-                self.transport.wait_event(self._sums_at.get(a.unit))
-            self.transport.wait_event(self._own_read_end)
-            self.messages.wait_readers(a, region, a.offset, a.nbytes)
-            if a.unit in self.trained:
-                self.owner.predict(state.global_step + a.version, a.unit, copy)
-            self._predicted_at[a.unit, copy] = event = self.transport.record_event()
-        if event is not None and a.unit in self.trained:  # before the next rank's sum comes back
-            self.messages.reads.add("O", *self._sum_places[self.trained.index(a.unit)], event)
+            self.messages.push(a)
 
     def offer(self, a: Action) -> None:
         """OFFER_GRAD: once a unit's sum is back, or this rank has added to it, let the next rank pull it."""
         _, source, round = a.into
-        back = self._sums_at[a.unit] if source == self.state.rank else self.messages.back(a, a.unit, source, round)
-        self._sums_at[a.unit] = self.messages.offer(a, back)
+        own = source == self.state.rank
+        self.messages.offer(a, self._added_at[a.unit] if own else self.messages.back(a, a.unit, source, round))
 
     def grant(self, a: Action) -> None:
         """GRANT_CREDIT: a rank that has pulled a sum may push it back."""
@@ -178,16 +195,16 @@ class OwnerExecutor:
         self._reduce_unit(a, a.unit)
 
     def _wait_sum(self, a: Action, unit: int) -> int:
-        """Wait until the ring's sum of the unit is complete. Returns the unit."""
+        """Wait until the ring's sum of the unit is complete, and nothing is predicted from it any more. Returns the unit."""
+        place = self._sum_places[self.trained.index(unit)]
         if self.state.rank == self.state.schedule.ranks - 1:
             self.transport.wait_event(self._sum_ends.pop(unit, None))
         else:
             s = self.state.schedule
             self.messages.back(a, unit, s.ranks - 1, s.rounds - 1).wait(ActionLocation(self.state, a))
+        self.messages.wait_readers(a, "O", *place)
         if self._copies_sums:
-            offset, nbytes = self._sum_places[self.trained.index(unit)]
-            views = self.state.buffers.view("X", offset, nbytes), self.state.buffers.view("O", offset, nbytes)
-            views[0].copy_(views[1])
+            self.state.buffers.view("X", *place).copy_(self.state.buffers.view("O", *place))
         return unit
 
     def norm_and_credits(self, a: Action) -> None:

@@ -8,7 +8,7 @@ from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.runtime.step_metrics import StepMetrics
 from deepspeed_cdp.transport.wait_timing import EdgeTimes
 
-STREAMS = {"F + B": ("P", "P0"), "G": ("G0",), "O": ("G",), "X": ("X", "Y")}  # by kind of traffic
+STREAMS = {"F + B": ("P", "P0", "W0"), "G": ("G0",), "O": ("G",), "X": ("X", "Y")}  # by kind of traffic
 
 
 class _Snapshot(NamedTuple):

@@ -29,7 +29,7 @@ from deepspeed_cdp.transport.choose import host
 
 RECEIVES = (Kind.REFRESH_PARAM, Kind.WAIT_PARAM, Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD)
 SENDS = (Kind.FORWARD_PARAM, Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.PUBLISH_PARAM)
-OWNER = (Kind.PREDICT_PARAM, Kind.REDUCE_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
+OWNER = (Kind.REDUCE_GRAD, Kind.GRAD_NORM, Kind.OPTIMIZER_STEP)
 BEGINS = (Kind.WAIT_PARAM, Kind.FORWARD_PARAM, Kind.RECV_GRAD)
 TRACKS = {"passes": 0, "waits": 1, "owner": 2}
 MOST_EVENTS = 200_000  # per rank
@@ -78,6 +78,9 @@ class Recorder:
         executor.release = self._released  # type: ignore[method-assign]
         self._offer = executor.messages.offer
         executor.messages.offer = self._offered  # type: ignore[method-assign]
+        owner = executor.owner_executor.owner
+        self._predict = owner.predict
+        owner.predict = self._predicted  # type: ignore[method-assign]
 
     def _timestamp(self) -> Any:
         if not self.cuda:
@@ -117,7 +120,7 @@ class Recorder:
                     do(a)
                     self._slices.append(("owner", kind.label, before, self._timestamp(), self._args(a)))
                 return
-            before = self._timestamp() if kind in RECEIVES and a.peer is not None or kind in SENDS else None
+            before = self._timestamp() if kind in RECEIVES and a.peer is not None or kind in SENDS and not a.relayed else None
             do(a)
             if before is not None and kind in RECEIVES:
                 after = self._timestamp()
@@ -130,19 +133,42 @@ class Recorder:
 
         return timed
 
-    def _offered(self, a: Action, back: Any) -> Any:
-        """OFFER_GRAD, beside the passes: a sum has come back, unless this rank has added to it, and the next rank may pull it."""
+    def _offered(self, a: Action, back: Any = None) -> None:
+        """Beside the passes: a prediction, or a sum that has come back unless this rank has added to it, may be pulled."""
         if self.executor.global_step >= self._until:
-            return self._offer(a, back)
+            self._offer(a, back)
+            return
         offer, source = self._args(a), a.into[1]
         came = {**offer, "stream": "G", "peer": self._base + source}
+        comes_back = a.kind == Kind.OFFER_GRAD and source != self.executor.rank
 
         def note() -> None:
             now = self._timestamp()
-            self._messages.extend([("receive", now, came)] if source != self.executor.rank else [])
+            self._messages.extend([("receive", now, came)] if comes_back else [])
             self._messages.append(("send", now, offer))
 
-        return self._offer(a, _Noted(back, note))
+        self._offer(a, _Noted(back, note))
+
+    def _predicted(self, step: int, unit: int, copy: int) -> None:
+        """The owner predicts, beside the passes."""
+        if step >= self._until:
+            self._predict(step, unit, copy)
+            return
+        executor, before = self.executor, self._timestamp()
+        self._predict(step, unit, copy)
+        args = {
+            "step": step,
+            "round": executor.schedule.rounds - 1,
+            "unit": unit,
+            "stage": executor.schedule.owned(executor.rank),
+            "backward": True,
+            "peer": None,
+            "stream": "",
+            "bytes": executor.plan.unit(unit).p_bytes,
+            "version": step,
+            "name": executor.plan.unit(unit).name or "persistent parameters",
+        }
+        self._slices.append(("owner", Kind.PREDICT_PARAM.label, before, self._timestamp(), args))
 
     def _end_recording(self) -> None:
         if not self._full and self.rank == 0:
@@ -170,7 +196,8 @@ class Recorder:
     def stop(self) -> dict[str, Any]:
         """Remove the recorder. Returns a Chrome trace, with times in microseconds of the monotonic clock."""
         self.executor.actions = self._actions
-        del self.executor.release, self.executor.messages.offer  # the classes' own
+        # the classes' own
+        del self.executor.release, self.executor.messages.offer, self.executor.owner_executor.owner.predict
         executor, pid = self.executor, self.rank
         if executor.between_steps:  # else an error ends it, and nobody may come
             with suppress(HandoffError):  # who waits for it in training raises it

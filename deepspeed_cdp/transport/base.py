@@ -32,7 +32,7 @@ from deepspeed_cdp.transport.relay_thread import RelayThread, relaying
 from deepspeed_cdp.transport.wait_timing import WaitTiming
 
 Edge = tuple[str, int, int]  # (stream, source, destination)
-PULLED = ("P0", "G0")  # streams whose receiver starts the transfer: the sender only announces what is there
+PULLED = ("P0", "W0", "G0")  # streams whose receiver starts the transfer: the sender only announces what is there
 
 
 class Where(Protocol):
@@ -146,16 +146,16 @@ class Transport(ABC):
         """Context in which a stage owner's update runs: a CUDA stream of its own, beside the passes."""
         return nullcontext()
 
-    def relay(self, work: Callable[[], Ticket | None], edge: tuple[str, int, bool] | None = None) -> tuple[Any, Ticket]:
+    def relay(self, work: Callable[[], Ticket | None], edge: tuple[str, int, bool] | None = None) -> Any:
         """Do ``work``, which may wait for other ranks, beside the passes, and in the order of these calls.
 
         Here a thread does it; on GPUs a CUDA stream of its own.
 
         Args:
-            work: waits, then posts or pushes.
+            work: waits, then computes, posts or pushes.
             edge: (stream, peer, whether it receives), for which the host waits if it waits for the work; None: not counted.
         Returns:
-            for ``wait_event``: the work is done; and the ticket that ``work`` returns.
+            the ticket, or event, that ``work`` returns; done once the work is done, too.
         """
         self._relay = self._relay or RelayThread()
 
@@ -163,8 +163,7 @@ class Transport(ABC):
             if edge is not None:
                 self.count_wait(edge[:2], edge[2], seconds)
 
-        ticket = self._relay.begin(work, count_wait)
-        return ticket.begun, ticket
+        return self._relay.begin(work, count_wait)
 
     def finish_relays(self, where: Where) -> None:
         """Wait until all relays so far are done (``host_waits``; on GPUs, streams are waited for).

@@ -133,10 +133,9 @@ class CudaTransport(Transport):
     def owner_stream(self) -> AbstractContextManager:
         return torch.cuda.stream(self._owner)
 
-    def relay(self, work: Callable[[], Ticket | None], edge: tuple[str, int, bool] | None = None) -> tuple[Any, Any]:
+    def relay(self, work: Callable[[], Ticket | None], edge: tuple[str, int, bool] | None = None) -> Any:
         with torch.cuda.stream(self._relay_stream):
-            ticket = work()
-            return self.record_event(), ticket
+            return work()
 
     # ---- collectives, none in a training step ---------------------------------------------------------------------------
     def gather(self, value: Any, where: Where) -> list[Any]:

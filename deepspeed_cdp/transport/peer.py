@@ -25,16 +25,9 @@ from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, Stre
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 from deepspeed_cdp.transport.stream_selection import select_wait_streams
 
-STREAMS = ("P", "P0", "G", "G0", "S", "T", "X", "Y")
+STREAMS = ("P", "P0", "W0", "G", "G0", "S", "T", "X", "Y")
 _CUDA_STREAMS = ("relay", "G", "G0", "P0", "credit", "P")  # names of the CUDA streams; those that wait most come first
-_CUDA_STREAM_OF = {  # CUDA stream of each pushed stream
-    "P": "P",
-    "G": "G",
-    "S": "S",
-    "T": "S",
-    "X": "X",
-    "Y": "X",
-}
+_CUDA_STREAM_OF = {"P": "P", "P0": "P0", "W0": "P0", "G": "G", "G0": "G0", "S": "S", "T": "S", "X": "X", "Y": "X"}
 # Streams whose credits the posting CUDA stream writes itself. So do all posts on the owner's CUDA stream, which delays no other.
 _CREDIT_ON_CURRENT = ("G", "S", "T", "X", "Y")
 _POISON = 1 << 30  # added to a word, so that every wait for it ends
@@ -160,7 +153,7 @@ class PeerTransport(CudaTransport):
     ) -> Ticket:
         number, driver, current = self._next(stream, src, True), self.driver, self.current()
         on_current = stream in _CREDIT_ON_CURRENT or current == self._owner.cuda_stream
-        handle = current if on_current else self._handles[stream if stream in PULLED else "credit"]
+        handle = current if on_current else self._handles[_CUDA_STREAM_OF[stream] if stream in PULLED else "credit"]
         if handle != current:
             self._wait_for_current(handle, current)
         for ticket in after:

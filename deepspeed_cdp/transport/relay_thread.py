@@ -45,14 +45,16 @@ class Begun:
         """Wait until the work is done. Every message that it waits for has a timeout, so this ends.
 
         Raises:
-            HandoffError: the work, or an earlier one, failed.
+            HandoffError: the work, or an earlier one, failed; or the error that was raised in it.
         """
         if not self._done.is_set():
             started = time.perf_counter()
             self._done.wait()
             self._count_wait(time.perf_counter() - started)
-        if self._error is not None:
+        if isinstance(self._error, HandoffError):
             raise HandoffError(str(self._error)) from self._error
+        if self._error is not None:
+            raise self._error
 
 
 class RelayTicket:

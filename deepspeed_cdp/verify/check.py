@@ -3,11 +3,11 @@
 from typing import Any
 
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import build, few_rounds, initial_posts
+from deepspeed_cdp.plan.program import build, initial_posts
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.verify.dry_run import CONDITIONS, DryRun, Posts, Programs
 from deepspeed_cdp.verify.replicated import ReplicaDryRun
-from deepspeed_cdp.verify.well_formed import PlanError, check_form
+from deepspeed_cdp.verify.well_formed import check_form
 
 DRY_RUNS: dict[type[Plan], type[DryRun]] = {Plan: DryRun, ReplicatedPlan: ReplicaDryRun}
 
@@ -27,15 +27,6 @@ def validate(plan: Plan, steps: int = 4, programs: Programs | None = None, posts
         check_form(plan, r, own[r], before[r])
     for condition in CONDITIONS:
         dry_run(plan, steps, lambda r, first: own[r][not first], lambda r: before[r], **condition).run()
-
-
-def allows_meetings(plan: Plan) -> bool:
-    """Whether a script's collectives between forward and backward (metrics gathered with the loss) make no circle of waits."""
-    try:
-        dry_run(few_rounds(plan), 3, meeting=True).run()
-    except PlanError:
-        return False
-    return True
 
 
 def dry_run(plan: Plan, *args: Any, **kwargs: Any) -> DryRun:

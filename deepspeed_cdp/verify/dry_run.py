@@ -30,7 +30,6 @@ from deepspeed_cdp.verify.state import BEFORE, Key, Landing, Place, Push, Rank, 
 from deepspeed_cdp.verify.well_formed import PlanError
 
 OFFERS = (Kind.PUBLISH_PARAM, Kind.OFFER_GRAD)  # the receiver pulls
-RELAYS = (Kind.OFFER_GRAD, Kind.GRANT_CREDIT)  # a rank only begins them; they happen beside its other actions, in order
 Result = TypeVar("Result")
 Programs = Callable[[int, bool], Sequence[Action]]
 Posts = Callable[[int], Sequence[Post]]
@@ -187,7 +186,7 @@ class DryRun:
     def _key(self, rank: Rank, a: Action) -> Key:
         time = a.time + max(rank.step - 1, 0) * self.period  # later steps run the program of step 1
         # a prediction is made, published, pulled and read in one tick, in the order of the kinds
-        predicts = a.kind == Kind.PREDICT_PARAM or self.plan.predicts and a.stream == "P0"
+        predicts = a.kind == Kind.PREDICT_PARAM or a.stream == "W0"
         return rank.step, after_passes(self.plan, rank.number, min(rank.step, 1), a), time, a.phase, a.order if predicts else 0
 
     def _at(self, rank: Rank, a: Action) -> Place:
@@ -203,16 +202,15 @@ class DryRun:
     def _expected(self, r: int, step: int, post: Post) -> Tag:
         """The content that must land there by the schedule."""
         n, m = self.schedule.ranks, post.round
-        if post.stream[0] == "P":
+        if post.stream in ("P", "P0", "W0"):
             return self._params(post.unit, step, self.schedule.version(step, m, r, self.plan.unit(post.unit).stage))
         return "g", post.unit, step, m * n + (r if post.stream == "G0" else post.src + 1)
 
     # ---- one action -----------------------------------------------------------------------------------------------------
     def _try(self, rank: Rank, a: Action) -> bool:
         """Do the action, then its posts, if everything it waits for has happened."""
-        if a.kind in RELAYS:
-            if a.kind == Kind.OFFER_GRAD and a.into[1] == rank.number:  # in the order of this rank's passes
-                self._check_added(rank, a)
+        if a.relayed:
+            self._check_begun(rank, a)
             rank.relays.append([rank.step, rank.cursor, rank.program, False])
             rank.cursor += 1
             return True
@@ -285,6 +283,8 @@ class DryRun:
             return False
         place, version, stage = self._at(rank, a), rank.step + a.version, self.plan.unit(a.unit).stage
         got, want = rank.content.get(place), self.schedule.version(rank.step, a.round, rank.number, stage)
+        if place[0][0] == "W" and self._predicting(rank, a.unit):
+            return False
         if version != want or got != self._params(a.unit, rank.step, want):
             raise self._error(rank, f"reads {got} as version {version} where the schedule says {want}")
         if self.order[rank.reads : rank.reads + 1] != [(a.round, a.unit, a.backward)]:
@@ -298,6 +298,8 @@ class DryRun:
     def _recv_grad(self, rank: Rank, a: Action) -> bool:
         if a.stream == "G" and a.into[:2] != ("", a.peer):
             raise self._error(rank, f"waits for a sum of rank {a.into[1]}")
+        if a.region == "O" and (self._still_read(rank, a.region, a.offset, a.nbytes) or self._predicting(rank, a.unit)):
+            return False
         if a.peer is not None and not self._arrived(rank, a, a.stream == "G"):
             return False
         if not (self._round_over(rank, a) if a.unit == PERSISTENT else (a.round, a.unit, a.backward) in rank.using):
@@ -310,8 +312,6 @@ class DryRun:
         want = ("g", a.unit, rank.step, q)
         if q and rank.content.get(place) != want:
             raise self._error(rank, f"adds to {rank.content.get(place)} where it should find {want}")
-        if place[0] == "O" and self._still_read(rank, *place, a.nbytes):
-            return False
         if not q:
             if self._still_read(rank, *place, a.nbytes):
                 return False
@@ -335,11 +335,22 @@ class DryRun:
         self._push(rank, a)
         return True
 
-    def _check_added(self, rank: Rank, a: Action) -> None:
-        """This rank has added to the sum that it offers."""
-        self._check_content(rank, a, ("g", a.unit, rank.step, a.into[2] * self.schedule.ranks + rank.number + 1))
-        if (a.into[2], a.unit) in rank.adding:
-            raise self._error(rank, "offers a sum that this rank still adds to")
+    def _check_begun(self, rank: Rank, a: Action) -> None:
+        """What a relay needs of this rank's own passes, for which it does not wait, has happened when it begins."""
+        if a.kind == Kind.OFFER_GRAD and a.into[1] == rank.number:
+            self._check_content(rank, a, ("g", a.unit, rank.step, a.into[2] * self.schedule.ranks + rank.number + 1))
+            if (a.into[2], a.unit) in rank.adding:
+                raise self._error(rank, "offers a sum that this rank still adds to")
+        if a.kind == Kind.PREDICT_PARAM:
+            if (a.round, a.unit) in rank.adding:
+                raise self._error(rank, "predicts from a sum that this rank still adds to")
+            if self._at(rank, a) in rank.using.values():
+                raise self._error(rank, "overwrites a prediction that a pass of this rank reads")
+
+    def _predicting(self, rank: Rank, unit: int) -> bool:
+        """Whether a prediction of the owned unit has begun and is not made yet."""
+        under_way = (program[cursor] for _, cursor, program, _ in rank.relays)
+        return any(a.kind == Kind.PREDICT_PARAM and a.unit == unit for a in under_way)
 
     # ---- owners ---------------------------------------------------------------------------------------------------------
     def _reduce_grad(self, rank: Rank, a: Action) -> bool:
@@ -367,10 +378,11 @@ class DryRun:
         return True
 
     def _landed(self, rank: Rank, step: int, units: Sequence[int]) -> list[tuple] | None:
-        """The messages with these units' finished sums; None before all have arrived."""
+        """The messages with these units' finished sums; None before all have arrived, and while predictions need them."""
         last = self.schedule.ranks - 1
         messages = [("G", last, step, self.schedule.rounds - 1, i, True) for i in units if rank.number != last]
-        return messages if all(m in rank.landed for m in messages) else None
+        there = all(m in rank.landed for m in messages) and not any(self._predicting(rank, i) for i in units)
+        return messages if there else None
 
     def _take_sums(self, rank: Rank, a: Action, units: Sequence[int]) -> bool:
         """Take these units' finished sums, if all have arrived."""
@@ -424,27 +436,24 @@ class DryRun:
             if got[2:] > want[2:] or self._may_come(rank, a.unit, step, want[3] + 1):
                 raise self._error(rank, f"predicts from {got}, or what comes next, where it should find {want}")
             message = ("G", src, step, a.round, a.unit, True)
-            if got != want or src == rank.number and (a.round, a.unit) in rank.adding:
+            if got != want:
                 return False
             if message in rank.landed:
                 self._earlier(rank, a, rank.landed[message][0], "a push")
         if self._still_read(rank, *place, a.nbytes):
             return False
-        if rank.version != step or a.unit in rank.averaged:
+        if self.plan.unit(a.unit).g_bytes and (rank.version != step or a.unit in rank.averaged):
             raise self._error(rank, f"predicts version {step + 1} from version {rank.version}")
-        if place in rank.using.values():
-            raise self._error(rank, "overwrites a prediction that a pass of this rank reads")
         self._earlier(rank, a, rank.pulled.pop(place, BEFORE), "a reader")
         rank.content[place] = ("corrected", a.unit, step)
         rank.predicted[a.unit] = step + 1
         return True
 
     def _may_come(self, rank: Rank, unit: int, step: int, count: int) -> bool:
-        """Whether this rank lets a sum of so many micro-batches in, or will do so without waiting for its own program."""
+        """Whether this rank lets a sum of so many micro-batches in."""
         round, src = divmod(count - 1, self.schedule.ranks)
-        granted = [(x.step, x.post) for x in self.landings.get(("G", src, rank.number), ())]
-        granted += [(at, post) for at, cursor, program, _ in rank.relays for post in program[cursor].posts]
-        return any((at, x.src, x.unit, x.round) == (step, src, unit, round) for at, x in granted)
+        granted = self.landings.get(("G", src, rank.number), ())
+        return any((x.step, x.post.unit, x.post.round) == (step, unit, round) for x in granted)
 
     def _stage(self, a: Action) -> int:
         return self.plan.unit(a.unit).stage

@@ -48,7 +48,7 @@ class ReplicaDryRun(DryRun):
         if a.peer is not None and not self._arrived(rank, a):
             return False
         place, to, version = self._at(rank, a), ("R", a.into[1]), rank.step + a.version
-        if self._still_read(rank, *to, a.nbytes):
+        if self._still_read(rank, *to, a.nbytes) or place[0][0] == "W" and self._predicting(rank, a.unit):
             return False
         if a.into[0] != "R" or to[1] != self.plan.replica[0].get(a.unit):
             raise self._error(rank, "refreshes another place than the unit's in the replica")

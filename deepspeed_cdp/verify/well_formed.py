@@ -7,7 +7,11 @@ from deepspeed_cdp.plan.builder import after_passes
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
 
-CREDITS = {Kind.PULL_PARAM: "P0", Kind.PULL_GRAD: "G0", Kind.GRANT_CREDIT: "G"}  # streams of actions with one credit
+CREDITS = {  # streams of actions with one credit
+    Kind.PULL_PARAM: ("P0", "W0"),
+    Kind.PULL_GRAD: ("G0",),
+    Kind.GRANT_CREDIT: ("G",),
+}
 OF_PERSISTENT = (Kind.RECV_PERSISTENT_GRAD, Kind.SEND_PERSISTENT_GRAD, Kind.RELEASE_PERSISTENT_PARAM)
 
 
@@ -64,8 +68,8 @@ def _contradiction(a: Action) -> str:
         return "persistent parameters have no such pass"
     if a.kind.carries == "grad" and a.version:
         return "sums have no version"
-    what = [(x.stream, x.round, x.unit, x.backward) for x in a.posts]
-    if a.kind in CREDITS and what != [(CREDITS[a.kind], a.round, a.unit, a.backward)]:
+    what = [(x.round, x.unit, x.backward) for x in a.posts]
+    if a.kind in CREDITS and (what != [(a.round, a.unit, a.backward)] or a.posts[0].stream not in CREDITS[a.kind]):
         return "grants another credit than it says"
     if a.kind in (Kind.PULL_PARAM, Kind.PULL_GRAD) and (a.stream, a.peer) != (a.posts[0].stream, a.posts[0].src):
         return "grants another credit than it says"

@@ -122,7 +122,7 @@ def steady(rank: int, world: int, job: Job) -> dict[str, Any]:
     result: dict[str, Any] = {"caught": caught, "seen": seen}
     if ours:
         after, form = dict(engine._transport.bytes_received), engine.cyclic_plan.received_bytes(rank)
-        by_kind = {"F + B": ("P", "P0"), "G": ("G0",), "O": ("G",)}
+        by_kind = {"F + B": ("P", "P0", "W0"), "G": ("G0",), "O": ("G",)}
         got = {
             kind: sum(n - before.get(edge, 0) for edge, n in after.items() if edge[0] in streams)
             for kind, streams in by_kind.items()

@@ -87,7 +87,7 @@ def cut_messages(engine: Any) -> None:
     push = engine._transport.push
 
     def short(stream: str, dst: int, source: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        return push(stream, dst, source[:-4] if stream in ("P", "P0") else source, *args, **kwargs)
+        return push(stream, dst, source[:-4] if stream in ("P", "P0", "W0") else source, *args, **kwargs)
 
     engine._transport.push = short
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -47,8 +48,10 @@ class GlooPairs(RendezvousTransport):
         prefix = dist.PrefixStore("/".join(map(str, edge)), store)
         return dist.ProcessGroupGloo(prefix, int(self.rank == edge[2]), 2, self._patience)
 
-    def relay(self, work: Callable[[], Ticket | None], edge: Any = None) -> tuple[None, Ticket | None]:
-        return None, work()  # in the program's order, as the host of a device has it; here the host waits, too
+    def relay(self, work: Callable[[], Ticket | None], edge: Any = None) -> Any:
+        return work() or SimpleNamespace(
+            wait=lambda where: None
+        )  # in the program's order, as the host of a device has it; here the host waits, too
 
     def _record_point(self) -> None:
         return None

@@ -118,7 +118,7 @@ def wrong_peer(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
 
 
 def wrong_stream(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
-    for stream in {"P0": ("P", "G0"), "G0": ("P0", "G")}.get(good[i].stream, ("P0", "G0")):
+    for stream in {"P0": ("P", "W0", "G0"), "W0": ("P0", "G"), "G0": ("P0", "G")}.get(good[i].stream, ("P0", "G0")):
         if good[i].peer is not None and (good[i].nbytes or good[i].kind in PULLS) and stream != good[i].stream:
             yield put(good, i, good[i]._replace(stream=stream))
 

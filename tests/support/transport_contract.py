@@ -134,7 +134,7 @@ def relays_beside_the_host(make: Make) -> None:
     others = range(1, t.size)
     t.prepare([e for r in others for e in (("G", r, 0), ("G0", 0, r))], False)
     if t.rank == 0:
-        box, back, offered = full(0), None, None
+        box, back = full(0), None
 
         def offer(back: Any, dst: int) -> Any:
             if back is not None:
@@ -143,10 +143,11 @@ def relays_beside_the_host(make: Make) -> None:
 
         for _ in range(rounds):
             for r in others:
-                offered, taken = t.relay(lambda back=back, r=r: offer(back, r))
-                back = t.relay(lambda taken=taken, r=r: t.post("G", r, box, [taken]))[1]
+                taken = t.relay(lambda back=back, r=r: offer(back, r))
+                back = t.relay(lambda taken=taken, r=r: t.post("G", r, box, [taken]))
+        last = t.relay(t.record_event)
         t.gather(None, W)  # the others begin now
-        t.wait_event(offered)
+        t.wait_event(last)
         assert not t.waited and not t.waited_sent, "relays hold up nobody"
         back.wait(W)
         t.finish_relays(W)

@@ -43,6 +43,9 @@ class Noted:
         self.notes.append(("readers", region, offset, nbytes))
         return [SimpleNamespace(wait=lambda where, k=k: self.notes.append(("wait", f"reader {k}"))) for k in (1, 2)]
 
+    def wait_readers(self, a: Action, region: str, offset: int, nbytes: int) -> None:
+        self.notes.append(("wait", "predictions", region, offset, nbytes))
+
     def push(self, a: Action) -> None:
         raise AssertionError("nothing is published here")
 
@@ -66,6 +69,8 @@ def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(ranks
             state = RankState(plan, rank, noted, None, step=STEP, global_step=STEP)
             part = OwnerExecutor(state, noted, noted, None, None, None)
             part._reduced_late, part._own_read_end, part._norms, part._published_at = (), "own reads", {}, {}
+            sums = plan.o_layout(stage)
+            part._sum_places = [(sums[i], plan.unit(i).g_bytes) for i in part.trained]
             part._written = [plan.written(copy, stage) for copy in range(copies)]
             part.reduce(a)
             slot = (STEP + a.version + 1) % copies
@@ -73,6 +78,7 @@ def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(ranks
             regions = ["V0", f"W{slot}"] if corrected else [f"V{slot}"]  # nobody else reads the version itself longer
             assert noted.notes == [
                 ("wait", "sum", a.unit, ranks - 1, 1),
+                ("wait", "predictions", "O", sums[a.unit], plan.unit(a.unit).g_bytes),
                 *(("readers", region, where, nbytes) for region in regions),
                 *(("wait", f"reader {k}") for _ in regions for k in (1, 2)),
                 ("after", "own reads"),

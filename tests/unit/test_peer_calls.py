@@ -64,8 +64,10 @@ def transport(monkeypatch):
 
 
 def test_every_stream_has_a_cuda_stream():
-    assert {*PULLED, *peer._CUDA_STREAM_OF} == set(peer.STREAMS) and not set(PULLED) & set(peer._CUDA_STREAM_OF)
-    assert set(peer._CUDA_STREAM_OF.values()) - {"S", "X"} | {*PULLED, "credit", "relay"} == set(peer._CUDA_STREAMS)
+    assert set(PULLED) < set(peer._CUDA_STREAM_OF) == set(peer.STREAMS)
+    pulls = {peer._CUDA_STREAM_OF[stream] for stream in PULLED}
+    assert not pulls & {handle for stream, handle in peer._CUDA_STREAM_OF.items() if stream not in PULLED}
+    assert set(peer._CUDA_STREAM_OF.values()) - {"S", "X"} | {"credit", "relay"} == set(peer._CUDA_STREAMS)
 
 
 def test_a_message_is_pushed_behind_the_credit_and_the_work_that_made_it(transport):
@@ -96,13 +98,11 @@ def test_a_credit_waits_for_what_reads_there_and_holds_up_nobody_else(transport)
     box, mark = torch.zeros(8, dtype=torch.uint8), transport.record_event()
     credit = transport._word(0, "G", RANK, False)
     transport.driver.take()
-    begun, _ = transport.relay(lambda: transport.post("G", 0, box, [mark]))
+    transport.relay(lambda: transport.post("G", 0, box, [mark]))
     relay = HANDLES["relay"]
-    assert transport.driver.take() == [
-        ("wait_event", relay, mark.event),
-        ("write_value", relay, credit, 1),
-        ("record_event", begun.event, relay),
-    ], "the passes do not wait for it, nor it for them"
+    assert transport.driver.take() == [("wait_event", relay, mark.event), ("write_value", relay, credit, 1)], (
+        "the passes do not wait for it, nor it for them"
+    )
     with transport.owner_stream():
         transport.post("G", 0, box, [mark])
     owner = HANDLES["S"]
@@ -122,18 +122,18 @@ def test_a_sum_that_comes_back_is_offered_beside_the_passes(transport):
         back.wait("here")
         return transport.push("G0", 2, box)
 
-    begun, pulled = transport.relay(begin)
+    pulled = transport.relay(begin)
     assert transport.driver.take() == [
         ("wait_value", relay, transport._word(RANK, "G", 0, True), 1),
         ("write_value", relay, transport._word(2, "G0", RANK, True), 1),
-        ("record_event", begun.event, relay),
     ]
     transport.relay(lambda: transport.post("G", 2, box, [pulled]))
-    taken, told, _ = transport.driver.take()
+    taken, told = transport.driver.take()
     assert taken == ("wait_value", relay, transport._word(RANK, "G0", 2, False), 1), "the credit comes behind the pull"
     assert told == ("write_value", relay, transport._word(2, "G", RANK, False), 1)
-    transport.wait_event(begun)
-    assert transport.driver.take() == [("wait_event", 0, begun.event)]
+    done = transport.relay(transport.record_event)
+    transport.wait_event(done)
+    assert transport.driver.take() == [("record_event", done.event, relay), ("wait_event", 0, done.event)]
 
 
 def over_nccl(transport):
@@ -301,7 +301,7 @@ def test_streams_follow_one_point_until_the_stream_moves_on(transport):
 
 @pytest.mark.parametrize("stream", PULLED)
 def test_offers_are_told_and_pulled(transport, stream):
-    box, handle = torch.zeros(64, dtype=torch.uint8), HANDLES[stream]
+    box, handle = torch.zeros(64, dtype=torch.uint8), HANDLES[peer._CUDA_STREAM_OF[stream]]
     offer = transport.push(stream, 3, box)
     assert transport.driver.take() == [("write_value", 0, transport._word(3, stream, RANK, True), 1)]
     offer.wait("here")

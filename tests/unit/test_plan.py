@@ -147,7 +147,14 @@ def counted(run: DryRun, rank: int, step: int) -> dict[str, int]:
     """Bytes that arrived in a step of the dry-run; sums that come back are counted where they are sent."""
     total, back = {"F": 0, "B": 0, "G": 0, "O": 0}, (Kind.SEND_GRAD, Kind.SEND_PERSISTENT_GRAD)
     for r, t, a in run.log:
-        if t == step and r == rank and a.peer is not None and a.stream in ("P0", "G0") and a.kind.carries and a.kind.incoming:
+        if (
+            t == step
+            and r == rank
+            and a.peer is not None
+            and a.stream in ("P0", "W0", "G0")
+            and a.kind.carries
+            and a.kind.incoming
+        ):
             total["G" if a.stream == "G0" else "B" if a.backward else "F"] += a.nbytes
         if t == step and a.kind in back and a.peer == rank:
             total["O"] += a.nbytes

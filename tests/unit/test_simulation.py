@@ -78,9 +78,9 @@ def test_credits_follow_the_clock_that_frees_the_place(rule):
         def _predict(self, rank, a):
             done = super()._predict(rank, a)
             if done and rank.step:
-                made[rank.number, rank.step, a.unit] = rank.owner
+                made[rank.number, rank.step, a.unit] = rank.relay
                 key = "G", self.plan.schedule.predictor(3 - rank.number), a.unit
-                assert rank.owner >= [m.end for m in self.run.messages if (m.stream, m.src, m.unit) == key][rank.step] + 5e-3
+                assert rank.relay >= [m.end for m in self.run.messages if (m.stream, m.src, m.unit) == key][rank.step] + 5e-3
             return done
 
         def _recv_grad(self, rank, a):

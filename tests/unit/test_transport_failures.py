@@ -283,14 +283,14 @@ class Came:
 
 def test_relays_are_done_in_order_beside_the_host():
     transport, go, seen, came = LocalTransport(Hub(1, 5), 0), threading.Event(), [], Came()
-    begun, ticket = transport.relay(lambda: go.wait(5) and seen.append("first") or came)
-    last, nothing = transport.relay(lambda: seen.append("second"))
-    assert not seen and not begun.done() and not ticket.done() and not last.done()
+    ticket = transport.relay(lambda: go.wait(5) and seen.append("first") or came)
+    last = transport.relay(lambda: seen.append("second"))
+    assert not seen and not ticket.done() and not last.done()
     go.set()
     transport.wait_event(last)
-    assert seen == ["first", "second"] and begun.done() and not ticket.done() and nothing.done()
+    assert seen == ["first", "second"] and not ticket.done() and last.done()
     ticket.wait("here")
-    nothing.wait("here")
+    last.wait("here")
     assert came.waited == ["here"] and ticket.done()
     transport.finish_relays("here")
     transport.end_relays()
@@ -305,13 +305,21 @@ def test_a_relay_that_fails_fails_all_later_ones_and_whoever_waits_for_them():
     def fails() -> None:
         transport.post("G", 1, torch.zeros(8, dtype=torch.uint8)).wait("rank 0, step 3, stage 1, running sum of u2")
 
-    begun, ticket = transport.relay(fails)
-    later, _ = transport.relay(lambda: seen.append("later"))
+    ticket = transport.relay(fails)
+    later = transport.relay(lambda: seen.append("later"))
     reason = "^rank 0, step 3, stage 1, running sum of u2: no message on stream G from rank 1 within 0.2 s"
-    for wait in (begun.wait, ticket.wait, later.wait, transport.finish_relays, lambda where: transport.wait_event(later)):
+    for wait in (ticket.wait, later.wait, transport.finish_relays, lambda where: transport.wait_event(later)):
         with pytest.raises(HandoffError, match=reason):
             wait("elsewhere")
     assert not seen
+    transport.end_relays()
+
+
+def test_an_error_in_a_relay_is_raised_where_it_is_waited_for():
+    transport = LocalTransport(Hub(1, 5), 0)
+    ticket = transport.relay(lambda: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        transport.wait_event(ticket)
     transport.end_relays()
 
 
@@ -320,8 +328,7 @@ def test_on_a_gpu_a_relay_is_a_stream_and_no_thread(on_a_gpu, monkeypatch):
     current, before = [], threading.active_count()
     made._relay_stream = "the relay stream"
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: current.append(stream) or nullcontext())
-    monkeypatch.setattr(made, "record_event", lambda: "event")
-    assert made.relay(lambda: "ticket") == ("event", "ticket") and current == ["the relay stream"]
+    assert made.relay(lambda: "ticket") == "ticket" and current == ["the relay stream"]
     made.finish_relays("here")
     made.end_relays()
     assert threading.active_count() == before

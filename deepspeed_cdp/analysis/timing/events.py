@@ -1,13 +1,14 @@
 """Event simulation of a plan: every rank's program (``program.build``) runs as the executor runs it, with durations.
 
 It assumes nothing about the schedule: actions, posts, credits and buffer regions are those of the engine. A rank has three
-clocks, as a GPU has streams: for its passes, for its owner's stream, and for the relay of other ranks' sums. A message starts
-when its bytes are ready, its receiver's region is free, and the message that the same rank started before it on the same stream
-is over. It takes ``Times.message`` of the time that is left on the link out of the rank that has the bytes, and a latency.
+clocks, as a GPU has streams: for its passes, for its owner's stream, and for what it relays (other ranks' sums, predictions). A
+message starts when its bytes are ready, its receiver's region is free, and the message that the same rank started before it on
+the same stream is over. It takes ``Times.message`` of the time that is left on the link out of the rank that has the bytes, and
+a latency.
 
 As on a GPU, nothing else waits: an owner offers a sum once it is back, wherever its own passes are. Two options change that:
 
-- ``overlap=False``: the runtime on CPUs. The passes and the owner's work have one clock.
+- ``overlap=False``: the runtime on CPUs. The passes and the owner's work have one clock; a thread relays.
 - ``host_ahead=False``, and so on CPUs: the owner's stream and the relay get their work only when the passes have reached it.
 
 It suits rings of up to a few dozen ranks; ``waves`` simulates larger ones.
@@ -351,8 +352,8 @@ class Simulation:
         return True
 
     def _grant_credit(self, rank: _RankClocks, a: Action) -> bool:
-        """The relay waits until a sum has been pulled, and predicted from, and lets its reader push it back."""
-        clock: float | None = max(self._reached(rank, rank.relay), self._predicted(rank, a.unit))
+        """The relay waits until a sum has been pulled, and lets its reader push it back."""
+        clock: float | None = self._reached(rank, rank.relay)
         for post in a.posts:
             clock = None if clock is None else self._free(rank, post.region, post.offset, post.nbytes, clock)
         if clock is None:
@@ -365,7 +366,7 @@ class Simulation:
         return True
 
     def _predict(self, rank: _RankClocks, a: Action) -> bool:
-        """The owner waits for a running sum and predicts the unit's next version; not in the first step."""
+        """The relay waits for a running sum and predicts the unit's next version; not in the first step."""
         step, stage = rank.step, self.plan.schedule.owned(rank.number)
         if step == 0:
             return True
@@ -373,11 +374,11 @@ class Simulation:
         if self.plan.unit(a.unit).g_bytes:
             end = self._came(rank, "G", self.plan.schedule.predictor(stage), a.round, a.unit)
         region = self._region(a.region, rank.step, a.round, a.version)
-        clock = self._free(rank, region, a.offset, a.nbytes, max(self._reached(rank, rank.owner), rank.own_read_end))
+        begin = max(self._reached(rank, rank.relay), rank.own_read_end, rank.written.get((False, step, a.unit), 0.0))
+        clock = self._free(rank, region, a.offset, a.nbytes, begin)
         if clock is None or end is None:
             return False
-        clock = rank.written[True, step, a.unit] = max(clock, end) + self.times.predictions.get(a.unit, 0.0)
-        self._advance_owner(rank, clock)
+        rank.relay = rank.written[True, step, a.unit] = max(clock, end) + self.times.predictions.get(a.unit, 0.0)
         return True
 
     def _reduce_grad(self, rank: _RankClocks, a: Action) -> bool:
