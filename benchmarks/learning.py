@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from benchmarks import learning_report, rows
 from benchmarks.learning_tasks import CORRECTIONS, OPTIMIZERS, RATES, RULES, SIZES, Case, run
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
 
 FIELDS = (
     "dataset",
@@ -163,7 +164,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--datasets", default="digits,gpt")
     parser.add_argument("--optimizers", default="", help="comma-separated; default: each dataset's own")
     parser.add_argument("--rules", default=",".join(RULES))
-    parser.add_argument("--corrections", default="none", help="comma-separated; predict:W has a weight")
+    parser.add_argument("--corrections", default="none", help="comma-separated; predict:W has a weight, which rows name")
     parser.add_argument("--seeds", default="5", help="how many; or one number per dataset, comma-separated")
     parser.add_argument("--rates", default="1", help="multiply the learning rates; comma-separated")
     parser.add_argument("--simulate-ranks", default="4", help="ranks, and stages; comma-separated")
@@ -190,6 +191,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         for name in given:
             if (name.partition(":")[0] if option == "corrections" else name) not in known:
                 parser.error(f"--{option} has {name!r}; allowed are {', '.join(known)}")
+    default = f"predict:{DelayCorrection('predict').weight:g}"
+    args.corrections = [default if name == "predict" else name for name in args.corrections]
     try:
         args.rates = [float(r) for r in args.rates.split(",")]
         args.simulate_ranks = [int(n) for n in args.simulate_ranks.split(",")]

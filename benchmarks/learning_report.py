@@ -248,7 +248,7 @@ def into_document(out: Path, document: Path) -> None:
 
 
 # ---- plots ------------------------------------------------------------------------------------------------------------------
-def _curves(group: Sequence[Row], measure: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+def curves(group: Sequence[Row], measure: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Steps, and the values of each seed."""
     by_seed: dict[str, dict[int, float]] = {}
     for row in group:
@@ -281,12 +281,12 @@ def draw(some: Sequence[Row], out: Path, prefix: str = "", kinds: Sequence[str] 
 
 
 def _panel(left: plt.Axes, right: plt.Axes, engines: dict[str, list[Row]], title: str) -> None:
-    curves = {name: _curves(group, "test_loss") for name, group in engines.items()}
+    by_name = {name: curves(group, "test_loss") for name, group in engines.items()}
     ends = [0.0]  # of the intervals at the last step
-    for name, (steps, by_seed) in curves.items():
+    for name, (steps, by_seed) in by_name.items():
         values = np.stack(list(by_seed.values()))
         _band(left, name, steps, values.mean(0), values.min(0), values.max(0))
-        base_steps, base = curves.get("dp", (np.array([]), {}))
+        base_steps, base = by_name.get("dp", (np.array([]), {}))
         seeds = [s for s in by_seed if s in base]
         if name != "dp" and seeds:
             both = np.intersect1d(steps, base_steps)

@@ -34,6 +34,9 @@ ENGINES = {
 MODELS = {"llama-1.3b": "Llama 1.35B", "llama-3b": "Llama 3B", "llama-8b": "Llama 8B"}
 RULES = {"dp": "`dp`", "cdp-v2-warmup": "`cdp-v2` after 100 steps of `dp`", "cdp-v2": "`cdp-v2`", "cdp-v1": "`cdp-v1`"}
 BASE_RATE = 1e-3  # of the GPT in benchmarks/learning_tasks.py; rows record a multiple of it
+GPTS = {"gpt": "3.4 million", "gpt-31m": "32 million", "gpt-31m-tuned": "32 million, fine-tuned", "gpt-128m": "128 million"}
+RECOMMENDED = ("predict:1.5", "predict:2", "extrapolate", "none")  # the first that was measured
+GOAL = 1.0  # per cent above ``dp``
 
 
 class Setting(NamedTuple):
@@ -195,12 +198,24 @@ def hosts(sources: Sequence[str], page: Path) -> str:
     return table(head, body)
 
 
-def _gpt(run: str) -> dict[tuple[str, str], dict[str, list[dict[str, str]]]]:
-    from benchmarks import learning_report
+def _learned(runs: Sequence[str]) -> dict[tuple[str, str, str, str], dict[str, list[dict[str, str]]]]:
+    """Rows of finished cases by setting and variant. Rows that name no weight are from when the default was 2."""
+    from benchmarks import learning_report as report
 
-    some = learning_report.finished(learning_report.read(rows.RESULTS / run / "rows.csv"))
-    every = learning_report.settings(some).items()
+    some = [r for run in runs for r in report.read(rows.RESULTS / run / "rows.csv")]
+    older = {"predict": "predict:2"}
+    return report.settings(report.finished([{**r, "correction": older.get(r["correction"], r["correction"])} for r in some]))
+
+
+def _gpt(runs: Sequence[str]) -> dict[tuple[str, str], dict[str, list[dict[str, str]]]]:
+    every = _learned(runs).items()
     return {(data, rate): by_rule for (data, optimizer, ranks, rate), by_rule in every if (optimizer, ranks) == ("adamw", "4")}
+
+
+def _split(sources: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Sources with measured times, and runs of the learning experiments."""
+    learned = [source for source in sources if (rows.RESULTS / source / "rows.csv").exists()]
+    return [source for source in sources if source not in learned], learned
 
 
 def _test_loss(some: Sequence[dict[str, str]]) -> float:
@@ -212,7 +227,7 @@ def _test_loss(some: Sequence[dict[str, str]]) -> float:
 def learning(sources: Sequence[str], page: Path) -> str:
     """The GPT's final test losses by rule, one line per learning rate and momentum."""
     body = []
-    for (dataset, rate), by_rule in _gpt(*sources).items():
+    for (dataset, rate), by_rule in _gpt(sources).items():
         momentum = dataset.partition("gpt-beta1-")[2] or "0.9"
         seeds = {r["seed"] for some in by_rule.values() for r in some}
         losses = [f"{_test_loss(by_rule[rule]):.3f}" if rule in by_rule else "" for rule in RULES]
@@ -221,56 +236,102 @@ def learning(sources: Sequence[str], page: Path) -> str:
     return table(["β₁ of AdamW", "learning rate", "seeds", *RULES.values()], body)
 
 
-def predictions(sources: Sequence[str], page: Path) -> str:
-    """Final test losses in per cent above ``dp``'s with the same seeds, and the number of these; a line per task and ranks."""
+def _finals(warmup: bool, sources: Sequence[str]) -> str:
+    """Final test losses in per cent above ``dp``'s: mean, standard deviation and number of seeds; a column per correction.
+
+    Seeds are paired. Of some runs printed lines are left: those per cents count that the rows of no case have.
+    """
     from benchmarks import learning_report as report
 
-    (run,) = sources
-    every = report.settings(report.finished(report.read(rows.RESULTS / run / "rows.csv")))
-    variants, body = ("none", "default", "predict:2.5"), []
-    for (dataset, optimizer, ranks, rate), by_variant in every.items():
-        base = report.last(by_variant["dp"], "test_loss")
-        cells = []
-        for rule, correction in [("cdp-v2", v) for v in variants] + [("cdp-v2-warmup", v) for v in variants[:2]]:
-            default = "extrapolate" if optimizer == "muon" else "predict"
-            name = {"none": rule, "default": f"{rule} {default}"}.get(correction, f"{rule} {correction}")
-            losses = report.last(by_variant.get(name, []), "test_loss")
-            above = [100 * (losses[s] / base[s] - 1) for s in losses if s in base]
-            cells.append(f"{statistics.mean(above):+.2f} ({len(above)})" if above else "")
-        size = by_variant["dp"][0]
-        task = report.NAMES[dataset].removeprefix("byte-level ") + (f", rate x {rate}" if rate != "1" else "")
-        body.append([task, report.OPTIMIZERS[optimizer], ranks, size["steps"], f"{statistics.mean(base.values()):.3f}", *cells])
-    heads = ["`none`", "default", "`predict`, w = 2.5", "warm-up, `none`", "warm-up, default"]
-    return table(["task", "optimizer", "ranks", "steps", "`dp`", *heads], body)
+    plain: dict[tuple[str, ...], float] = {}
+    above: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    seeds: dict[tuple[str, ...], int] = {}
+    for setting, variants in _learned(sources).items():
+        base = report.last(variants["dp"], "test_loss")
+        plain[setting] = statistics.mean(base.values())
+        for some in variants.values():
+            losses = report.last(some, "test_loss")
+            found = [100 * (losses[s] / base[s] - 1) for s in losses if s in base]
+            above.setdefault((*setting, some[0]["rule"]), {})[some[0]["correction"]] = found
+    for path in filter(Path.exists, (rows.RESULTS / run / "finals.csv" for run in sources)):
+        with path.open(newline="") as file:
+            printed = list(csv.DictReader(file))
+        for r in sorted(printed, key=lambda r: r["rule"] != "dp"):
+            setting, loss, by_seed = report.setting(r), float(r["test_loss"]), r["percent_above_dp_by_seed"].split()
+            of_dp = plain.setdefault(setting, loss)
+            name = "predict:2" if r["correction"] == "predict" else r["correction"]
+            values = above.setdefault((*setting, r["rule"]), {}).setdefault(name, [])
+            there = {f"{v:+.2f}" for v in values}
+            values += [float(v) for v in by_seed if v not in there] if by_seed else [100 * (loss / of_dp - 1)]
+            seeds[(*setting, r["rule"], name)] = int(r["seeds"])
+
+    def order(case: tuple[str, ...]) -> tuple[object, ...]:
+        dataset, optimizer, ranks, rate, rule = case
+        return list(GPTS).index(dataset), list(report.OPTIMIZERS).index(optimizer), rule != "cdp-v2", int(ranks), float(rate)
+
+    rules = {"cdp-v1": ", `cdp-v1`", "cdp-v2": ""}
+    shown = {
+        (*case[:-1], case[-1].removesuffix("-warmup")): v for case, v in above.items() if case[-1].endswith("-warmup") == warmup
+    }
+    cases = sorted((case for case in shown if case[-1] in rules), key=order)
+    names = sorted({name for case in cases for name in shown[case]}, key=lambda n: (list(report.LINES).index(n.split(":")[0]), n))
+    body = []
+    for case in cases:
+        dataset, optimizer, ranks, rate, rule = case
+        best, cells, goal = next((n for n in RECOMMENDED if n in shown[case]), None), [], ""
+        for name in names:
+            values = shown[case].get(name, [])
+            cell = f"{statistics.mean(values):+.2f}" if values else ""
+            cell += f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+            count = max(len(values), seeds.get((*case[:-1], rule + "-warmup" * warmup, name), 0))
+            if warmup and name == best:
+                cell, goal = f"**{cell}**", "met" if statistics.mean(values) <= GOAL else "**missed**"
+            cells.append(f"{cell} ({count})" if values else "")
+        what = [GPTS[dataset], report.OPTIMIZERS[optimizer] + rules[rule], ranks, rate, f"{plain[case[:-1]]:.3f}"]
+        body.append([*what, *cells, goal])
+    heads = [f"w = {weight}" if weight else f"`{method}`" for method, _, weight in (name.partition(":") for name in names)]
+    return table(["parameters", "optimizer", "ranks", "rate x", "`dp`", *heads, "at most 1 %"], body)
 
 
-def finals(sources: Sequence[str], page: Path) -> str:
-    """Final test losses that a run printed, in per cent above ``dp``'s; the second source has the ``dp`` that it lacks."""
+def warmed_up(sources: Sequence[str], page: Path) -> str:
+    """Final losses after a warm-up of a tenth of the steps; the recommended correction is bold and has the goal's verdict."""
+    return _finals(True, sources)
+
+
+def from_step_0(sources: Sequence[str], page: Path) -> str:
+    """Final losses without a warm-up."""
+    return _finals(False, sources)
+
+
+def same_loss(sources: Sequence[str], page: Path) -> str:
+    """Steps until means over seeds of ``dp`` and ``cdp-v2`` both reach the higher final one, and times by recorded step times."""
+    import numpy as np
+
     from benchmarks import learning_report as report
 
-    run, other = sources
-    with (rows.RESULTS / run / "finals.csv").open(newline="") as file:
-        printed = list(csv.DictReader(file))
-    base = {report.setting(r): float(r["test_loss"]) for r in printed if r["rule"] == "dp"}
-    every = report.settings(report.finished(report.read(rows.RESULTS / other / "rows.csv")))
-    names, optimizers, body = list(report.NAMES), list(report.OPTIMIZERS), []
-    printed.sort(key=lambda r: (names.index(r["dataset"]), optimizers.index(r["optimizer"]), int(r["ranks"]), float(r["rate"])))
-    for r in printed:
-        if r["rule"] == "dp":
+    speeds, learned = _split(sources)
+    rivals = [(s, name) for s in settings(speeds) if s.plain for name in ("fsdp2", "zero3-leaf") if name in s.engines]
+    body = []
+    for (dataset, _, ranks, rate), variants in _learned(learned).items():
+        if (mine := f"cdp-v2-warmup {RECOMMENDED[0]}") not in variants:
             continue
-        setting, loss, above = report.setting(r), float(r["test_loss"]), r["percent_above_dp_by_seed"].split()
-        plain = base[setting] if setting in base else _test_loss(every[setting]["dp"])
-        mean = statistics.mean(map(float, above)) if above else 100 * (loss / plain - 1)
-        task = report.NAMES[r["dataset"]].removeprefix("byte-level ") + (f", rate x {r['rate']}" if r["rate"] != "1" else "")
-        rule, warm = r["rule"].removesuffix("-warmup"), ", warm-up" if r["rule"].endswith("-warmup") else ""
-        size = [task, report.OPTIMIZERS[r["optimizer"]], r["ranks"], f"`{rule}`, `{r['correction']}`{warm}"]
-        body.append([*size, r["seeds"], f"{plain:.4f}", f"{loss:.4f}", f"{mean:+.2f}", ", ".join(above)])
-    return table(["task", "optimizer", "ranks", "rule", "seeds", "`dp`", "test loss", "% above `dp`", "by seed"], body)
+        (steps, cyclic), (_, plain) = (report.curves(variants[v], "test_loss") for v in (mine, "dp"))
+        seeds = [s for s in cyclic if s in plain]
+        losses = [np.mean([of[s] for s in seeds], 0) for of in (cyclic, plain)]
+        goal, reached = max(some[-1] for some in losses), []
+        for some in losses:
+            i = int((some <= goal).argmax())
+            reached.append(float(np.interp(goal, some[[i, i - 1]], steps[[i, i - 1]])))
+        longer = reached[0] + steps[-1] // 10  # steps of the warm-up stall: they take twice as long
+        times = [f"{reached[1] / longer * s.ms(name) / s.ms('cdp-v2'):.2f}" for s, name in rivals]
+        body.append([GPTS[dataset], ranks, rate, str(len(seeds)), f"{goal:.3f}", *(f"{r:.0f}" for r in reached), *times])
+    heads = [f"{ENGINES[name]}, {s.place}" for s, name in rivals]
+    return table(["parameters", "ranks", "rate x", "seeds", "loss", "steps, `cdp-v2`", "steps, `dp`", *heads], body)
 
 
 def headline(sources: Sequence[str], page: Path) -> str:
-    """README's table: time and memory of settings without delays; the last source is the run with the GPT's test losses."""
-    *speeds, learned = sources
+    """README's table: time and memory of settings without delays, and the GPT's test losses."""
+    speeds, learned = _split(sources)
     names = ("cdp-v2", "fsdp2", "zero3-leaf", "zero3")
     body = []
     for s in settings(speeds):
@@ -285,23 +346,24 @@ def headline(sources: Sequence[str], page: Path) -> str:
             body.append([label + what, *(f"**{c}**" if n == best else c for n, c in zip(names, cells))])
             label = "its "
     gpt = _gpt(learned)["gpt", "1"]
-    plain, cyclic, warm = (_test_loss(gpt[rule]) for rule in ("dp", "cdp-v2 predict", "cdp-v2-warmup predict"))
+    plain, cyclic, warm = (_test_loss(gpt[rule]) for rule in ("dp", "cdp-v2 predict:2", f"cdp-v2-warmup {RECOMMENDED[0]}"))
     trained = gpt["dp"][0]
     label = f"small GPT from scratch, AdamW, {trained['steps']} steps: test loss"
-    body.append([label, f"{cyclic:.2f} ({warm:.2f} with `warmup_steps`)", *[f"**{plain:.2f}**"] * 3])
+    body.append([label, f"{warm:.2f} with `warmup_steps` ({cyclic:.2f} without, at weight 2)", *[f"**{plain:.2f}**"] * 3])
     where = f"{s.place} of one host (NVLink), bf16, AdamW, sequence length {s.first['sequence']}, torch {s.first['torch']}, "
     where += f"DeepSpeed {s.first['deepspeed']}, commit {s.first['commit']}, {_recorded(s.run, page)}; "
     where += "empty cells were not recorded; "
     where += "without delay correction, which takes up to 2 % of a step. "
     where += "Today's code needs less memory ([performance](docs/performance.md#memory))."
     what = f"{int(trained['parameters']):,} parameters, {trained['ranks']} ranks, {len({r['seed'] for r in gpt['dp']})} seeds, "
-    what += f'{_recorded(learned, page)}. FSDP2 and ZeRO-3 are plain data parallelism, recorded as `"rule": "dp"`.'
+    what += " and ".join(_recorded(run, page) for run in learned)
+    what += '. FSDP2 and ZeRO-3 are plain data parallelism, recorded as `"rule": "dp"`.'
     head = ["lower is better", *(ENGINES[name] for name in names)]
     return f"{table(head, body)}\n\nSpeed and memory: {where}\nTest loss: {what}"
 
 
 KINDS: dict[str, Callable[[Sequence[str], Path], str]] = {
-    f.__name__: f for f in (speed, memory, engines, hosts, learning, predictions, finals, headline)
+    f.__name__: f for f in (speed, memory, engines, hosts, learning, warmed_up, from_step_0, same_loss, headline)
 }
 
 

@@ -124,8 +124,8 @@ def train(
         rings: number of rings of N ranks. World rank w is rank w % N of ring w // N and reads that rank's versions; ``batches``
             and the result have world ranks. The sums of the rings are added in order, then divided by N times ``rings``.
         warmup_steps: number of first steps with K = 0; a flush follows, then steps with ``threshold``.
-        delay_correction: what stale readers read; default: the old version. ``predict`` needs a number for ``weight``. It uses
-            the sum that rank s of the ring has after its last backward of stage s.
+        delay_correction: what stale readers read; default: the old version. ``predict`` uses the sum that rank s of the
+            ring has after its last backward of stage s.
     """
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     listed = [name for stage in stages for name in stage if name in trained]
@@ -238,7 +238,7 @@ def _predicted(
     options: list[dict[str, Any]],
 ) -> dict[str, Tensor]:
     """A copy of the optimizer makes the step with m + w (g - m), where m is the momentum as an average of gradients."""
-    assert correction is not None and correction.weight is not None, "'predict' needs a number for weight here"
+    assert correction is not None
     trial, theta = copy.deepcopy((optimizer, masters))
     for group, given in zip(trial.param_groups, options):
         group.update(given)

@@ -47,7 +47,7 @@ class CorrectionConfig(BaseModel):
 
     method: Literal["none", "extrapolate", "predict"]
     updates: float = Field(1.0, description="`extrapolate`: how often the last update is expected to happen again.")
-    weight: float | None = Field(None, description="`predict`: the weight of the ranks' gradients beside the momentum. null: 2.")
+    weight: float = Field(1.5, description="`predict`: the weight of the ranks' gradients beside the momentum.")
 
 
 class CyclicConfig(DeepSpeedConfigModel):

@@ -27,12 +27,12 @@ class DelayCorrection:
     Attributes:
         method: one of ``METHODS``.
         updates: s, for ``extrapolate``.
-        weight: w, for ``predict``; None: 2.
+        weight: w, for ``predict``.
     """
 
     method: str = "none"
     updates: float = 1.0
-    weight: float | None = None
+    weight: float = 1.5
 
     def __bool__(self) -> bool:
         """Whether stale readers read anything but the old version."""
@@ -40,7 +40,7 @@ class DelayCorrection:
 
     def lead(self, beta1: float) -> float:
         """w for an optimizer whose momentum averages gradients with this factor: at most the step of the gradient alone."""
-        return min(2.0 if self.weight is None else self.weight, 1.0 / (1.0 - beta1))
+        return min(self.weight, 1.0 / (1.0 - beta1))
 
 
 def parsed(setting: str | Mapping[str, Any]) -> DelayCorrection:

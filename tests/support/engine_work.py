@@ -255,7 +255,7 @@ def oracle(
 
 def explicit(method: str) -> DelayCorrection:
     """A correction with the numbers that the engine takes."""
-    return DelayCorrection(method, weight=2.0)
+    return DelayCorrection(method, weight=1.5)
 
 
 def same(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], rtol: float = 0.0, atol: float = 0.0) -> None:

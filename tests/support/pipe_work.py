@@ -1,7 +1,7 @@
 """What the pipeline engine's tests run inside worker processes: PipelineModules, an ordinary DeepSpeed loop, the oracle."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -280,7 +280,7 @@ def oracle(job: Job) -> tuple[dict[str, torch.Tensor], list[float], list[float]]
         flush_after=job.eval_after,
         grad_dtype=torch.float32 if job.sum_fp32 else None,
         on_step=on_step,
-        delay_correction=replace(correction, weight=correction.weight or 2.0),
+        delay_correction=correction,
     )
     count = job.rounds * job.stages
     means = [

@@ -91,6 +91,15 @@ def test_speed_and_memory_come_from_the_rows(tmp_path: Path, monkeypatch: pytest
     assert NUMBERS.memory(["run, llama-8b"], DOCS / "x.md") != before
 
 
+def test_printed_losses_count_beside_rows_and_once() -> None:
+    runs = ["2026-11-29_2xH200_predictions", "2026-11-29_4xH200_predictions", "2026-11-30_2xH200_weights"]
+    found = cells(NUMBERS.warmed_up(runs, DOCS / "x.md"))
+    muon = {c["ranks"]: c["`extrapolate`"] for c in found if c["optimizer"] == "Muon"}
+    assert muon == {"4": "**+0.20 ± 0.84** (3)", "8": "**+0.38 ± 0.83** (4)"}
+    small = next(c for c in found if (c["parameters"], c["optimizer"], c["ranks"]) == ("3.4 million", "AdamW", "8"))
+    assert small["w = 2"].endswith(" (3)") and small["at most 1 %"] == "**missed**"
+
+
 @pytest.mark.parametrize(
     "text, told",
     [

@@ -124,6 +124,12 @@ def test_rows_recorded_before_corrections_are_read(tmp_path) -> None:
     assert list(settings(read(tmp_path / "rows.csv"))) == [("digits", "sgd", "4", "1"), ("gpt", "adamw", "4", "1")]
 
 
+def test_new_rows_name_the_weight_of_predictions() -> None:
+    from benchmarks.learning import parse
+
+    assert parse(["--corrections", "none,predict,predict:2"]).corrections == ["none", "predict:1.5", "predict:2"]
+
+
 def test_one_pair_has_a_difference_and_no_interval() -> None:
     text = tables(rows("dp", DP[:1]) + rows("cdp-v2", WORSE[:1], correction="predict"))
     assert "| cdp-v2 predict | 1 | 1.5000 ± ? | 0.5000 ± ? | 1.0000 ± ? | +0.5000 |  |" in text and "- " not in text
