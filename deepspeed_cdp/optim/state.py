@@ -2,6 +2,7 @@
 
 import copy
 from collections import defaultdict
+from functools import cache
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ def take_over(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Para
 
 def part_of(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Parameter], names: Names) -> torch.optim.Optimizer:
     """A copy of the optimizer that steps these masters only. It has all groups; some may be empty."""
-    part = object.__new__(type(optimizer))
+    part = object.__new__(_without_finalizer(type(optimizer)))
     part.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # (schedulers wrap an instance's step)
     part.state = defaultdict(dict)
     part.param_groups = []
@@ -39,6 +40,14 @@ def part_of(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Parame
             if p in optimizer.state:
                 part.state[master] = _state_of(master, optimizer.state[p])
     return part
+
+
+@cache
+def _without_finalizer(kind: Any) -> Any:
+    """The class without ``__del__``, which would free what a copy shares with the original (DeepSpeed's optimizers for CPUs)."""
+    if not hasattr(kind, "__del__"):
+        return kind
+    return type(kind.__name__, (kind,), {"__del__": lambda self: None, "__module__": kind.__module__})
 
 
 def _state_of(master: torch.nn.Parameter, state: dict[str, Any]) -> dict[str, Any]:

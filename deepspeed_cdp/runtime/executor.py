@@ -251,13 +251,13 @@ class Executor:
     # ---- actions of passes ----------------------------------------------------------------------------------------------
     def _recv_grad(self, a: Action) -> None:
         region, view = self.messages.place(a)
+        first = a.round == self.state.rank == 0  # this micro-batch starts the sum
+        if first or region == "O":  # before the message: a prediction may wait for it, too, and one thread at a time may
+            self.messages.wait_readers(a, region, a.offset, a.nbytes)
         if a.stream == "G":
             self.messages.back(a, a.unit, *a.into[1:]).wait(ActionLocation(self.state, a))
         else:
             self.messages.wait(a)
-        first = a.round == self.state.rank == 0  # this micro-batch starts the sum
-        if first or region == "O":
-            self.messages.wait_readers(a, region, a.offset, a.nbytes)
         if first:
             self.empty_sums.add(a.unit)
         self.grad_sums[a.unit] = view

@@ -197,12 +197,12 @@ class OwnerExecutor:
     def _wait_sum(self, a: Action, unit: int) -> int:
         """Wait until the ring's sum of the unit is complete, and nothing is predicted from it any more. Returns the unit."""
         place = self._sum_places[self.trained.index(unit)]
+        self.messages.wait_readers(a, "O", *place)  # first, as in ``Executor._recv_grad``
         if self.state.rank == self.state.schedule.ranks - 1:
             self.transport.wait_event(self._sum_ends.pop(unit, None))
         else:
             s = self.state.schedule
             self.messages.back(a, unit, s.ranks - 1, s.rounds - 1).wait(ActionLocation(self.state, a))
-        self.messages.wait_readers(a, "O", *place)
         if self._copies_sums:
             self.state.buffers.view("X", *place).copy_(self.state.buffers.view("O", *place))
         return unit

@@ -51,7 +51,7 @@ class Ticket(Protocol):
     counted: bool
 
     def wait(self, where: Where) -> None:
-        """Wait until this side is done; idempotent.
+        """Wait until this side is done; idempotent, for one thread at a time.
 
         Args:
             where: what the rank is doing; the error begins with it ("rank 1, step 7, stage 2, ...").

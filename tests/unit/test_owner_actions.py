@@ -77,8 +77,8 @@ def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(ranks
             where, nbytes = plan.copy_offsets(stage)[a.unit], plan.unit(a.unit).p_bytes
             regions = ["V0", f"W{slot}"] if corrected else [f"V{slot}"]  # nobody else reads the version itself longer
             assert noted.notes == [
-                ("wait", "sum", a.unit, ranks - 1, 1),
                 ("wait", "predictions", "O", sums[a.unit], plan.unit(a.unit).g_bytes),
+                ("wait", "sum", a.unit, ranks - 1, 1),
                 *(("readers", region, where, nbytes) for region in regions),
                 *(("wait", f"reader {k}") for _ in regions for k in (1, 2)),
                 ("after", "own reads"),
