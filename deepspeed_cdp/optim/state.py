@@ -29,7 +29,8 @@ def take_over(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Para
 
 def part_of(optimizer: torch.optim.Optimizer, masters: dict[str, torch.nn.Parameter], names: Names) -> torch.optim.Optimizer:
     """A copy of the optimizer that steps these masters only. It has all groups; some may be empty."""
-    part = object.__new__(_without_finalizer(type(optimizer)))
+    kind: Any = type(optimizer)
+    part = object.__new__(_without_finalizer(kind))
     part.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})  # (schedulers wrap an instance's step)
     part.state = defaultdict(dict)
     part.param_groups = []
