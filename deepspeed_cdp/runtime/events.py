@@ -29,13 +29,14 @@ class Events(Protocol):
     def step_updated(self, step: int) -> None:
         """The update of ``step`` is complete on this rank."""
 
-    def order_needed(self, why: str) -> None:
-        """Parameters are needed when the plan has no pass for them. The first micro-batch may still change to ``any_order``.
+    def order_needed(self, why: str, alone: bool = False) -> None:
+        """Parameters are needed when the plan has no pass for them. From now on all are there, or the error says why not.
 
         Args:
             why: a clause for people, such as "the module was called between a forward and its backward".
+            alone: other ranks may do as planned.
         Raises:
-            ValueError: it is not the first micro-batch, or the setting forbids it.
+            ValueError: the setting forbids it, or the transport cannot do it.
         """
 
     def used_outside(self, how: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from deepspeed_cdp.errors import SET_ANY_ORDER, class_and_text
+from deepspeed_cdp.errors import class_and_text
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
@@ -82,7 +82,7 @@ class Executor:
             Kind.SEND_PERSISTENT_GRAD: self._send_grad,
             Kind.RELEASE_PARAM: self._release_param,
             Kind.RELEASE_PERSISTENT_PARAM: self._release_param,
-            Kind.PULL_PARAM: self.messages.post_all,
+            Kind.PULL_PARAM: self._pull_param,
             Kind.PULL_GRAD: self.messages.post_all,
             Kind.START_RECV: self.messages.start_peer,
             Kind.START_SEND: self.messages.start_peer,
@@ -90,6 +90,7 @@ class Executor:
             **self.owner_executor.actions,
         }
         self.failure = ""
+        self._pulled_ahead: set[int] = set()  # units whose parameters for this round's backward the program pulls later
         self._losses, self._loss_count = torch.zeros((), dtype=torch.float64, device=device), 0
 
     # ---- position ------------------------------------------------------------------------------------------------------
@@ -187,12 +188,12 @@ class Executor:
         self._latest = unit
 
     def _order_error(self, unit: int, backward: bool) -> str:
-        name, latest, where = self.plan.unit(unit).name, self.plan.unit(self._latest).name, f"step {self.global_step}"
-        when = f"in the {'backward' if backward else 'forward'} of {where}"
-        fix = f"which the first batch did not do; {SET_ANY_ORDER}"
-        if backward:
-            fix = "but the plan has it before; if an activation checkpoint spans several units, checkpoint each by itself"
-        return f"unit {name!r} was used {'twice' if name == latest else f'after unit {latest!r}'} {when}, {fix}"
+        name, latest = self.plan.unit(unit).name, self.plan.unit(self._latest).name
+        how = f"unit {name!r} was used {'twice' if name == latest else f'after unit {latest!r}'} in the"
+        if not backward:
+            return f"{how} forward"
+        fix = "but the plan has it before; if an activation checkpoint spans several units, checkpoint each by itself"
+        return f"{how} backward of step {self.global_step}, {fix}"
 
     def release(self, unit: int, backward: bool) -> None:
         """Execute up to the end of this pass, which releases its parameters and sends its gradient sum."""
@@ -215,6 +216,30 @@ class Executor:
     def end_forward(self) -> None:
         """Execute all that comes before the backward, also the passes of units that this rank did not use."""
         self._execute(self._program.forward_end(self.state.round))
+
+    def pull_backward(self) -> dict[int, torch.Tensor]:
+        """After ``end_forward``: the flat parameters (uint8, 1-D) of all units, at once, as this round's backward reads them.
+
+        The program pulls them one after the other into windows. Here each unit has memory of its own. Owners offer what the
+        backward reads together with what the forward reads, so this waits for nothing later than the forward does.
+        """
+        flats, values = {}, dict(self.params)
+        backward = self._program.actions.between(self._cursor, self._program.round_end(self.state.round))
+        for a in backward:
+            if a.kind == Kind.PULL_PARAM and a.backward:
+                (post,) = a.posts
+                flats[a.unit] = torch.empty(post.nbytes, dtype=torch.uint8, device=self.buffers.arena.device)
+                self.messages.post(post, ActionLocation(self.state, a), into=flats[a.unit])
+                self._pulled_ahead.add(a.unit)
+        for a in backward:
+            if a.kind != Kind.WAIT_PARAM or not a.backward or a.unit in values:
+                continue
+            if a.peer is None:
+                self.owner_executor.wait_published(a.unit, a.version, a.region)
+            else:
+                self.messages.wait_ahead(a)
+            values[a.unit] = flats.get(a.unit, self.messages.place(a)[1])
+        return values
 
     def end_round(self) -> None:
         """Execute up to the end of this micro-batch."""
@@ -249,6 +274,12 @@ class Executor:
             raise
 
     # ---- actions of passes ----------------------------------------------------------------------------------------------
+    def _pull_param(self, a: Action) -> None:
+        if a.backward and a.unit in self._pulled_ahead:
+            self._pulled_ahead.discard(a.unit)
+        else:
+            self.messages.post_all(a)
+
     def _recv_grad(self, a: Action) -> None:
         region, view = self.messages.place(a)
         first = a.round == self.state.rank == 0  # this micro-batch starts the sum

@@ -104,20 +104,21 @@ class Messages:
         return self.transport.world_rank - self.state.rank + rank
 
     # ---- messages -------------------------------------------------------------------------------------------------------
-    def post(self, post: Post, where: Where, relayed: bool = False) -> None:
+    def post(self, post: Post, where: Where, relayed: bool = False, into: torch.Tensor | None = None) -> None:
         """Grant the credit for one message, which lands after all pending reads of its place.
 
         Args:
             relayed: beside the passes.
+            into: memory of the caller's own in the place of that (uint8, 1-D).
         """
         step = self.state.step + post.ahead
         region = self._region(post.region, step, post.round, 0)
-        readers = self.reads.take(region, post.offset, post.nbytes)
+        readers = self.reads.take(region, post.offset, post.nbytes) if into is None else []
         origin = -1
         if post.origin[0]:
             there = self.state.plan.region_of(post.origin[0], step + post.version)
             origin = self.buffers.address(there, post.origin[1])
-        view = self.buffers.view(region, post.offset, post.nbytes)
+        view = self.buffers.view(region, post.offset, post.nbytes) if into is None else into
 
         def begin() -> Ticket:
             ticket = self.transport.post(post.stream, post.src, view, readers, where, origin)
@@ -173,9 +174,16 @@ class Messages:
         """Wait for the action's message; None if it has none."""
         if a.peer is None:
             return None
-        ticket = self._arrivals.pop((a.stream, self.state.step, a.round % 2, a.unit, a.backward))
+        ticket = self._arrivals.pop(self._name(a))
         ticket.wait(ActionLocation(self.state, a))
         return ticket
+
+    def _name(self, a: Action) -> tuple[str, int, int, int, bool]:
+        return a.stream, self.state.step, a.round % 2, a.unit, a.backward
+
+    def wait_ahead(self, a: Action) -> None:
+        """Wait for the action's message before the action itself does."""
+        self._arrivals[self._name(a)].wait(ActionLocation(self.state, a))
 
     def back(self, a: Action, unit: int, source: int, round: int) -> Ticket:
         """The message with an owned unit's sum that comes back, of the step that ``a`` is about.

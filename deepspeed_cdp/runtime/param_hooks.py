@@ -20,6 +20,7 @@ from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
+from deepspeed_cdp.runtime.program import OutOfOrder
 
 IDLE, FORWARD, BACKWARD, FAILED, REHEARSAL = "idle", "forward", "backward", "failed", "rehearsal"
 MOST_NODES = 1000  # of a loss's graph that are searched
@@ -35,7 +36,9 @@ class ParamHooks:
         visited, called: units used in this forward, and their modules.
         accumulation: adds gradients to the running sums.
         any_order: every unit's forward is executed before the module's, and every unit's backward after it. Parameters have
-            memory of their own from the first forward of a step to its end, so the script may use them as it likes.
+            memory of their own from the first forward of a step to its end, so the script may use them as it likes. Or from
+            ``hold`` to the end of the micro-batch.
+        holds: it is so for this micro-batch only.
         always_resident: parameters are never placeholders.
     """
 
@@ -69,6 +72,7 @@ class ParamHooks:
         self._borrowed_units: set[int] = set()  # acquired by GatheredParameters inside this forward
         self._bound: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}  # with any_order, each unit's parameters
+        self.holds = False
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[SavedView, int], torch.Tensor] = {}
         self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
@@ -287,6 +291,23 @@ class ParamHooks:
             if values is not None:
                 self.bind(i, values[i])
 
+    def hold(self) -> None:
+        """``any_order`` to the end of this micro-batch, from inside its forward or after it. Other ranks do not notice."""
+        self._end_saving()
+        self.executor.end_forward()
+        self.any_order = self.holds = True
+        self._bind_for_backward()
+
+    def _bind_for_backward(self) -> None:
+        for i, flat in self.executor.pull_backward().items():
+            self.bind(i, flat)
+
+    def _end_hold(self) -> None:
+        self.any_order = self.holds = False
+        for i in list(self._bound):
+            self.unbind(i)
+        self.forget_views()
+
     @property
     def all_there(self) -> bool:
         """Whether every parameter is there, in the middle of a step."""
@@ -313,6 +334,8 @@ class ParamHooks:
         self._output_nodes.clear()  # they keep hooks of this object alive, and Python does not see that circle
         self.executor.end_round()
         self.mode = IDLE
+        if self.holds:
+            self._end_hold()
         for i in self.visited:  # autograd's order excludes it, but a gradient must not be lost silently
             for p, s in self.slots[i]:
                 if s.sum_offset >= 0 and p.grad is not None:
@@ -352,9 +375,13 @@ class ParamHooks:
         )
 
     def _enter_forward(self, i: int) -> None:
-        self.executor.acquire(i, False)
-        self.bind(i, self.executor.params[i])
         self.visited.add(i)
+        try:
+            self.executor.acquire(i, False)
+        except OutOfOrder as error:
+            self.events.order_needed(str(error), alone=True)
+        else:
+            self.bind(i, self.executor.params[i])
 
     def borrow(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Acquire parameters for a function other than their module's forward (a fused head and loss, for example).
@@ -477,6 +504,8 @@ class ParamHooks:
                     self._enter_forward(i)
                     self._inside = i
                 self.called.add(path)
+                if self.any_order:  # from now on
+                    return
                 if not kept:
                     self._begin_saving()
                 if not torch.is_grad_enabled():

@@ -69,6 +69,12 @@ class ReplicaHooks(ParamHooks):
         """From now on ``any_order``; the replica has the values."""
         self.any_order = True
 
+    def _bind_for_backward(self) -> None:
+        """Nothing: the replica has the values."""
+
+    def _end_hold(self) -> None:
+        self.any_order = self.holds = False
+
     @property
     def all_there(self) -> bool:
         return self.any_order and not self.executor.between_steps

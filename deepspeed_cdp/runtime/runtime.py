@@ -87,7 +87,7 @@ class Runtime:
         """
         self.module, self.settings, self.transport, self.device = module, settings, transport, device
         self.borrowed: dict[torch.nn.Parameter, torch.Tensor] = {}  # given out by GatheredParameters -> their data before
-        self.overflow, self._on_gathered = False, on_gathered
+        self.overflow, self._on_gathered, self._told_of_holding = False, on_gathered, False
         self._on_persistent = on_persistent
         _check_optimizer(optimizer)
         names = {p: n for n, p in module.named_parameters()}
@@ -175,7 +175,10 @@ class Runtime:
     def end_backward(self) -> None:
         """The micro-batch's backward is complete."""
         if self._whole is None or self.param_hooks.mode == BACKWARD:
+            held = self.param_hooks.holds
             self.param_hooks.end_backward()
+            if held:
+                self._on_gathered(False)
         else:
             raise ValueError(
                 "a backward came after a forward in eval() mode or under no_grad(), which keeps no gradients; call "
@@ -359,16 +362,29 @@ class Runtime:
             for i, offset in places.items():
                 yield i, flat[offset : offset + self.plan.unit(i).p_bytes]
 
-    def order_needed(self, why: str) -> None:
-        """See ``Events``. Collective if the setting is "auto" and it is the first micro-batch since a flush."""
-        state = self.executor.state
-        if self.settings.any_order != "auto" or state.step or state.round:
-            step, setting = self.executor.global_step, self.settings.any_order
-            late = ", which the first micro-batch did not do" if setting == "auto" else ""
-            raise ValueError(f"{why} in step {step}{late}; {SET_ANY_ORDER}")
-        self._tell_of_any_order(why)
-        whole = self.executor.residency.whole_after_flush
-        self.param_hooks.keep_all(None if whole else dict(self._version_0()))
+    def order_needed(self, why: str, alone: bool = False) -> None:
+        """See ``Events``. With "auto", the first micro-batch since a flush changes all ranks for good: that is collective."""
+        state, auto = self.executor.state, self.settings.any_order == "auto"
+        first = not (state.step or state.round or alone)
+        if auto and first:
+            self._tell_of_any_order(why)
+            whole = self.executor.residency.whole_after_flush
+            self.param_hooks.keep_all(None if whole else dict(self._version_0()))
+        elif auto and not self.transport.rendezvous:
+            if not self._told_of_holding:
+                logger.warning(
+                    "rank %d, step %d: %s, which the plan does not have: to the end of this micro-batch all parameters are here, "
+                    "and so they will be in later ones like it; if most are, %s",
+                    self.transport.world_rank,
+                    self.executor.global_step,
+                    why,
+                    SET_ANY_ORDER,
+                )
+            self._told_of_holding = True
+            self.param_hooks.hold()
+        else:
+            late = ", which the first micro-batch did not do" if auto else ""
+            raise ValueError(f"{why} in step {self.executor.global_step}{late}; {SET_ANY_ORDER}")
         self._on_gathered(True)
 
     def _tell_of_any_order(self, why: str) -> None:

@@ -1,7 +1,6 @@
 """The first training forward is compared with the plan. Models that their definition does not explain train with nothing set."""
 
 import logging
-import re
 
 import pytest
 import torch
@@ -84,18 +83,6 @@ class Tower(models.MLP):
         return super().forward(x)
 
 
-class Turns(models.MLP):
-    """The order of the first forward is not that of the second."""
-
-    turns = 0
-
-    def forward(self, x):
-        self.turns += torch.is_grad_enabled()
-        for at in range(6) if self.turns < 2 else reversed(range(6)):
-            x = x + self.blocks[at](x)
-        return x
-
-
 MODELS = (Backwards, Twice, Repeats, Everything, Borrows, Siamese, Tower)
 
 
@@ -152,22 +139,6 @@ def resumed(rank: int, world: int, folder: str) -> bool:
 
 def test_a_checkpoint_loaded_before_the_first_forward_is_kept(pool, tmp_path):
     assert all(pool.run(2, resumed, str(tmp_path), timeout=120))
-
-
-def turns(rank: int, world: int) -> str:
-    job = Job("mlp", optimizer="sgd", timeout=10.0)
-    engine = start(job, world, built(Turns))
-    text = told(lambda: train(engine, job, rank))
-    torch.distributed.barrier()  # each finds its own error, not that the other has gone
-    engine.destroy()
-    return text
-
-
-def test_another_order_later_is_told(pool):
-    for text in pool.run(2, turns, timeout=120):
-        assert re.search(
-            r"unit 'blocks.[45]' was used (twice|after unit 'blocks.5') in the forward of step 1, which the first", text
-        )
 
 
 def penalty(rank: int, world: int) -> str:

@@ -1,4 +1,4 @@
-"""A script's own collective between forward and backward (TRL gathers its metrics there): which plans run with it."""
+"""What a script may do between forward and backward: collectives of its own, and reading all parameters."""
 
 import threading
 
@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import build, forward_ends
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.verify.check import dry_run
+from deepspeed_cdp.verify.dry_run import CONDITIONS
 from support import models, plans
 from support.local_ring import run_ranks, train
 from support.optimizers import adamw
@@ -50,3 +53,36 @@ def test_ranks_that_meet_train_as_others(size: int, rule: str, rounds: int, meth
     want = train("rooted", size, chosen, adamw, steps)["state"]
     for state in run_ranks(size, work):
         assert all(torch.equal(state[name], value) for name, value in want.items())
+
+
+def pulled_at_once(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
+    """The rank's program, but all parameters of a backward are pulled before it, into memory of their own (``pull_backward``)."""
+    program = build(plan, rank, first)
+    moved: dict[int, list[Action]] = {index: [] for index in forward_ends(program).values()}
+    rest: list[tuple[int, Action]] = []
+    for at, a in enumerate(program):
+        ends = [index for index in moved if index <= at]
+        begin = program[ends[-1]] if ends else None
+        if a.kind == Kind.PULL_PARAM and a.backward and begin is not None and begin.round == a.round:
+            own = a.posts[0]._replace(region="own", offset=a.unit << 32)
+            moved[ends[-1]].append(a._replace(time=begin.time, phase=begin.phase, posts=(own,)))
+        else:
+            rest.append((at, a))
+    own_units = {(a.round, a.unit) for some in moved.values() for a in some}
+    done = []
+    for at, a in rest:
+        done += moved.get(at, [])
+        reads = a.kind == Kind.WAIT_PARAM and a.backward and (a.round, a.unit) in own_units
+        done.append(a._replace(region="own", offset=a.unit << 32) if reads else a)
+    return tuple(done)
+
+
+@settings(max_examples=60, deadline=None)
+@given(plans.plans(st.integers(2, 4)), st.sets(st.integers(0, 3)), st.sampled_from([{}, *CONDITIONS, {"meeting": True}]))
+def test_some_ranks_may_pull_a_whole_backward_before_it(plan: Plan, some: set[int], condition: dict[str, bool]):
+    """Whatever the others do: what owners offer for a backward is offered when it is for the forward."""
+
+    def programs(rank: int, first: bool) -> tuple[Action, ...]:
+        return pulled_at_once(plan, rank, first) if rank in some else build(plan, rank, first)
+
+    dry_run(plan, 4, programs, **condition).run()

@@ -269,6 +269,28 @@ def test_the_module_outside_the_engine():
         torch.testing.assert_close(seen, models.build("mlp")(models.batch("mlp", 0, 0, 0)), rtol=0, atol=0)
 
 
+def test_where_both_sides_start_a_message_another_order_later_is_told():
+    """The rank would pull at another place of the order than the one at which the owner starts to send."""
+    modules = [models.build("mlp") for _ in range(2)]
+
+    def work(rank, transport):
+        transport.rendezvous, module = True, modules[rank]
+        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings(), transport, torch.device("cpu"))
+        x = models.batch("mlp", 0, 0, rank)
+        with runtime.forward():
+            loss = module(x).pow(2).mean()
+        loss.backward()
+        runtime.end_backward()
+        runtime.step()
+        why = "^unit 'blocks.4' was used after unit 'blocks.5' in the forward in step 1, which the first micro-batch did not do; "
+        with pytest.raises(ValueError, match=why), runtime.forward():
+            module.blocks[4](module.blocks[5](x))
+        transport.gather(None, "both")
+        runtime.close(False)
+
+    run_ranks(2, work)
+
+
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1"])
 def test_a_step_without_a_norm_is_skipped(rule):
     """One micro-batch is nan: the whole step is skipped, as ZeRO-3 does and the oracle."""
