@@ -2,6 +2,9 @@
 
 Each stage's owner enters its options of a step into the vector of norms, which comes back to all ranks with the totals. A rank
 compares all of them, and its own, when it takes note of the finished step. So all ranks raise at the end of the same call.
+
+On GPUs the host does not wait for the numbers: they are compared in a later call that finds them there. In the same call some
+ranks might find them and others not, which might then block in the next call, in wait for messages of those that have raised.
 """
 
 from collections import deque
@@ -12,7 +15,7 @@ from deepspeed_cdp.errors import DivergenceError
 from deepspeed_cdp.optim import options
 from deepspeed_cdp.plan.constants import OPTIONS
 from deepspeed_cdp.plan.pipeline_schedule import PipeSchedule
-from deepspeed_cdp.transport.base import Ticket, Transport
+from deepspeed_cdp.transport.base import Transport
 
 
 class PipeDivergence:
@@ -29,10 +32,13 @@ class PipeDivergence:
         self._rank, self._transport, self._optimizer, self._every = rank, transport, optimizer, every
         self._owners = [schedule.owner(stage) for stage in range(schedule.stages)]
         self._own: dict[int, list[float]] = {}  # by step, until it is finished
-        self._copies: deque[tuple[int, list[float], torch.Tensor, Ticket | None]] = deque()  # step, own, all stages', event
+        self._call = -1  # the step that this call began
+        # call, step, own, all stages' numbers, the event behind their copy
+        self._copies: deque[tuple[int, int, list[float], torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def record(self, step: int) -> None:
-        """Keep this rank's options for the update of ``step``."""
+        """Keep this rank's options for the update of ``step``, which begins."""
+        self._call = step
         if step % self._every == 0:
             self._own[step] = options.numbers(self._optimizer.param_groups)
 
@@ -46,9 +52,12 @@ class PipeDivergence:
         own = self._own.pop(step, None)
         if own is None:  # not to be compared, or read before (a flush ends a step again that has ended)
             return
+        event = None
         if rows.device.type == "cuda":
+            stream = torch.cuda.current_stream(rows.device)
             rows = torch.empty(rows.shape, dtype=rows.dtype, device="cpu", pin_memory=True).copy_(rows, non_blocking=True)
-        self._copies.append((step, own, rows, self._transport.record_event()))
+            event = stream.record_event()
+        self._copies.append((self._call, step, own, rows, event))
 
     def check(self) -> None:
         """Compare what has reached the host.
@@ -56,8 +65,11 @@ class PipeDivergence:
         Raises:
             DivergenceError: two ranks differ.
         """
-        while self._copies and (self._copies[0][3] is None or self._copies[0][3].done()):
-            step, own, rows, _ = self._copies.popleft()
+        while self._copies:
+            call, step, own, rows, event = self._copies[0]
+            if event is not None and (call == self._call or not event.query()):
+                return
+            self._copies.popleft()
             by_rank = [*zip(self._owners, rows.view(-1, OPTIONS).tolist()), (self._rank, own)]
             first = by_rank[0]
             for there, numbers in by_rank[1:]:
