@@ -79,7 +79,7 @@ class CyclicConfig(DeepSpeedConfigModel):
         "auto",
         pattern=r"^(auto|parameters|uniform|flops|type:[\s\S]+)$",
         description="The cost that stages balance. `parameters`, `uniform` and `type:REGEX` are as in PipelineModule. `auto`: "
-        "`flops` if an example batch is available; otherwise `parameters`.",
+        "`parameters`, but any first stages have at least half of their share of the operations if an example batch is available.",
     )
     units: Annotated[
         Annotated[list[str], Field(min_length=1, json_schema_extra={"uniqueItems": True})] | None,

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from deepspeed_cdp.plan.partition import assign
+from deepspeed_cdp.plan.partition import assign, by_memory
 from deepspeed_cdp.plan.unit_schedule import Unit
 
 logger = logging.getLogger("deepspeed_cdp")
@@ -640,19 +640,20 @@ def stages(units: FoundUnits, parts: int, method: str) -> tuple[tuple[int, ...],
             `uniform`     number of units
             `type:REGEX`  number of units whose class name matches
             `flops`       operations of the traced example
-            `auto`        `flops` with a trace, otherwise `parameters`
+            `auto`        `parameters`, but with a trace the first stages have enough operations (`by_memory`)
             ============  =====================================================================
 
     Raises:
         ValueError: unknown method, flops without a trace, fewer units than stages.
     """
     word = method.strip().lower()
+    sizes = [unit.cost_parameters + (units.persistent_cost if i == 0 else 0) for i, unit in enumerate(units.units)]
     if word == "auto":
-        word = method = "flops" if any(unit.flops for unit in units.units) else "parameters"
+        return by_memory(sizes, [unit.flops or 0 for unit in units.units], parts)
     if word == "flops":
         if any(unit.flops is None for unit in units.units):
             raise ValueError("cyclic.partition_method is 'flops', which needs a traced example batch: use 'parameters'")
         costs = [unit.flops or 0 for unit in units.units]
     else:
-        costs = [unit.cost_parameters + (units.persistent_cost if i == 0 else 0) for i, unit in enumerate(units.units)]
+        costs = sizes
     return assign([unit.type_name for unit in units.units], costs, parts, method)

@@ -1,7 +1,7 @@
 """Groups units into stages by their costs.
 
-A stage is a contiguous run of units. The ring runs at the pace of its slowest stage, so a partition minimizes the largest stage.
-Among those partitions, the most even one leaves stragglers the most slack.
+A stage is a contiguous run of units. Each rank reserves memory for the largest stage, and a pipeline runs at the pace of its slowest
+one, so a partition minimizes the largest stage. Among those partitions it is the most even one.
 """
 
 import math
@@ -21,28 +21,33 @@ def _exact(costs: Sequence[float]) -> list[int]:
     return [int(f * scale) for f in fractions]
 
 
-def _smallest_maximum(prefix: list[int], parts: int) -> list[list[int]]:
-    """most[k][j]: the smallest possible largest sum when the first j costs form k+1 non-empty parts (j > k; else 0)."""
+def _smallest_maximum(prefix: list[int], first: Sequence[int]) -> list[list[int]]:
+    """most[k][j]: the smallest possible largest sum when the first j costs form k+1 parts (j >= first[k + 1]; else 0).
+
+    Args:
+        first: by number of parts, their smallest boundary.
+    """
     count = len(prefix) - 1
     most = [list(prefix)]
-    for k in range(1, parts):
+    for k in range(1, len(first) - 1):
         last, row = most[-1], [0] * (count + 1)
-        for j in range(k + 1, count + 1):
+        for j in range(first[k + 1], count + 1):
             # last[i] grows with i, prefix[j] - prefix[i] shrinks: the best i is at their crossing, or just before it
-            i = bisect_left(range(j), True, k, j - 1, key=lambda i: last[i] >= prefix[j] - prefix[i])
+            i = bisect_left(range(j), True, first[k], j - 1, key=lambda i: last[i] >= prefix[j] - prefix[i])
             row[j] = max(last[i], prefix[j] - prefix[i])
-            if i > k:
+            if i > first[k]:
                 row[j] = min(row[j], max(last[i - 1], prefix[j] - prefix[i - 1]))
         most.append(row)
     return most
 
 
-def contiguous(costs: Sequence[float], parts: int) -> tuple[int, ...]:
+def contiguous(costs: Sequence[float], parts: int, least: Sequence[int] = ()) -> tuple[int, ...]:
     """Cuts `costs` into `parts` contiguous non-empty parts with the smallest largest sum, then the smallest sum of squares.
 
     Args:
         costs: one finite cost >= 0 per item, in order; floats are exact fractions.
         parts: number of parts, >= 1.
+        least: boundaries b[1] to b[parts - 1] are at least these, as far as every part can have an item.
 
     Returns:
         parts + 1 boundaries b: part s holds items b[s] to b[s+1] - 1; b[0] = 0, b[parts] = len(costs).
@@ -64,7 +69,10 @@ def contiguous(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     prefix = [0]
     for size in sizes:
         prefix.append(prefix[-1] + size)
-    most = _smallest_maximum(prefix, parts)
+    first = [0]  # by number of parts, their smallest boundary
+    for k in range(1, parts + 1):
+        first.append(max(first[-1] + 1, min(least[k - 1], count - parts + k) if k <= len(least) else 0))
+    most = _smallest_maximum(prefix, first)
     limit = most[parts - 1][count]
 
     # squares[j]: the smallest sum of squares of the first j costs in k+1 parts <= limit; None where there is none
@@ -73,19 +81,20 @@ def contiguous(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     for k in range(1, parts):
         above, cut = squares, [0] * (count + 1)
         row: list[int | None] = [None] * (count + 1)
-        reach = max(i for i in range(k, count + 1) if most[k - 1][i] <= limit)  # feasible prefixes of k parts: k .. reach
-        end = max(j for j in range(k + 1, count + 1) if most[k][j] <= limit)
-        todo = [(k + 1, end, k, reach)]  # (first, last, low, high): prefixes first..last have their best last cut in low..high
-        while todo:
-            first, last, low, high = todo.pop()
-            if first > last:
+        # feasible prefixes of k parts: first[k] .. reach
+        reach = max(i for i in range(first[k], count + 1) if most[k - 1][i] <= limit)
+        end = max(j for j in range(first[k + 1], count + 1) if most[k][j] <= limit)
+        todo = [(first[k + 1], end, first[k], reach)]  # (begin, last, low, high): prefixes begin..last have their best last cut
+        while todo:  # in low..high
+            begin, last, low, high = todo.pop()
+            if begin > last:
                 continue
-            j = (first + last) // 2
+            j = (begin + last) // 2
             start = max(low, bisect_left(prefix, prefix[j] - limit))
             sums = ((above[i], i) for i in range(start, min(high, j - 1) + 1))
             best, at = min((square + (prefix[j] - prefix[i]) ** 2, i) for square, i in sums if square is not None)
             row[j], cut[j] = best, at
-            todo += [(first, j - 1, low, at), (j + 1, last, at, high)]
+            todo += [(begin, j - 1, low, at), (j + 1, last, at, high)]
         squares = row
         cuts.append(cut)
 
@@ -93,6 +102,26 @@ def contiguous(costs: Sequence[float], parts: int) -> tuple[int, ...]:
     for cut in reversed(cuts):
         bounds.append(cut[bounds[-1]])
     return (0, *reversed(bounds)) if parts > 1 else (0, count)
+
+
+def by_memory(sizes: Sequence[float], work: Sequence[float], parts: int) -> tuple[tuple[int, ...], ...]:
+    """Item indices of each stage: the largest stage in memory is as small as possible.
+
+    Ranks of a ring compute all stages, so a stage may take longer than another. But rank r reads stage N-1-r as soon as the rank
+    behind it all has ended it, so the first stages must last: any s of them have at least half of s/N of the work.
+
+    Args:
+        sizes, work: of each item.
+        parts: the number of stages N.
+
+    Raises:
+        ValueError: fewer items than stages.
+    """
+    done, exact = [0], _exact(work)
+    for cost in exact:
+        done.append(done[-1] + cost)
+    least = [bisect_left(done, s * done[-1], key=lambda x: 2 * parts * x) for s in range(1, parts)]
+    return tuple(tuple(range(a, b)) for a, b in pairwise(contiguous(sizes, parts, least)))
 
 
 def assign(names: Sequence[str], costs: Sequence[float], parts: int, method: str) -> tuple[tuple[int, ...], ...]:

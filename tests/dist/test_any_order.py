@@ -29,22 +29,6 @@ class Wanders(models.MLP):
         return x
 
 
-FIRST = {models.batch("mlp", 0, 0, rank).sum().item() for rank in range(4)}  # the first batches, by their sums
-
-
-class Strays(Parts):
-    """The first batch runs in order. Later ones, each rank by itself, leave the order early or late, or use blocks again."""
-
-    def forward(self, x, part=False):
-        if part:
-            return self.blocks[0](x)
-        total = x.sum().item()
-        orders = ((0, 1, 2, 3, 4, 5), (5, 1, 3, 1), (1, 0, 2, 3, 5, 4), (0, 1, 2, 3, 4, 5, 0, 3), (3,))
-        for at in orders[0 if total in FIRST else int(abs(total) * 1000) % 5]:
-            x = x + self.blocks[at](x)
-        return x
-
-
 Call = Callable[..., torch.Tensor]
 
 
@@ -83,7 +67,7 @@ def once(call: Call, x: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
 
 def later(script: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def strays(call: Call, x: torch.Tensor, module: nn.Module | None) -> torch.Tensor:
-        return (once if x.sum().item() in FIRST or x.sum() < 0 else script)(call, x, module)
+        return (once if models.is_first(x) or x.sum() < 0 else script)(call, x, module)
 
     return strays
 
@@ -106,13 +90,13 @@ SCRIPTS: list[tuple[Callable[..., torch.Tensor], type[nn.Module], bool | str]] =
     (once, Wanders, True),
     (once, Parts, True),
     (parts_only, Parts, True),
-    (once, Strays, "auto"),
-    (once, Strays, "auto"),
-    (once, Strays, "auto"),
+    (once, models.Strays, "auto"),
+    (once, models.Strays, "auto"),
+    (once, models.Strays, "auto"),
     (later(two_forwards), Parts, "auto"),
-    (later(dropped), Strays, "auto"),
+    (later(dropped), models.Strays, "auto"),
     (later(reference_between), Parts, "auto"),
-    (later(reference_by_engine), Strays, "auto"),
+    (later(reference_by_engine), models.Strays, "auto"),
     (later(part), Parts, "auto"),
 ]
 
@@ -164,7 +148,7 @@ def test_they_train_as_the_oracle_does(pool, world, stage, monkeypatch):
         want = oracle(job, results[0][at][1], world, build=lambda kind=kind: built(kind))
         for state, *_ in (ranks[at] for ranks in results):
             same(unpack(state), want.masters)
-        assert any(ranks[at][3] for ranks in results) == (kind is Strays or script.__name__ == "strays"), (kind, script)
+        assert any(ranks[at][3] for ranks in results) == (kind is models.Strays or script.__name__ == "strays"), (kind, script)
         assert {place: value for ranks in results for place, value in ranks[at][2].items()} == want.losses, script
 
 

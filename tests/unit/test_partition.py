@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from deepspeed_cdp.model.discover import FoundUnit, FoundUnits, find_units, stages, why_persistent
-from deepspeed_cdp.plan.partition import assign, contiguous, merged
+from deepspeed_cdp.plan.partition import assign, by_memory, contiguous, merged
 
 
 def score(costs, bounds):
@@ -22,9 +22,10 @@ def score(costs, bounds):
     return max(sums), sum(s * s for s in sums)
 
 
-def brute(costs, parts):
+def brute(costs, parts, least=()):
     cuts = itertools.combinations(range(1, len(costs)), parts - 1)
-    return min(score(costs, (0, *cut, len(costs))) for cut in cuts)
+    allowed = [(0, *cut, len(costs)) for cut in cuts if all(a >= b for a, b in zip(cut, least))]
+    return min(score(costs, bounds) for bounds in allowed)
 
 
 numbers = st.one_of(
@@ -42,6 +43,40 @@ def test_equals_brute_force(costs, data):
     assert len(bounds) == parts + 1 and bounds[0] == 0 and bounds[-1] == len(costs)
     assert all(a < b for a, b in pairwise(bounds))
     assert score(costs, bounds) == brute(costs, parts)
+
+
+@settings(max_examples=300, deadline=None)
+@given(numbers, st.data())
+def test_boundaries_have_a_least(costs, data):
+    parts, count = data.draw(st.integers(1, len(costs))), len(costs)
+    least = sorted(data.draw(st.lists(st.integers(0, count + 2), min_size=parts - 1, max_size=parts - 1)))
+    bounds = contiguous(costs, parts, least)
+    possible = [min(b, count - parts + s) for s, b in enumerate(least, 1)]
+    assert all(a < b for a, b in pairwise(bounds)) and all(b >= a for a, b in zip(possible, bounds[1:]))
+    assert score(costs, bounds) == brute(costs, parts, possible)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9), st.data())
+def test_by_memory_the_first_stages_have_half_of_their_share_of_the_work(items, data):
+    sizes, work = zip(*items)
+    parts, total = data.draw(st.integers(1, len(items))), sum(work)
+    cuts = itertools.combinations(range(1, len(items)), parts - 1)
+
+    def lasts(bounds):  # or leaves one item for each of the other stages
+        return all(2 * parts * sum(work[:b]) >= s * total or b == len(items) - parts + s for s, b in enumerate(bounds[1:-1], 1))
+
+    every = [(0, *cut, len(items)) for cut in cuts]
+    found = by_memory(sizes, work, parts)
+    bounds = (0, *(stage[-1] + 1 for stage in found))
+    assert lasts(bounds)
+    assert score(sizes, bounds) == min(score(sizes, b) for b in every if lasts(b))
+
+
+def test_an_embedding_does_not_make_the_first_stage_the_largest():
+    sizes, work = [5] + [2] * 16 + [5], [0] + [2] * 16 + [5]
+    assert [sum(sizes[i] for i in stage) for stage in by_memory(sizes, work, 4)] == [11, 10, 10, 11]
+    assert by_memory([20, 1, 1, 1], [0, 4, 4, 4], 2) == ((0, 1), (2, 3)), "it needs work of its own"
 
 
 def test_not_greedy():
@@ -117,8 +152,8 @@ def test_stages():
     assert stages(plain, 2, "parameters") == ((0, 1, 2), (3, 4, 5)) == stages(plain, 2, "auto")
     assert stages(plain, 3, "uniform") == ((0, 1), (2, 3), (4, 5))
     assert [sum(1 <= i <= 4 for i in stage) for stage in stages(plain, 4, "type:decoderlayer")] == [1, 1, 1, 1]
-    assert stages(traced, 2, "flops") == ((0, 1, 2, 3, 4), (5,)) == stages(traced, 2, "auto")
-    assert stages(traced, 2, "parameters") == ((0, 1, 2), (3, 4, 5))
+    assert stages(traced, 2, "flops") == ((0, 1, 2, 3, 4), (5,))
+    assert stages(traced, 2, "parameters") == ((0, 1, 2), (3, 4, 5)) == stages(traced, 2, "auto")
 
 
 def test_held_parameters_count_as_stage_0():
