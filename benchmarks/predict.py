@@ -30,6 +30,7 @@ RUNS = (
 )  # of one ring on H100s; a new run is added here, and docs/make_cli.py run again
 BEFORE_ONE_PASS_ADAM = ("2026-11-27_4xH100_first", "2026-11-28_4xH100_second")
 BETWEEN_NEIGHBORS = RUNS  # states travelled from neighbour to neighbour, and every rank had room for every message
+BY_FLOPS = RUNS  # stages were balanced so
 # GiB of each rank's buffers in those runs, as the plan of that time had them
 BUFFERS_THEN = {("llama-1.3b", "2"): 9.06, ("llama-1.3b", "4"): 4.19, ("llama-3b", "4"): 9.50, ("llama-8b", "4"): 24.51}
 
@@ -59,10 +60,13 @@ def found(name: str) -> FoundUnits:
 
 
 @cache
-def planned(name: str, ranks: int) -> tuple[Plan, list[Work], Any]:
-    """The plan of a benchmark's model, the work of its units, and its config."""
-    module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
-    plan, layouts = make_plan(module, frozenset(n for n, _ in module.named_parameters()), Settings(), ranks, found=found(name))
+def planned(name: str, ranks: int, method: str = "auto") -> tuple[Plan, list[Work], Any]:
+    """The plan of a benchmark's model by a ``partition_method``, the work of its units, and its config."""
+    module, settings = (
+        models.build(models.configuration(name), torch.device("meta"), torch.bfloat16),
+        Settings(partition_method=method),
+    )
+    plan, layouts = make_plan(module, frozenset(n for n, _ in module.named_parameters()), settings, ranks, found=found(name))
     units = {u.name: u for u in found(name).units}
     work = [
         Work(sum(units[path].flops for path in unit.modules), sum(s.shape.numel() for s in layouts[i].trained))
@@ -88,9 +92,14 @@ def recorded() -> list[Recorded]:
     return found
 
 
+def method_of(row: Recorded) -> str:
+    """The ``partition_method`` of the row's time."""
+    return "flops" if row.run in BY_FLOPS else "auto"
+
+
 def predicted(row: Recorded) -> float:
     """Simulated seconds per step."""
-    plan, work, config = planned(row.setting["model"], int(row.setting["ranks"]))
+    plan, work, config = planned(row.setting["model"], int(row.setting["ranks"]), method_of(row))
     compute, sequence = row.compute, int(row.setting["sequence"])
     if compute is None:
         compute = models.flops_per_token(config, sequence) * int(row.setting["micro_batch"]) * sequence / Hardware().flops
@@ -113,7 +122,7 @@ def activations(name: str, micro_batch: int, sequence: int) -> int:
 def memory(row: Recorded) -> float:
     """Bytes on the rank with the most: buffers, masters and Adam's state, activations."""
     s = row.setting
-    plan, work, _ = planned(s["model"], int(s["ranks"]))
+    plan, work, _ = planned(s["model"], int(s["ranks"]), method_of(row))
     owned = max(sum(work[i].parameters for i in plan.members(stage)) for stage in range(plan.schedule.ranks))
     buffers = BUFFERS_THEN[s["model"], s["ranks"]] * 2**30 if row.run in BETWEEN_NEIGHBORS else sum(plan.memory().values())
     return buffers + 12 * owned + activations(s["model"], int(s["micro_batch"]), int(s["sequence"]))

@@ -79,7 +79,7 @@ class CyclicConfig(DeepSpeedConfigModel):
         "auto",
         pattern=r"^(auto|parameters|uniform|flops|type:[\s\S]+)$",
         description="The cost that stages balance. `parameters`, `uniform` and `type:REGEX` are as in PipelineModule. `auto`: "
-        "`parameters`, but any first stages have at least half of their share of the operations if an example batch is available.",
+        "`parameters`, but with an example batch any first stages have at least half of their share of the operations.",
     )
     units: Annotated[
         Annotated[list[str], Field(min_length=1, json_schema_extra={"uniqueItems": True})] | None,

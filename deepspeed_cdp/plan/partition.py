@@ -1,7 +1,7 @@
 """Groups units into stages by their costs.
 
-A stage is a contiguous run of units. Each rank reserves memory for the largest stage, and a pipeline runs at the pace of its slowest
-one, so a partition minimizes the largest stage. Among those partitions it is the most even one.
+A stage is a contiguous run of units. Each rank reserves memory for the largest stage, and a pipeline runs at the pace of its
+slowest one, so a partition minimizes the largest stage. Among those partitions it is the most even one.
 """
 
 import math
