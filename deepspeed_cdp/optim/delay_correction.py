@@ -5,6 +5,7 @@
 0.8 and more (Muon, Lion), and harms those without (Adagrad, RMSprop). NAdam's step leads already, by about what ``predict`` adds.
 """
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,7 @@ class Corrector:
         names = {p: str(i) for i, p in enumerate(parameters)}
         trials = [nn.Parameter(p.detach().clone()) for p in parameters]
         trial = part_of(self._optimizer, dict(zip(names.values(), trials)), names)
+        trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())  # the script's
         for group, given in zip(trial.param_groups, options):
             group.update(given)
         for p, q, gradient in zip(parameters, trials, gradients):

@@ -109,6 +109,17 @@ def forward_ends(actions: Sequence[Action]) -> dict[int, int]:
     return ends
 
 
+def backward_end(actions: Sequence[Action]) -> int:
+    """The index at which the script's code between the last backward and the end of the step comes.
+
+    That is behind the last pass, and behind all that only begins there: other ranks' passes of this step need these relays.
+    """
+    end = max(index for index, a in enumerate(actions, 1) if a.kind.of_pass)
+    while end < len(actions) and (actions[end].relayed or actions[end].kind in PULLS):
+        end += 1
+    return end
+
+
 def builder(plan: Plan, rank: int, step: int) -> Builder:
     """The builder of the rank's program for this step since the last flush."""
     return BUILDERS[type(plan)](plan, rank, step)

@@ -217,6 +217,11 @@ class Executor:
         """Execute all that comes before the backward, also the passes of units that this rank did not use."""
         self._execute(self._program.forward_end(self.state.round))
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a part of this micro-batch's backward has been executed."""
+        return self._cursor > self._program.forward_end(self.state.round)
+
     def pull_backward(self) -> dict[int, torch.Tensor]:
         """After ``end_forward``: the flat parameters (uint8, 1-D) of all units, at once, as this round's backward reads them.
 
@@ -234,11 +239,12 @@ class Executor:
         for a in backward:
             if a.kind != Kind.WAIT_PARAM or not a.backward or a.unit in values:
                 continue
-            if a.peer is None:
+            if a.peer is None:  # a copy: the script may write to parameters, and others read the published ones
                 self.owner_executor.wait_published(a.unit, a.version, a.region)
+                values[a.unit] = self.messages.place(a)[1].clone()
             else:
                 self.messages.wait_ahead(a)
-            values[a.unit] = flats.get(a.unit, self.messages.place(a)[1])
+                values[a.unit] = flats.get(a.unit, self.messages.place(a)[1])
         return values
 
     def end_round(self) -> None:

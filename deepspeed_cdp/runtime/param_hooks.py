@@ -72,7 +72,7 @@ class ParamHooks:
         self._borrowed_units: set[int] = set()  # acquired by GatheredParameters inside this forward
         self._bound: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}  # with any_order, each unit's parameters
-        self.holds = False
+        self.holds = self._stays = self._has_held = False  # the last: this micro-batch, or the one before
         self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._rebuilt: dict[tuple[SavedView, int], torch.Tensor] = {}
         self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
@@ -135,7 +135,7 @@ class ParamHooks:
         )
 
     def _state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
-        if any(self.released(p) for p in module.parameters(recurse=module is self._root)):
+        if self.holds or any(self.released(p) for p in module.parameters(recurse=module is self._root)):
             self.events.used_outside("was asked for its state_dict()")
 
     def _load_state_dict_pre(self, module: torch.nn.Module, *_: Any) -> None:
@@ -245,7 +245,21 @@ class ParamHooks:
         self.executor.end_forward()
         self.mode = BACKWARD
 
+    def check_late_gradients(self) -> None:
+        """Raises ValueError if a backward has gone on after a held micro-batch was over: its hooks could not tell."""
+        if not self._has_held:
+            return
+        self._has_held = False
+        for pairs in self.slots.values():
+            for p, s in pairs:
+                if s.sum_offset >= 0 and p.grad is not None:
+                    raise ValueError(
+                        f"parameter {s.name!r} got a gradient in step {self.executor.global_step} after the micro-batch's "
+                        "backward was over: each forward has one backward (add up losses, and call engine.backward() once)"
+                    )
+
     def _begin_forward(self) -> None:
+        self.check_late_gradients()
         self.executor.begin_round()
         if self.any_order:
             self._receive_all()
@@ -291,8 +305,13 @@ class ParamHooks:
             if values is not None:
                 self.bind(i, values[i])
 
-    def hold(self) -> None:
-        """``any_order`` to the end of this micro-batch, from inside its forward or after it. Other ranks do not notice."""
+    def hold(self, stays: bool) -> None:
+        """``any_order`` to the end of this micro-batch, from inside its forward or after it. Other ranks do not notice.
+
+        Args:
+            stays: ``keep_all`` then, for later micro-batches.
+        """
+        self._stays = stays
         self._end_saving()
         self.executor.end_forward()
         self.any_order = self.holds = True
@@ -304,9 +323,12 @@ class ParamHooks:
 
     def _end_hold(self) -> None:
         self.any_order = self.holds = False
+        self._has_held = True
         for i in list(self._bound):
             self.unbind(i)
         self.forget_views()
+        if self._stays:
+            self.keep_all()
 
     @property
     def all_there(self) -> bool:

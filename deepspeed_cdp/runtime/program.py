@@ -2,7 +2,7 @@
 
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import END
-from deepspeed_cdp.plan.program import Program, forward_ends
+from deepspeed_cdp.plan.program import Program, backward_end, forward_ends
 from deepspeed_cdp.runtime.state import RankState
 
 
@@ -27,6 +27,7 @@ class IndexedProgram:
             if a.kind.of_pass:
                 (self._pass_ends if a.phase == END else self._pass_starts)[a.round, a.unit, a.backward] = index
                 self._round_ends[a.round] = index
+        self._round_ends[max(self._round_ends)] = backward_end(actions.held)
         for visit, index in self._pass_starts.items():
             self._pass_ends.setdefault(visit, index)  # parameters that are kept: their forward ends without an action
 
@@ -46,7 +47,7 @@ class IndexedProgram:
         return self._forward_ends[round - skipped] + skipped * self.actions.per_round
 
     def round_end(self, round: int) -> int:
-        """The index after the round's last pass."""
+        """The index after the round's last pass; of the step's last one, see ``backward_end``."""
         skipped = self.actions.skipped(round)
         return self._round_ends[round - skipped] + skipped * self.actions.per_round
 

@@ -73,7 +73,7 @@ class ReplicaHooks(ParamHooks):
         """Nothing: the replica has the values."""
 
     def _end_hold(self) -> None:
-        self.any_order = self.holds = False
+        self.any_order, self.holds, self._has_held = self._stays, False, True
 
     @property
     def all_there(self) -> bool:

@@ -193,6 +193,7 @@ class Runtime:
             DivergenceError: ranks that must be equal are not; on all ranks, at the end of the same step.
         """
         self.check_step()
+        self.param_hooks.check_late_gradients()
         if self._whole is not None:  # (no micro-batch since) they are out of date now
             self.scatter()
         step = self.executor.global_step
@@ -363,15 +364,16 @@ class Runtime:
                 yield i, flat[offset : offset + self.plan.unit(i).p_bytes]
 
     def order_needed(self, why: str, alone: bool = False) -> None:
-        """See ``Events``. With "auto", the first micro-batch since a flush changes all ranks for good: that is collective."""
+        """See ``Events``. If the first micro-batch since a flush needs it, not ``alone``, later ones have any order, too.
+
+        Collective then where both sides start a message.
+        """
         state, auto = self.executor.state, self.settings.any_order == "auto"
         first = not (state.step or state.round or alone)
-        if auto and first:
-            self._tell_of_any_order(why)
-            whole = self.executor.residency.whole_after_flush
-            self.param_hooks.keep_all(None if whole else dict(self._version_0()))
-        elif auto and not self.transport.rendezvous:
-            if not self._told_of_holding:
+        if auto and not self.transport.rendezvous and not self.executor.in_backward:
+            if first:
+                self._tell_of_any_order(why)
+            elif not self._told_of_holding:
                 logger.warning(
                     "rank %d, step %d: %s, which the plan does not have: to the end of this micro-batch all parameters are here, "
                     "and so they will be in later ones like it; if most are, %s",
@@ -380,8 +382,12 @@ class Runtime:
                     why,
                     SET_ANY_ORDER,
                 )
-            self._told_of_holding = True
-            self.param_hooks.hold()
+                self._told_of_holding = True
+            self.param_hooks.hold(first)
+        elif auto and first:
+            self._tell_of_any_order(why)
+            whole = self.executor.residency.whole_after_flush
+            self.param_hooks.keep_all(None if whole else dict(self._version_0()))
         else:
             late = ", which the first micro-batch did not do" if auto else ""
             raise ValueError(f"{why} in step {self.executor.global_step}{late}; {SET_ANY_ORDER}")

@@ -25,7 +25,7 @@ from deepspeed_cdp.plan.actions import Action, Kind, Post
 from deepspeed_cdp.plan.builder import after_passes
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.plan.plan import Plan
-from deepspeed_cdp.plan.program import build, forward_ends, initial_posts
+from deepspeed_cdp.plan.program import backward_end, build, forward_ends, initial_posts
 from deepspeed_cdp.verify.state import BEFORE, Key, Landing, Place, Push, Rank, Tag
 from deepspeed_cdp.verify.well_formed import PlanError
 
@@ -48,7 +48,8 @@ class DryRun:
         programs, posts: replace the plan's own, in tests.
         blocking: a push blocks its rank until the message has landed.
         barrier: all ranks wait for each other after every step.
-        meeting: all ranks wait for each other between the forward and the backward of every micro-batch.
+        meeting: all ranks wait for each other between the forward and the backward of every micro-batch, and behind a step's last
+            backward.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class DryRun:
         visits = ((PERSISTENT, False), *plan.visits) if plan.persistent else plan.visits
         self.order = [(m, *visit) for m in range(self.schedule.rounds) for visit in visits]
         self.log: list[tuple[int, int, Action]] = []
-        self._first_backwards: dict[int, list[int]] = {}  # id of a program -> indices of its rounds' first backwards
+        self._meeting_places: dict[int, list[int]] = {}  # id of a program -> indices before which ranks meet
         self.handlers: dict[Kind, Callable[[Rank, Action], bool]] = {
             Kind.WAIT_PARAM: self._wait_param,
             Kind.FORWARD_PARAM: self._forward_param,
@@ -166,10 +167,10 @@ class DryRun:
         return all(self._meetings(other) >= here for other in self.ranks if other.step < self.steps)
 
     def _meetings(self, rank: Rank) -> int:
-        first = self._first_backwards.get(id(rank.program))
-        if first is None:
-            first = self._first_backwards[id(rank.program)] = list(forward_ends(rank.program).values())
-        return rank.step * self.schedule.rounds + sum(index <= rank.cursor for index in first)
+        places = self._meeting_places.get(id(rank.program))
+        if places is None:
+            places = self._meeting_places[id(rank.program)] = [*forward_ends(rank.program).values(), backward_end(rank.program)]
+        return rank.step * (self.schedule.rounds + 1) + sum(index <= rank.cursor for index in places)
 
     def _sensible(self, rank: Rank, do: Callable[[], Result]) -> Result:
         try:

@@ -253,3 +253,68 @@ def gathers(rank: int, world: int, rounds: int, correction: str = "none") -> str
 @pytest.mark.parametrize(("world", "rounds", "correction"), [(2, 1, "none"), (3, 1, "predict"), (3, 2, "predict")])
 def test_a_collective_between_forward_and_backward_works(pool, world, rounds, correction):
     assert pool.run(world, gathers, rounds, correction, timeout=60) == ["no error"] * world
+
+
+def strayed(rank: int, world: int, stage: int) -> tuple[str, ...]:
+    """What comes wrong behind a micro-batch that has left the plan, and what others must not notice."""
+    config = {"zero_optimization": {"stage": stage}} if stage < 3 else {}
+    engine, said = start(Job("mlp", timeout=10.0, config=config), world, built(Parts)), []
+    x = models.batch("mlp", 0, 0, rank)
+    for step in range(3):
+        engine(x) if step == 2 else None  # dropped
+        loss = engine(x).pow(2).mean()
+        if step == 2:
+            said.append(told(lambda: engine.module.state_dict()) if stage == 3 else "")
+        engine.backward(loss, retain_graph=step == 2)
+        if step < 2:
+            engine.step()
+    said.append(told(lambda: (loss.backward(), engine.step())))
+    dist.barrier()
+    engine.destroy()
+    return tuple(said)
+
+
+@pytest.mark.parametrize("stage", [3, 2])
+def test_behind_a_micro_batch_that_left_the_plan_mistakes_are_told(pool, stage):
+    for state, late in pool.run(2, strayed, stage, timeout=60):
+        assert stage < 3 or "the module itself was asked for its state_dict()" in state, state
+        assert re.search(
+            r"parameter '.*' got a gradient in step 2 after the micro-batch's backward was over|without a training forward", late
+        ), late
+
+
+def alone(rank: int, world: int) -> str:
+    """In the first micro-batch, and in the first after an evaluation, one rank drops a forward."""
+    engine, x = start(Job("mlp", timeout=10.0), world, built(Parts)), models.batch("mlp", 0, 0, rank)
+
+    def run() -> None:
+        for step in range(4):
+            engine(x) if (step, rank) in ((0, 0), (2, 1)) else None
+            engine.backward(engine(x).pow(2).mean())
+            engine.step()
+            if step == 1:
+                engine.flush()
+
+    return ended(engine, run)
+
+
+def test_one_rank_may_leave_the_plan_in_the_first_micro_batch(pool):
+    assert pool.run(2, alone, timeout=60) == ["no error"] * 2
+
+
+def gathers_behind(rank: int, world: int) -> str:
+    engine = start(Job("mlp", "cdp-v2", 2, timeout=10.0, correction="predict"), world)
+
+    def run() -> None:
+        for step in range(4):
+            for m in range(2):
+                engine.backward(engine(models.batch("mlp", step, m, rank)).pow(2).mean())
+                if m:
+                    dist.barrier()
+                engine.step()
+
+    return ended(engine, run)
+
+
+def test_a_collective_between_the_last_backward_and_the_step_works(pool):
+    assert pool.run(3, gathers_behind, timeout=60) == ["no error"] * 3
