@@ -4,7 +4,6 @@ They are made from tests/support/architectures.py and tests/support/reports.py. 
 page is current.
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -44,8 +43,7 @@ def reported() -> str:
         repository, _, number = x.source.partition("#")
         link = f"[{x.source}](https://github.com/{repository}/issues/{number})"
         here = "runs" if x.stock else f"differs: {x.differs}" if x.differs else "the same numbers under `dp`"
-        needs = "".join(f"; needs `cyclic.{key}: {json.dumps(value)}`" for key, value in x.cyclic.items())
-        lines.append(f"| {link} | {x.asks} | {x.stock or 'runs'} | {here}{needs} |")
+        lines.append(f"| {link} | {x.asks} | {x.stock or 'runs'} | {here} |")
     return "\n".join(lines)
 
 

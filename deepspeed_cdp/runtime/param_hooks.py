@@ -276,8 +276,8 @@ class ParamHooks:
                 p.grad = None
 
     def begin_outside(self) -> None:
-        """With ``any_order``, begin a micro-batch without a forward of the root: the script calls its parts."""
-        assert self.mode == IDLE and self.any_order
+        """Begin a micro-batch without a forward of the root: the script calls its parts. With ``any_order``, or ``hold`` next."""
+        assert self.mode == IDLE
         self._begin_forward()
         self.executor.end_forward()
         self.mode = BACKWARD

@@ -370,7 +370,7 @@ class Runtime:
         """
         state, auto = self.executor.state, self.settings.any_order == "auto"
         first = not (state.step or state.round or alone)
-        if auto and not self.transport.rendezvous and not self.executor.in_backward:
+        if self._may_hold and not self.executor.in_backward:
             if first:
                 self._tell_of_any_order(why)
             elif not self._told_of_holding:
@@ -392,6 +392,11 @@ class Runtime:
             late = ", which the first micro-batch did not do" if auto else ""
             raise ValueError(f"{why} in step {self.executor.global_step}{late}; {SET_ANY_ORDER}")
         self._on_gathered(True)
+
+    @property
+    def _may_hold(self) -> bool:
+        """Whether a micro-batch may leave the plan by itself."""
+        return self.settings.any_order == "auto" and not self.transport.rendezvous
 
     def _tell_of_any_order(self, why: str) -> None:
         if self.transport.world_rank == 0:
@@ -422,6 +427,10 @@ class Runtime:
             self.scatter()
             self.param_hooks.begin_outside()
             self._on_gathered(True)
+            return
+        if how == "was called" and self._may_hold and self._whole is None:
+            self.param_hooks.begin_outside()
+            self.order_needed("a part of the model was called, and not the engine", alone=True)
             return
         if self._whole is not None:
             if how == "was called":

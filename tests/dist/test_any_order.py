@@ -90,6 +90,7 @@ SCRIPTS: list[tuple[Callable[..., torch.Tensor], type[nn.Module], bool | str]] =
     (once, Wanders, True),
     (once, Parts, True),
     (parts_only, Parts, True),
+    (parts_only, Parts, "auto"),
     (once, models.Strays, "auto"),
     (once, models.Strays, "auto"),
     (once, models.Strays, "auto"),
@@ -142,13 +143,14 @@ def trained(rank: int, world: int, stage: int) -> list[tuple]:
 def test_they_train_as_the_oracle_does(pool, world, stage, monkeypatch):
     """Bitwise."""
     results = pool.run(world, trained, stage, timeout=400)
-    for at, (script, kind, _) in enumerate(SCRIPTS):
-        job = job_of(at, stage, world)
+    for at, (script, kind, setting) in enumerate(SCRIPTS):
+        job, strays = job_of(at, stage, world), kind is models.Strays or script.__name__ == "strays"
+        strays |= script is parts_only and setting == "auto"
         monkeypatch.setattr(models, "loss", lambda call, _, x, script=script: script(call, x, None))
         want = oracle(job, results[0][at][1], world, build=lambda kind=kind: built(kind))
         for state, *_ in (ranks[at] for ranks in results):
             same(unpack(state), want.masters)
-        assert any(ranks[at][3] for ranks in results) == (kind is models.Strays or script.__name__ == "strays"), (kind, script)
+        assert any(ranks[at][3] for ranks in results) == strays, (kind, script)
         assert {place: value for ranks in results for place, value in ranks[at][2].items()} == want.losses, script
 
 

@@ -13,7 +13,7 @@ JOB = Job("mlp", "dp", timeout=20.0)
 
 def run(rank: int, world: int, at: int, rules: list[str | None]) -> list[list[float]]:
     report = REPORTS[at]
-    return [report.script(replace(JOB, rule=rule, cyclic=report.cyclic if rule else {}), rank, world) for rule in rules]
+    return [report.script(replace(JOB, rule=rule), rank, world) for rule in rules]
 
 
 @pytest.mark.sampled(4)

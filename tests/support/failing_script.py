@@ -40,7 +40,7 @@ def main(how: str, who: str) -> None:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "zero_optimization": {"stage": 2 if how == "no optimizer" else 3},
-        "cyclic": {"enabled": True, "timeout_seconds": 60},
+        "cyclic": {"enabled": True, "timeout_seconds": 60, "any_order": how != "module" and "auto"},
     }
     parameters = list(module.parameters())
     if mine and how == "criterion":

@@ -24,7 +24,6 @@ class Report(NamedTuple):
         script: takes the job (stock or cyclic), the rank and the number of ranks; returns the losses, or other numbers.
         stock: what stock ZeRO-3 does with the script; "" if it runs.
         differs: how the losses under ``dp`` differ from stock's; "" if they do not.
-        cyclic: settings that the script needs.
     """
 
     source: str
@@ -32,7 +31,6 @@ class Report(NamedTuple):
     script: Script
     stock: str = ""
     differs: str = ""
-    cyclic: dict[str, Any] = {}
 
 
 def batches(rank: int, steps: int = 4, width: int = 8) -> Iterator[torch.Tensor]:
@@ -295,11 +293,6 @@ REPORTS = [
     ),
     Report("deepspeedai/DeepSpeed#2056", "a moving average of the weights", moving_average),
     Report("deepspeedai/DeepSpeed#6411", "weights loaded after initialize", reloaded),
-    Report(
-        "huggingface/diffusers#3342",
-        "a text encoder and a denoiser, called one by one and not through the engine",
-        parts,
-        cyclic={"any_order": True},
-    ),
+    Report("huggingface/diffusers#3342", "a text encoder and a denoiser, called one by one and not through the engine", parts),
     Report("deepspeedai/DeepSpeed#5041", "only some rows of an embedding are trained", rows),
 ]

@@ -391,7 +391,11 @@ def test_the_module_outside_the_engine():
     def work(rank, transport):
         module = modules[rank]
         runtime = Runtime(
-            module, sgd(list(module.named_parameters())), Settings("cdp-v1", replicated=True), transport, torch.device("cpu")
+            module,
+            sgd(list(module.named_parameters())),
+            Settings("cdp-v1", replicated=True, any_order=False),
+            transport,
+            torch.device("cpu"),
         )
         for step in range(2):
             with runtime.forward():

@@ -253,7 +253,7 @@ def test_the_module_outside_the_engine():
 
     def work(rank, transport):
         module = modules[rank]
-        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings(), transport, torch.device("cpu"))
+        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings(any_order=False), transport, torch.device("cpu"))
         x = models.batch("mlp", 0, 0, 0)
         with pytest.raises(ValueError, match="call the engine instead"):
             module(x)
