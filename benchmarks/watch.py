@@ -6,6 +6,7 @@ of the executor. It computes none of the reported figures from a plan.
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -92,8 +93,9 @@ class Log:
             self.note("push", source.numel(), stream, dst)
             return push(stream, dst, source, *args, **kwargs)
 
+        done = SimpleNamespace(wait=lambda where: None)
         transport.push = pushed
-        transport.relay = lambda work, edge=None: (None, work())  # in the order of the program, not beside it
+        transport.relay = lambda work, edge=None: work() or done  # in the order of the program, not beside it
         transport.bytes_received = _Counted(transport.bytes_received, self)
 
     def follow_ring(self, runtime: Any) -> None:
