@@ -228,7 +228,9 @@ class Executor:
         The program pulls them one after the other into windows. Here each unit has memory of its own. Owners offer what the
         backward reads together with what the forward reads, so this waits for nothing later than the forward does.
         """
-        flats, values = {}, dict(self.params)
+        owned, flats = frozenset(self.plan.members(self.state.owned_stage)), {}
+        # copies of this rank's own: the script may write to parameters, and others read the published ones
+        values = {i: flat.clone() if i in owned else flat for i, flat in self.params.items()}
         backward = self._program.actions.between(self._cursor, self._program.round_end(self.state.round))
         for a in backward:
             if a.kind == Kind.PULL_PARAM and a.backward:
@@ -239,7 +241,7 @@ class Executor:
         for a in backward:
             if a.kind != Kind.WAIT_PARAM or not a.backward or a.unit in values:
                 continue
-            if a.peer is None:  # a copy: the script may write to parameters, and others read the published ones
+            if a.peer is None:
                 self.owner_executor.wait_published(a.unit, a.version, a.region)
                 values[a.unit] = self.messages.place(a)[1].clone()
             else:

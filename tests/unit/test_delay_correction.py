@@ -95,3 +95,17 @@ def test_coupled_decay_is_part_of_both_gradients():
     weight.grad = torch.full((2,), 0.5)
     optimizer.step()
     torch.testing.assert_close(ahead, weight.detach(), rtol=0, atol=1e-6)
+
+
+def test_a_prediction_runs_none_of_the_scripts_hooks():
+    """An average of weights or a count of steps in a hook would be wrong, and on the relay's thread."""
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer, calls = torch.optim.AdamW([p]), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    p.grad = torch.ones(3)
+    optimizer.step()
+    assert calls == ["pre", "post"]
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    Corrector(DelayCorrection("predict"), optimizer).predict([p], [torch.ones(3)], options)
+    assert calls == ["pre", "post"]

@@ -300,3 +300,24 @@ def test_a_step_without_a_norm_is_skipped(rule):
         assert torch.isfinite(master).all()
         torch.testing.assert_close(got["state"][name], master, rtol=0, atol=0)
     assert all(r.executor.owner_executor.skipped == 1 for r in got["runtimes"])
+
+
+def test_a_rank_that_leaves_the_plan_has_copies_of_its_own_stage():
+    """Other ranks pull from the published copies, and the script may write to parameters."""
+    modules = [models.build("mlp") for _ in range(2)]
+
+    def work(rank, transport):
+        module = modules[rank]
+        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings(), transport, torch.device("cpu"))
+        x = models.batch("mlp", 0, 0, rank)
+        with runtime.forward():
+            loss = module.blocks[4](module.blocks[5](x)).pow(2).mean()
+        arena = runtime.executor.buffers.regions["V0"]
+        published = range(arena.data_ptr(), arena.data_ptr() + arena.numel())
+        assert not any(p.data_ptr() in published for p in module.parameters())
+        loss.backward()
+        runtime.end_backward()
+        runtime.step()
+        runtime.close(True)
+
+    run_ranks(2, work)
