@@ -346,14 +346,16 @@ def headline(sources: Sequence[str], page: Path) -> str:
             body.append([label + what, *(f"**{c}**" if n == best else c for n, c in zip(names, cells))])
             label = "its "
     gpt = _gpt(learned)["gpt", "1"]
-    plain, cyclic, warm = (_test_loss(gpt[rule]) for rule in ("dp", "cdp-v2 predict:2", f"cdp-v2-warmup {RECOMMENDED[0]}"))
+    plain, cyclic, warm = (
+        _test_loss(gpt[rule]) for rule in ("dp", f"cdp-v2 {RECOMMENDED[0]}", f"cdp-v2-warmup {RECOMMENDED[0]}")
+    )
     trained = gpt["dp"][0]
     label = f"small GPT from scratch, AdamW, {trained['steps']} steps: test loss"
-    body.append([label, f"{warm:.2f} with `warmup_steps` ({cyclic:.2f} without, at weight 2)", *[f"**{plain:.2f}**"] * 3])
+    body.append([label, f"{warm:.2f} with `warmup_steps` ({cyclic:.2f} without)", *[f"**{plain:.2f}**"] * 3])
     where = f"{s.place} of one host (NVLink), bf16, AdamW, sequence length {s.first['sequence']}, torch {s.first['torch']}, "
     where += f"DeepSpeed {s.first['deepspeed']}, commit {s.first['commit']}, {_recorded(s.run, page)}; "
     where += "empty cells were not recorded; "
-    where += "without delay correction, which takes up to 2 % of a step. "
+    where += "without delay correction, which takes up to 4 % of a step. "
     where += "Today's code needs less memory ([performance](docs/performance.md#memory))."
     what = f"{int(trained['parameters']):,} parameters, {trained['ranks']} ranks, {len({r['seed'] for r in gpt['dp']})} seeds, "
     what += " and ".join(_recorded(run, page) for run in learned)

@@ -125,7 +125,7 @@ class CyclicConfig(DeepSpeedConfigModel):
         "auto",
         description="A step's parameters arrive before its first forward and stay to its end, and gradients leave after each "
         "backward. Modules may run in any order and several times. Each rank holds the whole model and its gradients, and waits "
-        "for messages. `auto`: true if the first micro-batch needs it.",
+        "for messages. `auto`: so for a micro-batch that needs it, on its rank.",
     )
     min_unit_mb: Annotated[float, Words("a number of MiB from 0 to 1e9", "use 0 to hand off each module by itself")] = Field(
         0.0,

@@ -230,7 +230,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             torch.clear_autocast_cache()  # of casts of other versions, where the script has an autocast around its loop
             training = self.module.training and torch.is_grad_enabled()
             if training:
-                if not (self._rehearsed or self._runtime.borrowed):
+                if not (self._rehearsed or self._runtime.borrowed or self._runtime.begun_outside):
                     self._rehearse(Example(inputs, kwargs))
                 with self._runtime.forward():
                     output = super().forward(*inputs, **kwargs)

@@ -88,6 +88,7 @@ class Runtime:
         self.module, self.settings, self.transport, self.device = module, settings, transport, device
         self.borrowed: dict[torch.nn.Parameter, torch.Tensor] = {}  # given out by GatheredParameters -> their data before
         self.overflow, self._on_gathered, self._told_of_holding = False, on_gathered, False
+        self.begun_outside = False  # a micro-batch has begun without the engine's forward: too late to make the plan anew
         self._on_persistent = on_persistent
         _check_optimizer(optimizer)
         names = {p: n for n, p in module.named_parameters()}
@@ -429,6 +430,7 @@ class Runtime:
             self._on_gathered(True)
             return
         if how == "was called" and self._may_hold and self._whole is None:
+            self.begun_outside = True
             self.param_hooks.begin_outside()
             self.order_needed("a part of the model was called, and not the engine", alone=True)
             return

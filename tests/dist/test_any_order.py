@@ -304,6 +304,35 @@ def test_one_rank_may_leave_the_plan_in_the_first_micro_batch(pool):
     assert pool.run(2, alone, timeout=60) == ["no error"] * 2
 
 
+class Turned(models.MLP):
+    """The engine's forward follows no plan that is made from the order of definition."""
+
+    def forward(self, x):
+        for block in reversed(self.blocks):
+            x = x + block(x)
+        return x
+
+
+def parts_first(rank: int, world: int) -> list[Any]:
+    """Parts of the model alone train it for two steps, and then the engine, with and without the setting."""
+    states = []
+    for setting in ("auto", True):
+        engine = start(Job("mlp", timeout=10.0, cyclic={"any_order": setting}), world, built(Turned))
+        for step in range(4):
+            x = models.batch("mlp", step, 0, rank)
+            engine.backward((parts_only if step < 2 else once)(engine, x, engine.module))
+            engine.step()
+        states.append(pack(whole(engine)))
+        engine.destroy()
+    return states
+
+
+def test_parts_alone_may_train_before_the_engine_does(pool):
+    """No plan is made anew then."""
+    for states in pool.run(2, parts_first, timeout=60):
+        same(*map(unpack, states))
+
+
 def gathers_behind(rank: int, world: int) -> str:
     engine = start(Job("mlp", "cdp-v2", 2, timeout=10.0, correction="predict"), world)
 
