@@ -5,6 +5,7 @@ that this rank skips: it receives and forwards their messages. Nothing here read
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from deepspeed_cdp.runtime.cross_ring import SumViews
 from deepspeed_cdp.runtime.divergence import Divergence
 from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.messages import Messages
+from deepspeed_cdp.runtime.native_messages import NativeMessages, native_transport
 from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
 from deepspeed_cdp.runtime.owner_protocol import Owner
 from deepspeed_cdp.runtime.program import ActionLocation, IndexedProgram, OutOfOrder
@@ -65,7 +67,8 @@ class Executor:
         self.metrics = StepMetrics(transport, state.buffers)
         self.metrics.divergence = divergence
         transport.prepare(sorted({edge for p in self.phases.plans for edge in edges(p)}), deferred=True)
-        self.messages = Messages(state, residency.by_offset)
+        peer = native_transport(state)
+        self.messages = NativeMessages(state, peer, residency.by_offset) if peer else Messages(state, residency.by_offset)
         self.owner_executor = OwnerExecutor(state, self.messages, owner, sum_views, self.metrics, events)
         self.residency = residency(state, self.messages, self.owner_executor, events)
         self.params = self.residency.params
@@ -90,6 +93,8 @@ class Executor:
             **self.owner_executor.actions,
         }
         self.failure = ""
+        self._native = self._native_programs() if isinstance(self.messages, NativeMessages) else {}
+        self._own_actions = self.actions
         self._pulled_ahead: set[int] = set()  # units whose parameters for this round's backward the program pulls later
         self._losses, self._loss_count = torch.zeros((), dtype=torch.float64, device=device), 0
 
@@ -272,6 +277,9 @@ class Executor:
 
     def _execute(self, index: int) -> None:
         actions = self.actions
+        if self._native and actions is self._own_actions:
+            self._execute_natively(index)
+            return
         self.transport.work_enqueued()
         try:
             for a in self._program.actions.between(self._cursor, index):
@@ -280,6 +288,40 @@ class Executor:
         except BaseException as error:
             self.failure = self.failure or class_and_text(error)
             raise
+
+    def _native_programs(self) -> dict[Program, Any]:
+        """The programs for C++; the handlers of kinds that it does are for those who watch them."""
+        assert isinstance(self.messages, NativeMessages)
+        passes = type(self.residency) is Partitioned
+        plans = {p.schedule: p for p in self.phases.plans}
+        return {
+            indexed.actions: self.messages.program(plans[schedule], indexed.actions, passes)
+            for schedule, both in self._programs.items()
+            for indexed in both
+        }
+
+    def _execute_natively(self, index: int) -> None:
+        assert isinstance(self.messages, NativeMessages)
+        owner, residency, program = self.owner_executor, self.residency, self._native[self._program.actions]
+        shared = (
+            self.params,
+            residency.receives,
+            self.grad_sums,
+            self.empty_sums,
+            self._pulled_ahead,
+            owner,
+            self.events.params_released,
+            self.events.grads_complete,
+            self.actions,
+        )
+        program.cursor = self._cursor
+        try:
+            self.messages.run(program, index, shared)
+        except BaseException as error:
+            self.failure = self.failure or class_and_text(error)
+            raise
+        finally:
+            self._cursor = max(program.cursor, self._cursor)
 
     # ---- actions of passes ----------------------------------------------------------------------------------------------
     def _pull_param(self, a: Action) -> None:

@@ -30,6 +30,9 @@ class OwnerExecutor:
         trained: the owned units that have gradient sums, in the order in which they are read; frozen: the others.
         skipped: updates that were not applied because the step's gradient norm was not finite (``dp`` and v1).
         actions: handlers by kind; relayed ones only begin, the others are on the owner's stream.
+        published_at, predicted_at: by unit and slot (or copy), the event behind its last write (or prediction).
+        added_at: by unit, the event behind the last addition of this rank to its sum; sum_ends: where that finishes the sum.
+        own_read_end: the event behind this rank's last read of its own published copies.
     """
 
     def __init__(
@@ -75,12 +78,12 @@ class OwnerExecutor:
         offsets = state.plan.o_layout(state.owned_stage)
         self._written = [state.plan.written(version, state.owned_stage) for version in range(state.plan.slots)]
         self._sum_places = [(offsets[i], state.plan.unit(i).g_bytes) for i in self.trained]
-        self._step_end = self._own_read_end = self.transport.record_event()
-        self._published_at: dict[tuple[int, int], Any] = {}  # unit, slot -> event behind its last write
-        self._predicted_at: dict[tuple[int, int], Any] = {}  # unit, copy -> event behind its last prediction
-        self._added_at: dict[int, Any] = {}  # unit -> event behind what this rank has added to its sum
+        self._step_end = self.own_read_end = self.transport.record_event()
+        self.published_at: dict[tuple[int, int], Any] = {}
+        self.predicted_at: dict[tuple[int, int], Any] = {}
+        self.added_at: dict[int, Any] = {}
         self._norms: dict[int, torch.Tensor] = {}  # squared, of the owned units reduced so far
-        self._sum_ends: dict[int, Any] = {}  # unit -> event behind its sum, where this rank finishes it
+        self.sum_ends: dict[int, Any] = {}
         self._losses.clear()
         self.metrics.begin()
         if self._cross_ring:
@@ -119,21 +122,21 @@ class OwnerExecutor:
 
     def read_ended(self) -> None:
         """A pass of this rank has read its own published copy for the last time."""
-        self._own_read_end = self.transport.record_event()
+        self.own_read_end = self.transport.record_event()
 
     def wait_published(self, unit: int, version: int, region: str) -> None:
         """Make the current stream wait until this region has this version (relative to the step) of an owned unit."""
         state = self.state
         if state.plan.predicts and region == "W":
-            self.transport.wait_event(self._predicted_at.get((unit, (state.step + version) % state.plan.corrected_copies)))
+            self.transport.wait_event(self.predicted_at.get((unit, (state.step + version) % state.plan.corrected_copies)))
             return
-        self.transport.wait_event(self._published_at.get((unit, (state.step + version) % state.plan.slots)))
+        self.transport.wait_event(self.published_at.get((unit, (state.step + version) % state.plan.slots)))
 
     def own_added(self, unit: int) -> None:
         """A pass of this rank has added to an owned unit's sum."""
-        self._added_at[unit] = event = self.transport.record_event()
+        self.added_at[unit] = event = self.transport.record_event()
         if self.state.rank == self.state.schedule.ranks - 1:
-            self._sum_ends[unit] = event  # finished, if the step is over
+            self.sum_ends[unit] = event  # finished, if the step is over
 
     # ---- actions --------------------------------------------------------------------------------------------------------
     @property
@@ -152,9 +155,9 @@ class OwnerExecutor:
         copy, step = (state.step + a.version) % state.plan.corrected_copies, state.global_step + a.version
         waits = [
             self.messages.coming_back(a, a.unit),
-            self._added_at.get(a.unit),
-            self._published_at.get((a.unit, (state.step + a.version) % state.plan.slots)),  # the update before
-            self._own_read_end,
+            self.added_at.get(a.unit),
+            self.published_at.get((a.unit, (state.step + a.version) % state.plan.slots)),  # the update before
+            self.own_read_end,
             *readers,
         ]
 
@@ -165,7 +168,7 @@ class OwnerExecutor:
             self.owner.predict(step, a.unit, copy)
             return self.transport.record_event()
 
-        self._predicted_at[a.unit, copy] = predicted = self.transport.relay(begin)
+        self.predicted_at[a.unit, copy] = predicted = self.transport.relay(begin)
         # until it is made, no gradient is added to the sum, and the update does not take the sum
         self.messages.reads.add("O", *self._sum_places[self.trained.index(a.unit)], predicted)
 
@@ -181,7 +184,7 @@ class OwnerExecutor:
         """OFFER_GRAD: once a unit's sum is back, or this rank has added to it, let the next rank pull it."""
         _, source, round = a.into
         own = source == self.state.rank
-        self.messages.offer(a, self._added_at[a.unit] if own else self.messages.back(a, a.unit, source, round))
+        self.messages.offer(a, self.added_at[a.unit] if own else self.messages.back(a, a.unit, source, round))
 
     def grant(self, a: Action) -> None:
         """GRANT_CREDIT: a rank that has pulled a sum may push it back."""
@@ -199,7 +202,7 @@ class OwnerExecutor:
         place = self._sum_places[self.trained.index(unit)]
         self.messages.wait_readers(a, "O", *place)  # first, as in ``Executor._recv_grad``
         if self.state.rank == self.state.schedule.ranks - 1:
-            self.transport.wait_event(self._sum_ends.pop(unit, None))
+            self.transport.wait_event(self.sum_ends.pop(unit, None))
         else:
             s = self.state.schedule
             self.messages.back(a, unit, s.ranks - 1, s.rounds - 1).wait(ActionLocation(self.state, a))
@@ -263,7 +266,7 @@ class OwnerExecutor:
         if self._eager:
             copy = self._copy(a)
             self._norms[unit] = self.owner.advance(step, unit, None if self._flushing else copy)
-            self._published_at[unit, copy] = self.transport.record_event()
+            self.published_at[unit, copy] = self.transport.record_event()
         else:
             self._norms[unit] = self.owner.average(step, unit)
 
@@ -277,7 +280,7 @@ class OwnerExecutor:
             return
         for ticket in self._copy_readers(a, units):
             ticket.wait(ActionLocation(self.state, a))
-        self.transport.wait_event(self._own_read_end)
+        self.transport.wait_event(self.own_read_end)
 
     def _copy_readers(self, a: Action, units: list[int]) -> list[Any]:
         """Tickets of pushes that may still read from those copies; the caller waits for them."""
@@ -312,7 +315,7 @@ class OwnerExecutor:
             for i in self.trained:
                 if self.owner.updates_per_unit:
                     self.owner.update(step, self.metrics.total, i, slot)
-                self._published_at[i, copy] = self.transport.record_event()
+                self.published_at[i, copy] = self.transport.record_event()
         elif not self._reduced_late:  # REDUCE_GRAD has waited for the units' copies; frozen units are never written
             self._copy_readers(a, self.frozen)
         self.owner.finish(step)

@@ -23,6 +23,7 @@ class Partitioned:
 
     Attributes:
         params: the flat parameters (uint8, 1-D) of units in use.
+        receives: by unit, the message that brought its parameters.
         actions: handlers by kind.
         by_offset: regions in which every message has one place of its own (``PendingReads``).
         whole_after_flush: whether a flush leaves every parameter whole on every rank.
@@ -37,12 +38,12 @@ class Partitioned:
         self.state, self.messages, self.owner_executor, self.events = state, messages, owner_executor, events
         self.params: dict[int, torch.Tensor] = {}
         self.actions: dict[Kind, Callable[[Action], None]] = {Kind.WAIT_PARAM: self.wait}
-        self._receives: dict[int, Ticket | None] = {}  # unit -> the message that brought its parameters
+        self.receives: dict[int, Ticket | None] = {}
 
     def begin(self) -> None:
         """After a flush, and at the start."""
         self.params.clear()
-        self._receives.clear()
+        self.receives.clear()
 
     def sync_replicas(self) -> None:
         """Collective, between steps: update all ranks' replicas from the published copies. Without replicas it does nothing."""
@@ -56,7 +57,7 @@ class Partitioned:
         """WAIT_PARAM: wait for the unit's parameters; an owner reads its published copy."""
         if a.backward and a.unit in self.params:  # kept since the forward
             return
-        self._receives[a.unit] = self.messages.wait(a)
+        self.receives[a.unit] = self.messages.wait(a)
         if a.peer is None:
             self.owner_executor.wait_published(a.unit, a.version, a.region)
         self.params[a.unit] = self.messages.place(a)[1]
@@ -65,7 +66,7 @@ class Partitioned:
         """RELEASE_PARAM: the pass is over."""
         if self.params.pop(a.unit, None) is not None:
             self.events.params_released(a.unit)
-        if self._receives.pop(a.unit, None) is None and (a.backward or a.unit == PERSISTENT):
+        if self.receives.pop(a.unit, None) is None and (a.backward or a.unit == PERSISTENT):
             self.owner_executor.read_ended()
 
 
@@ -109,7 +110,7 @@ class Replicated(Partitioned):
         """REFRESH_PARAM: the next version of a unit lands in the replica, or is copied into it."""
         region, view = self.messages.place(a)
         if a.peer is not None:
-            self._receives[a.unit] = self.messages.wait(a)
+            self.receives[a.unit] = self.messages.wait(a)
         else:
             self.owner_executor.wait_published(a.unit, a.version, a.region)
         if region != "R":
@@ -128,7 +129,7 @@ class Replicated(Partitioned):
 
     def forward(self, a: Action) -> None:
         """FORWARD_PARAM: send a new version to the ring neighbour."""
-        self.messages.push(a, self._receives.pop(a.unit, None))
+        self.messages.push(a, self.receives.pop(a.unit, None))
 
     def release(self, a: Action) -> None:
         self.params.pop(a.unit, None)

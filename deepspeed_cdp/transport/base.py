@@ -78,6 +78,7 @@ class Transport(ABC):
         host_waits: the host waits for messages; else a CUDA stream does.
         timing: how long that CUDA stream waits; None if ``host_waits``.
         rendezvous: both sides of a message must start it at the same place of an order that all ranks share.
+        native: the extension that has its messages in C++ (transport/peer_native.py), or None.
     """
 
     name: str
@@ -85,6 +86,7 @@ class Transport(ABC):
     timing: WaitTiming | None = None
     rendezvous = False
     rings, ring = 1, 0
+    native: Any = None
     _relay: RelayThread | None = None  # from the first relay on
 
     def __init__(self, rank: int, size: int, timeout_seconds: float):

@@ -40,6 +40,9 @@ def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: tor
     if name == "peer":
         peer: Any = transport  # a PeerTransport, which is imported on GPUs only
         log_dist(f"CUDA streams of hand-offs: {peer.stream_report}", ranks=[0])
+        if peer.native is None:
+            why = f"Python enqueues hand-offs, which takes the host longer than C++ would: {peer.why_not_native}"
+            log_dist(why, ranks=[0], level=logging.WARNING)
     return transport
 
 
@@ -74,9 +77,9 @@ def _try_peer(exchange: StoreExchange, device: torch.device, where: str) -> tupl
     """Collective: (the peer transport, "") if every rank could make one, else (None, the first rank's reason)."""
     rank, transport, failure = exchange.rank, None, ""
     try:
-        from deepspeed_cdp.transport.peer import PeerTransport
+        from deepspeed_cdp.transport.peer_native import make
 
-        transport = PeerTransport(rank, exchange.size, exchange.timeout_seconds, device)
+        transport = make(rank, exchange.size, exchange.timeout_seconds, device)
     except HandoffError as error:  # a consequence: the peer that failed tells the cause below, unless it is gone
         failure = f"~{error}"
     except (ImportError, OSError, RuntimeError) as error:  # no symmetric memory between these GPUs, or an old driver

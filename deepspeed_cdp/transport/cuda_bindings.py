@@ -6,6 +6,8 @@ once the stream's earlier work is done. Neither occupies a multiprocessor, and t
 
 import ctypes
 
+LIBRARY = "libcuda.so.1"
+
 
 class CudaBindings:
     """libcuda. Calls that take a stream only enqueue work. Streams, events and addresses are integers.
@@ -16,7 +18,7 @@ class CudaBindings:
     """
 
     def __init__(self) -> None:
-        library = ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(LIBRARY)
         stream, address, size = ctypes.c_void_p, ctypes.c_uint64, ctypes.c_size_t
         self._wait = library.cuStreamWaitValue32_v2
         self._write = library.cuStreamWriteValue32_v2

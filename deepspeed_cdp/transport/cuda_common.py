@@ -193,7 +193,8 @@ class Watchdog:
     def __init__(self, transport: CudaTransport):
         self._transport = transport
         self._events: deque[tuple[float, EventTicket]] = deque()
-        self._stream_events: dict[int, tuple[float, int]] = {}  # CUDA stream -> (time, event) of its latest expect_stream
+        self._unwatched: set[int] = set()  # CUDA streams of ``expect_stream`` that have no event behind it yet
+        self._stream_events: dict[int, tuple[float, int]] = {}  # CUDA stream -> when its event was recorded, the event
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="deepspeed_cdp watchdog")
         self._thread.start()
@@ -205,21 +206,31 @@ class Watchdog:
             self._events.append((now, event))
 
     def expect_stream(self, cuda_stream: int) -> None:
-        """Expect the stream to finish its work so far within the timeout. A stream's latest call replaces its earlier ones."""
-        latest = self._stream_events.get(cuda_stream)
-        event = latest[1] if latest else self._transport.driver.create_event()
-        if latest:  # first the new time: the thread must not see the event's new recording with the old time
-            self._stream_events[cuda_stream] = (time.monotonic(), event)
-        self._transport.driver.record_event(event, cuda_stream)
-        self._stream_events[cuda_stream] = (time.monotonic(), event)
+        """Expect the stream to finish its work so far within the timeout; the host may block right behind this call.
+
+        The thread records the stream's event soon. It does so again only when that one is done: a host that runs ahead of a
+        device that stands must not put off the end.
+        """
+        self._unwatched.add(cuda_stream)
+
+    def _watch(self) -> None:
+        """Record events on streams that are expected to finish, unless they have one under way."""
+        driver = self._transport.driver
+        for stream in tuple(self._unwatched):
+            since, event = self._stream_events.get(stream) or (0.0, driver.create_event())
+            if not since or driver.event_done(event):
+                self._unwatched.discard(stream)  # before the recording, which then covers what comes in between
+                driver.record_event(event, stream)
+                self._stream_events[stream] = (time.monotonic(), event)
 
     def _late(self, timeout: float) -> bool:
+        self._watch()
         driver, now = self._transport.driver, time.monotonic()
         while self._events and self._events[0][1].done():
             self._events.popleft()
         if self._events and now - self._events[0][0] > timeout:
             return True
-        return any(now - since > timeout and not driver.event_done(event) for since, event in list(self._stream_events.values()))
+        return any(now - since > timeout and not driver.event_done(event) for since, event in self._stream_events.values())
 
     def _run(self) -> None:
         transport, timeout = self._transport, self._transport.timeout_seconds

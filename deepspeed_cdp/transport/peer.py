@@ -14,6 +14,7 @@ The host only enqueues. CUDA streams wait for words (``cuStreamWaitValue32``) in
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -27,9 +28,9 @@ from deepspeed_cdp.transport.stream_selection import select_wait_streams
 
 STREAMS = ("P", "P0", "W0", "G", "G0", "S", "T", "X", "Y")
 _CUDA_STREAMS = ("relay", "G", "G0", "P0", "credit", "P")  # names of the CUDA streams; those that wait most come first
-_CUDA_STREAM_OF = {"P": "P", "P0": "P0", "W0": "P0", "G": "G", "G0": "G0", "S": "S", "T": "S", "X": "X", "Y": "X"}
+CUDA_STREAM_OF = {"P": "P", "P0": "P0", "W0": "P0", "G": "G", "G0": "G0", "S": "S", "T": "S", "X": "X", "Y": "X"}
 # Streams whose credits the posting CUDA stream writes itself. So do all posts on the owner's CUDA stream, which delays no other.
-_CREDIT_ON_CURRENT = ("G", "S", "T", "X", "Y")
+CREDIT_ON_CURRENT = ("G", "S", "T", "X", "Y")
 _POISON = 1 << 30  # added to a word, so that every wait for it ends
 
 
@@ -64,12 +65,14 @@ class PeerTransport(CudaTransport):
         store, name: as ``StoreExchange``.
     Attributes:
         stream_report: how the CUDA streams were selected, for the log.
+        why_not_native: why Python enqueues the messages and not C++ (peer_native.py).
     Raises:
         HandoffError: not all ranks called.
         OSError, RuntimeError: the GPUs cannot share symmetric memory; transport "nccl" needs none.
     """
 
     name = "peer"
+    why_not_native = "not asked for"
 
     def __init__(
         self,
@@ -98,10 +101,14 @@ class PeerTransport(CudaTransport):
             self._bases: list[int] = []  # by rank: address of its allocation, as mapped here
             self._memory: torch.Tensor | None = None
             self._abort_stream = torch.cuda.Stream(device, priority=-1)  # nothing else uses it, so nothing blocks it
-            self._watchdog = Watchdog(self)
+            self._connected()
         except BaseException:
             self._store_exchange.close(None)  # the other ranks need not wait
             raise
+
+    def _connected(self) -> None:
+        """The constructor's last part: words and streams are there."""
+        self._watchdog = Watchdog(self)
 
     def _symmetric(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
         """Collective: zeroed symmetric memory, and its address on each rank as mapped here."""
@@ -133,6 +140,19 @@ class PeerTransport(CudaTransport):
         self._counts[key] = number = self._counts.get(key, 0) + 1
         return number
 
+    def _count(self, stream: str, peer: int, incoming: bool) -> int:
+        """Messages posted for, or pushed, so far."""
+        return self._counts.get((stream, peer, incoming), 0)
+
+    def _latest_waits(self) -> list[tuple[int, int, tuple[str, int], Where]]:
+        """The latest waits for words of this rank, the oldest first: address, value, edge, and what the rank did then."""
+        return [(word.address, word.value, word.edge, where) for word, where in list(self._waits)]
+
+    def _forget_messages(self) -> None:
+        """All words are zero again."""
+        self._counts.clear()
+        self._waits.clear()
+
     def note_wait(self, word: _WordTicket, where: Where) -> None:
         """Note for ``diagnose`` that a CUDA stream is about to wait for ``word``."""
         self._waits.append((word, where))
@@ -152,8 +172,8 @@ class PeerTransport(CudaTransport):
         self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> Ticket:
         number, driver, current = self._next(stream, src, True), self.driver, self.current()
-        on_current = stream in _CREDIT_ON_CURRENT or current == self._owner.cuda_stream
-        handle = current if on_current else self._handles[_CUDA_STREAM_OF[stream] if stream in PULLED else "credit"]
+        on_current = stream in CREDIT_ON_CURRENT or current == self._owner.cuda_stream
+        handle = current if on_current else self._handles[CUDA_STREAM_OF[stream] if stream in PULLED else "credit"]
         if handle != current:
             self._wait_for_current(handle, current)
         for ticket in after:
@@ -177,7 +197,7 @@ class PeerTransport(CudaTransport):
         if stream in PULLED:
             driver.write_value(self.current(), arrival, number)
             return _WordTicket(self, edge, credit, number, -1)
-        handle = self._handles[_CUDA_STREAM_OF[stream]]
+        handle = self._handles[CUDA_STREAM_OF[stream]]
         if after is not None:
             assert isinstance(after, StreamTicket)
             after.enqueue_wait(handle)
@@ -202,8 +222,7 @@ class PeerTransport(CudaTransport):
         self._store_exchange.exchange(None, where)  # no rank writes words any more
         self._words.zero_()
         torch.cuda.synchronize(self.device)
-        self._counts.clear()
-        self._waits.clear()
+        self._forget_messages()
         self._store_exchange.exchange(None, where)
 
     def _wait_for_streams(self, more: Sequence[torch.cuda.Stream], where: Where) -> None:
@@ -216,7 +235,7 @@ class PeerTransport(CudaTransport):
         side = self._abort_stream
         for stream in streams:
             for peer in range(self.size):
-                number = self._counts.get((stream, peer, True), 0)
+                number = self._count(stream, peer, True)
                 self.driver.write_value(side.cuda_stream, self._word(self.rank, stream, peer, True), number + _POISON)
         side.synchronize()
 
@@ -225,15 +244,14 @@ class PeerTransport(CudaTransport):
         """Which of the latest waits blocks this rank."""
         with torch.cuda.stream(self._abort_stream):
             words = self._words.view(torch.int32).to("cpu", non_blocking=False)
-        for word, where in list(self._waits):
-            have = int(words[(word.address - self._word_bases[self.rank]) // 4])
-            if have < word.value:
-                stream, peer = word.edge
+        waits = self._latest_waits()
+        for address, value, (stream, peer), where in waits:
+            if int(words[(address - self._word_bases[self.rank]) // 4]) < value:
                 return f"{where}: no message on stream {stream} from rank {peer} within {self.timeout_seconds} s"
-        latest = self._waits[-1][1] if self._waits else f"rank {self.rank}, before the first wait"
-        for (stream, peer, incoming), number in list(self._counts.items()):
+        latest = waits[-1][-1] if waits else f"rank {self.rank}, before the first wait"
+        for stream, peer in product(STREAMS, range(self.size)):
             address = self._word(self.rank, stream, peer, False)
-            if not incoming and int(words[(address - self._word_bases[self.rank]) // 4]) < number:
+            if int(words[(address - self._word_bases[self.rank]) // 4]) < self._count(stream, peer, False):
                 return f"{latest}: nobody took the message on stream {stream} for rank {peer} within {self.timeout_seconds} s"
         return f"rank {self.rank}: the GPU did not finish its work within {self.timeout_seconds} s"
 
@@ -250,11 +268,9 @@ class PeerTransport(CudaTransport):
         if poison and not self._failure and memory is not None:
             self.driver.fill(side.cuda_stream, memory.data_ptr(), 0xFF, memory.numel())
         self._failure = self._failure or reason
-        for stream in STREAMS:
-            for peer in range(self.size):
-                for incoming in (True, False):
-                    number = self._counts.get((stream, peer, incoming), 0)
-                    self.driver.write_value(side.cuda_stream, self._word(self.rank, stream, peer, incoming), number + _POISON)
+        for stream, peer, incoming in product(STREAMS, range(self.size), (True, False)):
+            number = self._count(stream, peer, incoming)
+            self.driver.write_value(side.cuda_stream, self._word(self.rank, stream, peer, incoming), number + _POISON)
         side.synchronize()
 
     # ---- the end --------------------------------------------------------------------------------------------------------

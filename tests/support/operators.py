@@ -1,4 +1,6 @@
-"""Builds the operators that DeepSpeed compiles on first use: ``python tests/support/operators.py``, from ``make``'s set-up.
+"""Builds the operators that DeepSpeed compiles on first use, and this package's extension.
+
+``python tests/support/operators.py``, from ``make``'s set-up.
 
 They lie in TORCH_EXTENSIONS_DIR, which the Makefile and tests/conftest.py set to a folder of the virtual environment.
 """
@@ -12,8 +14,11 @@ def build() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
+    from deepspeed_cdp.native.load import load
+
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(builder().load, verbose=False) for builder in (ShareMemCommBuilder, CPUAdamBuilder)]:
+        builds = [threads.submit(builder().load, verbose=False) for builder in (ShareMemCommBuilder, CPUAdamBuilder)]
+        for done in [*builds, threads.submit(load)]:
             done.result()
 
 

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[2] / "deepspeed_cdp"
 EVERYONE = {"errors", "version"}  # modules that any folder may import
 MAY_IMPORT = {  # from the ground up
     "plan": set(),
-    "transport": set(),
+    "native": set(),
+    "transport": {"native"},
     "verify": {"plan"},
     "model": {"plan"},
     "optim": {"plan"},

@@ -68,7 +68,7 @@ def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(ranks
             noted, tried, stage = Noted(), tried + 1, plan.schedule.owned(rank)
             state = RankState(plan, rank, noted, None, step=STEP, global_step=STEP)
             part = OwnerExecutor(state, noted, noted, None, None, None)
-            part._reduced_late, part._own_read_end, part._norms, part._published_at = (), "own reads", {}, {}
+            part._reduced_late, part.own_read_end, part._norms, part.published_at = (), "own reads", {}, {}
             sums = plan.o_layout(stage)
             part._sum_places = [(sums[i], plan.unit(i).g_bytes) for i in part.trained]
             part._written = [plan.written(copy, stage) for copy in range(copies)]
@@ -84,7 +84,7 @@ def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(ranks
                 ("after", "own reads"),
                 ("write", STEP + a.version, a.unit, slot),
             ]
-            assert part._published_at == {(a.unit, slot): "published"}
+            assert part.published_at == {(a.unit, slot): "published"}
     assert tried == (ranks - 1) * per_stage
 
 

@@ -64,10 +64,10 @@ def transport(monkeypatch):
 
 
 def test_every_stream_has_a_cuda_stream():
-    assert set(PULLED) < set(peer._CUDA_STREAM_OF) == set(peer.STREAMS)
-    pulls = {peer._CUDA_STREAM_OF[stream] for stream in PULLED}
-    assert not pulls & {handle for stream, handle in peer._CUDA_STREAM_OF.items() if stream not in PULLED}
-    assert set(peer._CUDA_STREAM_OF.values()) - {"S", "X"} | {"credit", "relay"} == set(peer._CUDA_STREAMS)
+    assert set(PULLED) < set(peer.CUDA_STREAM_OF) == set(peer.STREAMS)
+    pulls = {peer.CUDA_STREAM_OF[stream] for stream in PULLED}
+    assert not pulls & {handle for stream, handle in peer.CUDA_STREAM_OF.items() if stream not in PULLED}
+    assert set(peer.CUDA_STREAM_OF.values()) - {"S", "X"} | {"credit", "relay"} == set(peer._CUDA_STREAMS)
 
 
 def test_a_message_is_pushed_behind_the_credit_and_the_work_that_made_it(transport):
@@ -301,7 +301,7 @@ def test_streams_follow_one_point_until_the_stream_moves_on(transport):
 
 @pytest.mark.parametrize("stream", PULLED)
 def test_offers_are_told_and_pulled(transport, stream):
-    box, handle = torch.zeros(64, dtype=torch.uint8), HANDLES[peer._CUDA_STREAM_OF[stream]]
+    box, handle = torch.zeros(64, dtype=torch.uint8), HANDLES[peer.CUDA_STREAM_OF[stream]]
     offer = transport.push(stream, 3, box)
     assert transport.driver.take() == [("write_value", 0, transport._word(3, stream, RANK, True), 1)]
     offer.wait("here")

@@ -81,7 +81,7 @@ def test_one_stream_does_not_hide_another(watched):
     def busy() -> None:
         while not over.wait(0.02):
             watchdog.expect_stream(0)
-            transport.driver.come.add(watchdog._stream_events[0][1])
+            transport.driver.come |= {event for event, stream in transport.driver.recorded if stream == 0}
 
     thread = threading.Thread(target=busy)
     thread.start()
@@ -102,13 +102,23 @@ def test_a_host_that_runs_ahead_of_a_device_that_stands(watched):
     assert transport.reasons and time.monotonic() - begun > PATIENCE
 
 
+def test_waits_that_a_host_enqueues_ahead_do_not_put_off_the_end(watched):
+    transport, watchdog = watched
+    begun = time.monotonic()
+    while not transport.reasons and time.monotonic() - begun < 10:
+        watchdog.expect_stream(0)
+        time.sleep(0.02)
+    assert transport.reasons and PATIENCE < time.monotonic() - begun < 10
+    assert transport.driver.recorded == [(1, 0)], "the host's calls record nothing"
+
+
 def test_nothing_is_late_while_events_come(watched):
     transport, watchdog = watched
+    transport.driver.event_done = lambda event: True
     begun = time.monotonic()
     while time.monotonic() - begun < 4 * PATIENCE:
         watchdog.expect(Mark(True))
         watchdog.expect_stream(0)
-        transport.driver.come.add(watchdog._stream_events[0][1])
         time.sleep(0.02)
     time.sleep(3 * PATIENCE)  # nor after the last one has come, however long the pause
     assert not transport.reasons

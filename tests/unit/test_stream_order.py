@@ -32,7 +32,7 @@ from deepspeed_cdp.runtime.runtime import RESIDENCIES
 from deepspeed_cdp.runtime.state import RankState
 from deepspeed_cdp.transport.base import PULLED, Transport
 from deepspeed_cdp.transport.buffers import Buffers
-from deepspeed_cdp.transport.peer import _CREDIT_ON_CURRENT, _CUDA_STREAM_OF
+from deepspeed_cdp.transport.peer import CREDIT_ON_CURRENT, CUDA_STREAM_OF
 from deepspeed_cdp.transport.ring_view import RingView
 
 STEPS, FLUSHED_AFTER = 14, 9
@@ -171,7 +171,7 @@ class Noting(Transport):
         peer = self.like == "peer"
         if not peer:
             lane: Any = stream, src, self.rank
-        elif stream in _CREDIT_ON_CURRENT or self.current == "owner":
+        elif stream in CREDIT_ON_CURRENT or self.current == "owner":
             lane = self.current
         else:
             lane = stream if stream in PULLED else "credit"
@@ -194,7 +194,7 @@ class Noting(Transport):
             taken = set(self.now)
             self.reads(source, what, taken)
             return Behind(self, taken)
-        lane = _CUDA_STREAM_OF[stream] if peer else (stream, self.rank, dst)
+        lane = CUDA_STREAM_OF[stream] if peer else (stream, self.rank, dst)
         lane = "owner" if lane == "S" else lane
         known = self._follow(lane) if after is None or not peer else self._streams[lane]
         known.update(after.over if after else ())
@@ -453,7 +453,7 @@ def predicts_at_once(patch: pytest.MonkeyPatch) -> None:
 
     def hasty(self: OwnerExecutor, a: Action) -> None:
         with patch.context() as inside:
-            inside.setattr(self, "_added_at", {})
+            inside.setattr(self, "added_at", {})
             inside.setattr(self.messages, "coming_back", lambda *rest: None)
             predict(self, a)
 
@@ -492,7 +492,7 @@ def updates_at_once(patch: pytest.MonkeyPatch) -> None:
     """Before the finished sum is there."""
 
     def hasty(self: OwnerExecutor, a: Action, unit: int) -> int:
-        if self._sum_ends.pop(unit, None) is None:
+        if self.sum_ends.pop(unit, None) is None:
             self.messages.back(a, unit, self.state.schedule.ranks - 1, self.state.schedule.rounds - 1)
         return unit
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.transport import connect, cuda_common, gloo, nccl, nccl_group, peer
+from deepspeed_cdp.transport import connect, cuda_common, gloo, nccl, nccl_group, peer, peer_native
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.local import Hub, LocalTransport
 from deepspeed_cdp.transport.store_exchange import StoreExchange
@@ -135,7 +135,7 @@ def test_connect_closes_its_exchange_when_a_constructor_raises(monkeypatch, erro
 
 def test_connect_closes_the_peer_transport_if_another_rank_is_gone(monkeypatch):
     closed = []
-    monkeypatch.setattr(peer, "PeerTransport", lambda *_: SimpleNamespace(close=closed.append))
+    monkeypatch.setattr(peer_native, "make", lambda *_: SimpleNamespace(close=closed.append))
     exchange = SimpleNamespace(rank=0, size=2, timeout_seconds=1.0, exchange=raises(HandoffError("rank 1 is gone")))
     with pytest.raises(HandoffError, match="rank 1 is gone"):
         connect._try_peer(exchange, CPU, "here")

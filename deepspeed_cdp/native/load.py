@@ -1,0 +1,104 @@
+"""Builds the extension at its first use, and keeps it by the sources' digest among torch's other extensions.
+
+One process of a host builds, and the others wait for it. The lock ends with the process that holds it, and the result is moved
+into place at once: nothing that a killed process leaves behind is in the way.
+"""
+
+import fcntl
+import hashlib
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+NAME = "deepspeed_cdp_native"
+OFF = "DEEPSPEED_CDP_NATIVE"  # environment variable; 0: Python runs the loops
+SECONDS = 240.0  # for the compiler, and for another process that builds
+_SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".h", ".cpp"))
+_loaded: dict[Path, ModuleType] = {}
+
+
+def library() -> Path:
+    """Where the extension of this version, Python and torch is, or will be."""
+    from torch.utils import cpp_extension
+
+    digest = hashlib.sha256(f"{sys.version} {torch.__version__}".encode())
+    for source in _SOURCES:
+        digest.update(source.read_bytes())
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+    return Path(root) / NAME / f"{digest.hexdigest()[:16]}.so"
+
+
+def load() -> ModuleType:
+    """The extension, built if it is not there.
+
+    Raises:
+        RuntimeError: it cannot be built or loaded, or is switched off; the message is one line.
+    """
+    if os.environ.get(OFF) == "0":
+        raise RuntimeError(f"{OFF} is 0")
+    path = library()
+    if path not in _loaded:
+        if not path.exists():
+            with _alone(path.parent):
+                if not path.exists():
+                    _build(path)
+        spec = importlib.util.spec_from_file_location(NAME, path)
+        assert spec is not None and spec.loader is not None
+        try:
+            module = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            raise RuntimeError(f"{path} does not load: {str(error).splitlines()[0]}") from error
+        _loaded[path] = module
+    return _loaded[path]
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """One process at a time; after ``SECONDS`` all the same, since two builds do not disturb one another."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = open(folder / "lock", "w")
+    except OSError as error:
+        raise RuntimeError(f"{folder} cannot be written: {error}") from error
+    with lock:
+        deadline = time.monotonic() + SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+        yield
+
+
+def _build(path: Path) -> None:
+    from torch.utils import cpp_extension
+
+    folders = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
+    compiler = cpp_extension.get_cxx_compiler()
+    flags = ["-O2", "-shared", "-fPIC", "-std=c++17", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}"]
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            made = Path(folder) / path.name
+            source = next(p for p in _SOURCES if p.suffix == ".cpp")
+            command = [compiler, *flags, *(f"-isystem{x}" for x in folders), str(source), "-o", str(made), "-ldl"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+            if done.returncode:
+                lines = [x for x in done.stderr.splitlines() if "error" in x] or done.stderr.splitlines() or ["no message"]
+                raise RuntimeError(f"{compiler} failed: {lines[0]}")
+            os.replace(made, path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RuntimeError(f"{compiler} cannot be run: {error}") from error

@@ -1,0 +1,140 @@
+// A rank's program of one step: messages happen here, all else in the handlers of runtime/executor.py.
+#pragma once
+#include "messages.h"
+
+// What the executor and this share, by index; see runtime/native_messages.py.
+enum Shared { PARAMS, RECEIVES, GRAD_SUMS, EMPTY_SUMS, PULLED_AHEAD, OWNER, RELEASED, COMPLETE, HANDLERS };
+
+class Program {
+   public:
+    Program(std::vector<Action> held, int64_t begin, int64_t end, int64_t per_round, int64_t repeats)
+        : held_(std::move(held)), begin_(begin), end_(end), per_round_(per_round), repeats_(repeats) {}
+
+    int64_t cursor = 0;  // the next action
+
+    const Action& at(int64_t index) const {  // as plan.program.Program
+        if (repeats_ && index >= end_) index -= std::min((index - begin_) / (end_ - begin_), repeats_) * 2 * per_round_;
+        return held_[index];
+    }
+
+    const std::vector<Action>& held() const { return held_; }
+
+    // Execute up to ``end``. An error leaves ``cursor`` at the action that raised it.
+    void run(Messages& m, int64_t end, py::tuple shared, int slots, int corrected, bool predicts) {
+        int64_t step = m.step();
+        Links& links = *m.links;
+        links.raise_failure();
+        u64 current = links.current();
+        links.work_enqueued();
+        for (; cursor < end; ++cursor) {
+            const Action& a = at(cursor);
+            switch (a.does) {
+                case Does::PULL:
+                    if (a.backward && PySet_GET_SIZE(shared[PULLED_AHEAD].ptr())) {
+                        call(m, a, shared);
+                        break;
+                    }
+                    [[fallthrough]];
+                case Does::POSTS: m.post_all(a, false, current, step); break;
+                case Does::RELAYED_POSTS: m.post_all(a, true, current, step); break;
+                case Does::PUBLISH:
+                    if (a.relayed)
+                        m.offer(a, nullptr, step);
+                    else
+                        m.push(a, nullptr, links.owner, step);
+                    break;
+                case Does::OFFER:
+                    if (a.source == links.rank)
+                        m.offer(a, held(shared[OWNER].attr("added_at")[py::int_(a.unit)]), step);
+                    else
+                        m.offer(a, m.back(step + a.version, a.unit, a.source, a.source_odd, a.nbytes), step);
+                    break;
+                case Does::WAIT_PARAM: {
+                    py::int_ unit(a.unit);
+                    py::dict params = shared[PARAMS];
+                    if (a.backward && params.contains(unit)) break;  // kept since the forward
+                    Held ticket = m.wait(a, current, step);
+                    shared[RECEIVES][unit] = ticket ? py::cast(ticket) : py::none();
+                    const Spot& spot = a.spot[step & 1];
+                    if (!ticket) wait_published(m, a, shared[OWNER], spot, current, step, slots, corrected, predicts);
+                    params[unit] = spot.view;
+                    break;
+                }
+                case Does::RELEASE_PARAM: {
+                    py::int_ unit(a.unit);
+                    if (remove(shared[PARAMS], unit)) {
+                        links.driver.flush();
+                        shared[RELEASED](unit);
+                    }
+                    py::object received = remove(shared[RECEIVES], unit);
+                    if ((!received || received.is_none()) && (a.backward || a.unit < 0))
+                        shared[OWNER].attr("own_read_end") = links.record(current);
+                    m.post_all(a, false, current, step);
+                    break;
+                }
+                case Does::RECV_GRAD: {
+                    py::int_ unit(a.unit);
+                    const Spot& spot = a.spot[step & 1];
+                    bool starts = a.first && py::cast<int>(m.state.attr("rank")) == 0;
+                    if (starts || own(m, spot)) m.wait_readers(a, spot.region, spot.offset, a.nbytes, current);
+                    if (a.source >= 0)
+                        links.wait(*m.back(step, a.unit, a.source, a.source_odd, a.nbytes), m.place_of(a), current);
+                    else
+                        m.wait(a, current, step);
+                    if (starts) py::set(shared[EMPTY_SUMS]).add(unit);
+                    shared[GRAD_SUMS][unit] = spot.view;
+                    break;
+                }
+                case Does::SEND_GRAD: {
+                    py::int_ unit(a.unit);
+                    if (py::object view = remove(shared[GRAD_SUMS], unit)) {
+                        links.driver.flush();
+                        py::set empty = shared[EMPTY_SUMS];
+                        shared[COMPLETE](unit, view, empty.contains(unit));
+                        PySet_Discard(empty.ptr(), unit.ptr());
+                        links.work_enqueued();
+                    }
+                    if (a.peer >= 0) {
+                        m.push(a, nullptr, current, step);
+                        break;
+                    }
+                    py::object added = py::cast(links.record(current));
+                    shared[OWNER].attr("added_at")[unit] = added;
+                    if (m.last) shared[OWNER].attr("sum_ends")[unit] = added;
+                    break;
+                }
+                default: call(m, a, shared);
+            }
+        }
+        links.driver.flush();
+    }
+
+   private:
+    static py::object remove(py::object dict, const py::object& key) {  // null if it is not there
+        py::object value = py::reinterpret_borrow<py::object>(PyDict_GetItem(dict.ptr(), key.ptr()));
+        if (value) PyDict_DelItem(dict.ptr(), key.ptr());
+        return value;
+    }
+
+    static Held held(py::object ticket) { return ticket.is_none() ? nullptr : py::cast<Held>(ticket); }
+
+    static bool own(const Messages& m, const Spot& spot) { return m.reads->regions[spot.region] == "O"; }
+
+    static void wait_published(Messages& m, const Action& a, py::object owner, const Spot& spot, u64 current, int64_t step, int slots,
+                               int corrected, bool predicts) {
+        bool predicted = predicts && m.reads->regions[spot.region][0] == 'W';
+        int64_t version = step + a.version + 2 * (predicted ? corrected : slots);  // may be -1
+        py::dict written = owner.attr(predicted ? "predicted_at" : "published_at");
+        py::tuple key = py::make_tuple(a.unit, version % (predicted ? corrected : slots));
+        py::object ticket = py::reinterpret_borrow<py::object>(PyDict_GetItem(written.ptr(), key.ptr()));
+        if (ticket && !ticket.is_none()) m.links->wait_event(*py::cast<Held>(ticket), current);
+    }
+
+    void call(Messages& m, const Action& a, py::tuple& shared) {
+        m.links->driver.flush();
+        shared[HANDLERS][a.action.attr("kind")](a.action);
+    }
+
+    std::vector<Action> held_;
+    int64_t begin_, end_, per_round_, repeats_;
+};
