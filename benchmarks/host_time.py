@@ -21,6 +21,7 @@ from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.native.load import load
 from deepspeed_cdp.optim.stage_owner import StageOwner
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
+from deepspeed_cdp.runtime import grad_accumulation
 from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 from deepspeed_cdp.runtime.messages import Messages, PendingReads
@@ -42,8 +43,22 @@ PARTS: dict[str, list[tuple[type, tuple[str, ...]]]] = {
     "add gradients": [(GradAccumulation, ("add",))],
     "runtime": [(Runtime, ("step", "end_backward", "check_loss"))],
     "hooks": [
-        (ParamHooks, ("_enter_forward", "_enter_backward", "_hook_outputs", "end_backward", "_on_output_grad", "_begin_forward"))
+        (
+            ParamHooks,
+            (
+                "_enter_forward",
+                "_enter_backward",
+                "_hook_outputs",
+                "end_backward",
+                "_on_output_grad",
+                "_begin_forward",
+                "prepare_backward_read",
+                "in_forward",
+            ),
+        )
     ],
+    "saved tensors": [(ParamHooks, ("_pack", "_unpack", "_begin_saving", "_end_saving"))],
+    "fused layers": [(grad_accumulation._Layer, ("forward", "add")), (GradAccumulation, ("add_product",))],
     "bind": [(ParamHooks, ("bind", "unbind"))],
     "executor": [(Executor, ("_execute", "end_step", "acquire", "release"))],
     "owner's actions": [(OwnerExecutor, ("predict", "reduce", "norm", "step", "wait_published", "own_added", "read_ended"))],

@@ -9,8 +9,8 @@ Each rank prints medians over steps in milliseconds, per engine:
 - waits of the passes' stream, by message stream and peer;
 - "same": a fixed piece of Python after each step. If it differs between engines, the host's speed has changed.
 
-For engines of this package, a second round times every kind of action and of driver call on the host. These measurements cost
-some of the time that they show.
+For engines of this package, a second round times the executor, every kind of action that Python does and of driver call that it
+makes, on the host. These measurements cost some of the time that they show.
 """
 
 import argparse
@@ -62,18 +62,21 @@ class Clock:
 
 @contextmanager
 def timed_calls(engine: Any, actions: Clock, driver: Clock) -> Iterator[None]:
-    """Time the executor's actions and the transport's driver calls, if it has a driver."""
+    """Time the executor, those of its actions that Python does, and the driver calls that Python makes."""
     executor, calls = engine._runtime.executor, getattr(engine._transport, "driver", None)
-    do, names = executor.actions, ("wait", "write", "copy", "record", "follow", "reached", "event")
-    executor.actions = {kind: actions.around(kind, f) for kind, f in do.items()}
+    names = ("wait_value", "write_value", "copy", "record_event", "wait_event", "event_done", "create_event")
+    handlers = dict(executor.actions)
+    executor.actions.update({kind: actions.around(str(kind), f) for kind, f in handlers.items()})
+    executor._execute = actions.around("all", executor._execute)
     for name in names if calls is not None else ():
         setattr(calls, name, driver.around(name, getattr(calls, name)))
     try:
         yield
     finally:
-        executor.actions = do
+        executor.actions.update(handlers)
+        del executor._execute  # the class's own again
         for name in names if calls is not None else ():
-            delattr(calls, name)  # the class's own again
+            delattr(calls, name)
 
 
 @contextmanager

@@ -68,8 +68,10 @@ class _Stream:
 
     numbers = itertools.count(100)
 
+    device_index, device_type = 0, 1
+
     def __init__(self, *_: Any, **__: Any):
-        self.cuda_stream = next(self.numbers)
+        self.cuda_stream = self.stream_id = next(self.numbers)
 
     def query(self) -> bool:
         return True
@@ -115,13 +117,17 @@ def stubbed(library: Path) -> Iterator[Stub]:
     def current(_: int = 0) -> int:
         return getattr(thread, "stream", 0)
 
+    def put(stream: int, *_: int) -> None:
+        thread.stream = stream
+
     @contextmanager
     def on(stream: Any) -> Iterator[None]:
-        before, thread.stream = current(), stream.cuda_stream
+        before = current()
+        put(stream.cuda_stream)
         try:
             yield
         finally:
-            thread.stream = before
+            put(before)
 
     def rendezvous(memory: torch.Tensor, _: Any) -> Any:
         return SimpleNamespace(buffer_ptrs=[memory.data_ptr() + (r << 40) for r in range(64)])
@@ -150,5 +156,7 @@ def stubbed(library: Path) -> Iterator[Stub]:
             current_stream=_Stream,
         ),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", current, create=True),
+        mock.patch.object(torch._C, "_cuda_getCurrentStream", lambda _: (current(), 0, 1), create=True),
+        mock.patch.object(torch._C, "_cuda_setStream", put, create=True),
     ):
         yield Stub(library)

@@ -20,6 +20,7 @@ Slots = Mapping[int, Sequence[tuple[torch.nn.Parameter, Slot]]]
 _linear = torch._C._nn.linear
 _ZERO = "deepspeed.runtime.zero.linear"  # module of torch.nn.functional.linear after zero.Init
 _no_view = torch.ops.aten._unsafe_view.default  # the same memory, not known as a view
+_is_dead = torch._C._functorch.is_dead_tensor_wrapper  # type: ignore[attr-defined]  # of a transform of torch.func that is over
 _mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add to fp32, on CUDA; from torch 2.8
 
 
@@ -214,10 +215,11 @@ class _Layer:
             or not _linear_is_stock()
             or torch.is_autocast_enabled(self.device)
             or torch._C._are_functorch_transforms_active()
+            or _is_dead(input)
             or forward_ad._current_level >= 0
         ):
             return type(self.module).forward(self.module, input)
-        return _Linear.apply(input, self.weight, self.parameters["bias"], self)
+        return _apply(input, self.weight, self.parameters["bias"], self)
 
     def add(self, node: Any, grad: torch.Tensor, x: torch.Tensor) -> bool:
         """Add grad^T x to the sum; False if the gradient must go to hooks or to the caller of ``torch.autograd.grad``."""
@@ -268,3 +270,7 @@ class _Linear(torch.autograd.Function):
         if for_bias:
             biases = rows.sum(0)
         return gradient, weights, biases, None
+
+
+# ``_Linear.apply`` without its preparations for torch.func, which take as long as the rest; ``_Layer.forward`` sees to them
+_apply = super(torch.autograd.Function, _Linear).apply

@@ -65,6 +65,23 @@ class EventTicket(StreamTicket):
         return self.transport.driver.event_done(self.event)
 
 
+class _On:
+    """``torch.cuda.stream`` for a stream of the current device, which is several times faster."""
+
+    __slots__ = ("_stream", "_before")
+
+    def __init__(self, stream: torch.cuda.Stream):
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        self._before = torch._C._cuda_getCurrentStream(stream.device_index)
+        torch._C._cuda_setStream(stream.stream_id, stream.device_index, stream.device_type)
+
+    def __exit__(self, *_: Any) -> None:
+        torch._C._cuda_setStream(*self._before)
+
+
 def _timing_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
@@ -131,10 +148,10 @@ class CudaTransport(Transport):
             self.work_enqueued()
 
     def owner_stream(self) -> AbstractContextManager:
-        return torch.cuda.stream(self._owner)
+        return _On(self._owner)
 
     def relay(self, work: Callable[[], Ticket | None], edge: tuple[str, int, bool] | None = None) -> Any:
-        with torch.cuda.stream(self._relay_stream):
+        with _On(self._relay_stream):
             return work()
 
     # ---- collectives, none in a training step ---------------------------------------------------------------------------

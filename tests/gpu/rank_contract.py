@@ -220,10 +220,12 @@ SCENARIOS = [
 
 def make(kind, streams, rank, world, device, timeout_seconds=20.0, name="a"):
     if kind == "peer":
-        from deepspeed_cdp.transport.peer import STREAMS, PeerTransport
+        from deepspeed_cdp.transport import peer_native
+        from deepspeed_cdp.transport.peer import STREAMS
 
-        transport = PeerTransport(rank, world, timeout_seconds, device, name=f"contract/{name}")
-        print(f"     rank {rank}: {transport.stream_report}", flush=True)
+        transport = peer_native.make(rank, world, timeout_seconds, device, f"contract/{name}")
+        by = "C++" if transport.native else f"Python ({transport.why_not_native})"
+        print(f"     rank {rank}: {transport.stream_report}; messages by {by}", flush=True)
         return Placed(transport, STREAMS)
     transport = NcclTransport(rank, world, timeout_seconds, device, name=f"contract/{world}/{name}")
     transport.prepare([(s, a, b) for s in streams for a in range(world) for b in range(world) if a != b], deferred=False)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deepspeed_cdp.transport import peer
+from deepspeed_cdp.transport import cuda_common, peer
 from deepspeed_cdp.transport.base import PULLED, Transport
 from deepspeed_cdp.transport.deadline import Standby
 from deepspeed_cdp.transport.wait_timing import WaitTiming
@@ -58,7 +58,7 @@ def transport(monkeypatch):
         yield
         current.pop()
 
-    monkeypatch.setattr(torch.cuda, "stream", inside)
+    monkeypatch.setattr(cuda_common, "_On", inside)
     monkeypatch.setattr(made, "current", lambda: current[-1])
     return made
 
