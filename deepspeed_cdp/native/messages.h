@@ -97,6 +97,7 @@ class Messages {
     Messages(std::shared_ptr<Links> links, std::shared_ptr<Reads> reads, py::object state, py::object locate, bool last)
         : links(std::move(links)), reads(std::move(reads)), state(std::move(state)), locate(std::move(locate)), last(last) {
         grads_ = this->links->code("G");
+        sums_ = this->reads->code("O");
     }
 
     std::shared_ptr<Links> links;
@@ -105,8 +106,12 @@ class Messages {
     py::object locate;  // (action, global step) -> a place for errors
     bool last;         // this is the ring's last rank
 
-    int64_t step() const { return py::cast<int64_t>(state.attr("step")); }
-    Place place_of(const Action& a) const { return {locate, a.action, py::cast<int64_t>(state.attr("global_step"))}; }
+    int64_t step() {  // the rank's; every call from Python asks for it first
+        global_step_ = py::cast<int64_t>(state.attr("global_step"));
+        return py::cast<int64_t>(state.attr("step"));
+    }
+    Place place_of(const Action& a) const { return {locate, a.action, global_step_}; }
+    bool of_sums(const Spot& spot) const { return spot.region == sums_; }
 
     void clear() {
         arrivals_.clear();
@@ -182,6 +187,7 @@ class Messages {
         return ticket;
     }
 
-    int grads_;  // stream G
+    int grads_, sums_;  // stream G, region O
+    int64_t global_step_ = 0;
     std::unordered_map<u64, Held> arrivals_;
 };

@@ -175,6 +175,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def("back", &Messages::back)
         .def("coming_back", &Messages::coming_back)
         .def("wait_readers", [now](Messages& x, Program& p, size_t a, const std::string& region, int64_t offset, int64_t nbytes) {
+            x.step();
             x.wait_readers(p.held()[a], x.reads->code(region), offset, nbytes, now(x));
             x.links->driver.flush();
         });

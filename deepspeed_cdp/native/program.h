@@ -76,7 +76,7 @@ class Program {
                     py::int_ unit(a.unit);
                     const Spot& spot = a.spot[step & 1];
                     bool starts = a.first && py::cast<int>(m.state.attr("rank")) == 0;
-                    if (starts || own(m, spot)) m.wait_readers(a, spot.region, spot.offset, a.nbytes, current);
+                    if (starts || m.of_sums(spot)) m.wait_readers(a, spot.region, spot.offset, a.nbytes, current);
                     if (a.source >= 0)
                         links.wait(*m.back(step, a.unit, a.source, a.source_odd, a.nbytes), m.place_of(a), current);
                     else
@@ -117,8 +117,6 @@ class Program {
     }
 
     static Held held(py::object ticket) { return ticket.is_none() ? nullptr : py::cast<Held>(ticket); }
-
-    static bool own(const Messages& m, const Spot& spot) { return m.reads->regions[spot.region] == "O"; }
 
     static void wait_published(Messages& m, const Action& a, py::object owner, const Spot& spot, u64 current, int64_t step, int slots,
                                int corrected, bool predicts) {
