@@ -25,7 +25,6 @@ from deepspeed_cdp.runtime import grad_accumulation
 from deepspeed_cdp.runtime.executor import Executor
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 from deepspeed_cdp.runtime.messages import Messages, PendingReads
-from deepspeed_cdp.runtime.native_messages import NativeMessages
 from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
 from deepspeed_cdp.runtime.param_hooks import ParamHooks
 from deepspeed_cdp.runtime.residency import Partitioned
@@ -62,7 +61,6 @@ PARTS: dict[str, list[tuple[type, tuple[str, ...]]]] = {
     "fused layers": [(grad_accumulation._Layer, ("forward", "add")), (GradAccumulation, ("add_product",))],
     "bind": [(ParamHooks, ("bind", "unbind"))],
     "executor": [(Executor, ("_execute", "end_step", "acquire", "release"))],
-    "loop in C++": [(NativeMessages, ("run",))],
     "owner's actions": [(OwnerExecutor, ("predict", "reduce", "norm", "step", "wait_published", "own_added", "read_ended"))],
     "residency": [(Partitioned, ("wait", "release"))],
     "messages": [

@@ -4,6 +4,7 @@ Every message takes size / rate longer than without the limit. The limit holds p
 parameters, one for sums, ...), not per link. A link shared by all of them would be slower.
 """
 
+import os
 import queue
 import threading
 import time
@@ -16,13 +17,14 @@ import torch
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.integration import engine
+from deepspeed_cdp.native import load
 from deepspeed_cdp.transport.base import Ticket, Transport, Where
 
 
 @contextmanager
 def limited(gigabytes_per_second: float) -> Iterator[None]:
     """Engines initialized inside get a limited transport: what ``deepspeed_cdp.integration.engine`` calls ``connect`` is
-    replaced."""
+    replaced. On GPUs Python enqueues the messages then, since their copies are made to wait."""
     plain = engine.connect
 
     def connect(kind: str, rank: int, size: int, timeout_seconds: float, device: torch.device) -> Transport:
@@ -32,7 +34,7 @@ def limited(gigabytes_per_second: float) -> Iterator[None]:
             return transport
         return Limited(transport, gigabytes_per_second)
 
-    with mock.patch.object(engine, "connect", connect):
+    with mock.patch.object(engine, "connect", connect), mock.patch.dict(os.environ, {load.OFF: "0"}):
         yield
 
 

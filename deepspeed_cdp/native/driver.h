@@ -13,7 +13,7 @@ using u32 = uint32_t;
 class Driver {
    public:
     explicit Driver(const std::string& library) {
-        void* handle = dlopen(library.c_str(), RTLD_NOW | RTLD_GLOBAL);
+        void* handle = dlopen(library.c_str(), RTLD_NOW);
         if (!handle) throw std::runtime_error(dlerror());
         auto find = [&](auto& function, const char* name, bool needed = true) {
             function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(handle, name));

@@ -111,6 +111,7 @@ class Messages {
         return py::cast<int64_t>(state.attr("step"));
     }
     Place place_of(const Action& a) const { return {locate, a.action, global_step_}; }
+    bool of_corrections(const Spot& spot) const { return reads->regions[spot.region][0] == 'W'; }
     bool of_sums(const Spot& spot) const { return spot.region == sums_; }
 
     void clear() {

@@ -128,10 +128,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         });
 
     py::class_<Program>(m, "Program")
-        .def(py::init([](const py::sequence& actions, int64_t begin, int64_t end, int64_t per_round, int64_t repeats) {
+        .def(py::init([](const py::sequence& actions, int64_t begin, int64_t end, int64_t per_round, int64_t repeats, int slots,
+                         int corrected, bool predicts) {
             std::vector<Action> all;
             for (py::handle a : actions) all.push_back(action_of(py::cast<py::tuple>(a)));
-            return std::make_unique<Program>(std::move(all), begin, end, per_round, repeats);
+            return std::make_unique<Program>(std::move(all), begin, end, per_round, repeats, slots, corrected, predicts);
         }))
         .def_readwrite("cursor", &Program::cursor)
         .def("run", &Program::run);

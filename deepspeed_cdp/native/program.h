@@ -2,13 +2,16 @@
 #pragma once
 #include "messages.h"
 
-// What the executor and this share, by index; see runtime/native_messages.py.
-enum Shared { PARAMS, RECEIVES, GRAD_SUMS, EMPTY_SUMS, PULLED_AHEAD, OWNER, RELEASED, COMPLETE, HANDLERS };
+// What the executor and this share, by index; see Executor._share_with_native.
+enum Shared { MESSAGES, PARAMS, RECEIVES, GRAD_SUMS, EMPTY_SUMS, PULLED_AHEAD, OWNER, RELEASED, COMPLETE, HANDLERS };
 
 class Program {
    public:
-    Program(std::vector<Action> held, int64_t begin, int64_t end, int64_t per_round, int64_t repeats)
-        : held_(std::move(held)), begin_(begin), end_(end), per_round_(per_round), repeats_(repeats) {}
+    // slots, corrected: copies of versions and of their corrections; predicts: the corrections are predictions.
+    Program(std::vector<Action> held, int64_t begin, int64_t end, int64_t per_round, int64_t repeats, int slots, int corrected,
+            bool predicts)
+        : held_(std::move(held)), begin_(begin), end_(end), per_round_(per_round), repeats_(repeats), slots_(slots),
+          corrected_(corrected), predicts_(predicts) {}
 
     int64_t cursor = 0;  // the next action
 
@@ -20,7 +23,8 @@ class Program {
     const std::vector<Action>& held() const { return held_; }
 
     // Execute up to ``end``. An error leaves ``cursor`` at the action that raised it.
-    void run(Messages& m, int64_t end, py::tuple shared, int slots, int corrected, bool predicts) {
+    void run(int64_t end, py::tuple shared) {
+        Messages& m = py::cast<Messages&>(py::object(shared[MESSAGES]));
         int64_t step = m.step();
         Links& links = *m.links;
         links.raise_failure();
@@ -56,7 +60,7 @@ class Program {
                     Held ticket = m.wait(a, current, step);
                     shared[RECEIVES][unit] = ticket ? py::cast(ticket) : py::none();
                     const Spot& spot = a.spot[step & 1];
-                    if (!ticket) wait_published(m, a, shared[OWNER], spot, current, step, slots, corrected, predicts);
+                    if (!ticket) wait_published(m, a, shared[OWNER], spot, current, step);
                     params[unit] = spot.view;
                     break;
                 }
@@ -118,12 +122,11 @@ class Program {
 
     static Held held(py::object ticket) { return ticket.is_none() ? nullptr : py::cast<Held>(ticket); }
 
-    static void wait_published(Messages& m, const Action& a, py::object owner, const Spot& spot, u64 current, int64_t step, int slots,
-                               int corrected, bool predicts) {
-        bool predicted = predicts && m.reads->regions[spot.region][0] == 'W';
-        int64_t version = step + a.version + 2 * (predicted ? corrected : slots);  // may be -1
+    void wait_published(Messages& m, const Action& a, py::object owner, const Spot& spot, u64 current, int64_t step) {
+        bool predicted = predicts_ && m.of_corrections(spot);
+        int copies = predicted ? corrected_ : slots_;
         py::dict written = owner.attr(predicted ? "predicted_at" : "published_at");
-        py::tuple key = py::make_tuple(a.unit, version % (predicted ? corrected : slots));
+        py::tuple key = py::make_tuple(a.unit, (step + a.version + 2 * copies) % copies);  // version -1 is possible
         py::object ticket = py::reinterpret_borrow<py::object>(PyDict_GetItem(written.ptr(), key.ptr()));
         if (ticket && !ticket.is_none()) m.links->wait_event(*py::cast<Held>(ticket), current);
     }
@@ -135,4 +138,6 @@ class Program {
 
     std::vector<Action> held_;
     int64_t begin_, end_, per_round_, repeats_;
+    int slots_, corrected_;
+    bool predicts_;
 };

@@ -54,23 +54,24 @@ class Program:
         held: the actions of the program with few rounds.
         repeats: how often rounds 2 and 3 come again.
         per_round: actions of each of them.
+        begin, end: where they are in ``held``; at its end if nothing repeats.
     """
 
     def __init__(self, plan: Plan, rank: int, first: bool, rendezvous: bool = False):
         few = few_rounds(plan)
         self.held = (with_rendezvous if rendezvous else build)(few, rank, first)
         self.repeats = (plan.schedule.rounds - few.schedule.rounds) // REPEATED
-        self._begin = self._end = len(self.held)
+        self.begin = self.end = len(self.held)
         if self.repeats:
             begins = [(few.schedule.start(0 if first else 1, m, rank) * few.scale, START) for m in (2, 2 + REPEATED)]
-            self._begin, self._end = (next(x for x, a in enumerate(self.held) if a.key >= begin) for begin in begins)
-        self.per_round = (self._end - self._begin) // REPEATED
+            self.begin, self.end = (next(x for x, a in enumerate(self.held) if a.key >= begin) for begin in begins)
+        self.per_round = (self.end - self.begin) // REPEATED
 
     def __len__(self) -> int:
-        return len(self.held) + self.repeats * (self._end - self._begin)
+        return len(self.held) + self.repeats * (self.end - self.begin)
 
     def __getitem__(self, index: int) -> Action:
-        if index < self._end:
+        if index < self.end:
             return self.held[index]
         return self.held[index - self.skipped_at(index) * self.per_round]
 
@@ -83,9 +84,9 @@ class Program:
 
     def skipped_at(self, index: int) -> int:
         """How many rounds come between this action of the step and the equal one of ``held``."""
-        if not self.repeats or index < self._end:
+        if not self.repeats or index < self.end:
             return 0
-        return min((index - self._begin) // (self._end - self._begin), self.repeats) * REPEATED
+        return min((index - self.begin) // (self.end - self.begin), self.repeats) * REPEATED
 
     def skipped(self, round: int) -> int:
         """How many rounds come between this round of the step and the equal round of ``held``."""

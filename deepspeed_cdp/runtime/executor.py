@@ -93,9 +93,9 @@ class Executor:
             **self.owner_executor.actions,
         }
         self.failure = ""
-        self._native = self._native_programs() if isinstance(self.messages, NativeMessages) else {}
-        self._own_actions = self.actions
         self._pulled_ahead: set[int] = set()  # units whose parameters for this round's backward the program pulls later
+        self._own_actions = self.actions
+        self._shared = self._share_with_native(self.messages) if isinstance(self.messages, NativeMessages) else ()
         self._losses, self._loss_count = torch.zeros((), dtype=torch.float64, device=device), 0
 
     # ---- position ------------------------------------------------------------------------------------------------------
@@ -276,12 +276,16 @@ class Executor:
         self._loss_count += 1
 
     def _execute(self, index: int) -> None:
-        actions = self.actions
-        if self._native and actions is self._own_actions:
-            self._execute_natively(index)
-            return
-        self.transport.work_enqueued()
+        actions, native = self.actions, self._program.native
         try:
+            if native is not None and actions is self._own_actions:  # else somebody watches
+                native.cursor = self._cursor
+                try:
+                    native.run(index, self._shared)
+                finally:
+                    self._cursor = native.cursor
+                return
+            self.transport.work_enqueued()
             for a in self._program.actions.between(self._cursor, index):
                 actions[a.kind](a)
                 self._cursor += 1
@@ -289,39 +293,15 @@ class Executor:
             self.failure = self.failure or class_and_text(error)
             raise
 
-    def _native_programs(self) -> dict[Program, Any]:
-        """The programs for C++; the handlers of kinds that it does are for those who watch them."""
-        assert isinstance(self.messages, NativeMessages)
-        passes = type(self.residency) is Partitioned
-        plans = {p.schedule: p for p in self.phases.plans}
-        return {
-            indexed.actions: self.messages.program(plans[schedule], indexed.actions, passes)
-            for schedule, both in self._programs.items()
-            for indexed in both
-        }
-
-    def _execute_natively(self, index: int) -> None:
-        assert isinstance(self.messages, NativeMessages)
-        owner, residency, program = self.owner_executor, self.residency, self._native[self._program.actions]
-        shared = (
-            self.params,
-            residency.receives,
-            self.grad_sums,
-            self.empty_sums,
-            self._pulled_ahead,
-            owner,
-            self.events.params_released,
-            self.events.grads_complete,
-            self.actions,
-        )
-        program.cursor = self._cursor
-        try:
-            self.messages.run(program, index, shared)
-        except BaseException as error:
-            self.failure = self.failure or class_and_text(error)
-            raise
-        finally:
-            self._cursor = max(program.cursor, self._cursor)
+    def _share_with_native(self, messages: NativeMessages) -> tuple[Any, ...]:
+        """Make the programs for C++. Returns what their loop shares with this object (``Shared`` in native/program.h)."""
+        plans, passes = {p.schedule: p for p in self.phases.plans}, type(self.residency) is Partitioned
+        for schedule, both in self._programs.items():
+            for program in both:
+                program.native = messages.program(plans[schedule], program.actions, passes)
+        owner, events, of_passes = self.owner_executor, self.events, (self.params, self.residency.receives)
+        sums = self.grad_sums, self.empty_sums, self._pulled_ahead
+        return (messages.native, *of_passes, *sums, owner, events.params_released, events.grads_complete, self.actions)
 
     # ---- actions of passes ----------------------------------------------------------------------------------------------
     def _pull_param(self, a: Action) -> None:

@@ -42,10 +42,11 @@ def native_transport(state: RankState) -> Any:
 
 
 class NativeMessages(Messages):
-    """The same methods; ``begin`` and ``program`` come on top.
+    """The same methods, and programs for C++.
 
     Attributes:
         peer: the transport of all ranks.
+        native: the object of C++ with the messages.
     """
 
     def __init__(self, state: RankState, peer: Any, by_offset: frozenset[str] = frozenset()):
@@ -55,7 +56,7 @@ class NativeMessages(Messages):
         self._codes = {name: k for k, name in enumerate(names)}
         self.reads = native.Reads(names, [name in by_offset for name in names])
         last = state.rank == state.schedule.ranks - 1
-        self._native = native.Messages(peer.links, self.reads, state, _locator(state), last)
+        self.native = native.Messages(peer.links, self.reads, state, _locator(state), last)
         self._places: dict[int, tuple[Any, int, Action]] = {}  # by id: an action's program and its index there, and the action
 
     # ---- programs as numbers --------------------------------------------------------------------------------------------
@@ -66,9 +67,9 @@ class NativeMessages(Messages):
             passes: ``PASSES`` are done in C++.
         """
         does = MESSAGES | PASSES if passes else MESSAGES
-        made = self.peer.native.Program(
-            [self._action(plan, a, does) for a in program.held], program._begin, program._end, program.per_round, program.repeats
-        )
+        actions = [self._action(plan, a, does) for a in program.held]
+        rounds = program.begin, program.end, program.per_round, program.repeats
+        made = self.peer.native.Program(actions, *rounds, plan.slots, plan.corrected_copies, plan.predicts)
         for index, a in enumerate(program.held):
             self._places[id(a)] = (made, index, a)
         return made
@@ -137,60 +138,51 @@ class NativeMessages(Messages):
 
     # ---- as in Messages -------------------------------------------------------------------------------------------------
     def clear(self) -> None:
-        self._native.clear()
+        self.native.clear()
 
     def drain(self) -> None:
         pass  # closing waits for all steps of all ranks
 
     def post(self, post: Post, where: Where, relayed: bool = False, into: torch.Tensor | None = None) -> None:
-        self._native.post(self._post(self.state.plan, post), where, relayed, 0 if into is None else into.data_ptr())
+        self.native.post(self._post(self.state.plan, post), where, relayed, 0 if into is None else into.data_ptr())
 
     def post_all(self, a: Action, relayed: bool = False) -> None:
         if a.posts:
-            self._native.post_all(*self._at(a), relayed)
+            self.native.post_all(*self._at(a), relayed)
 
     def offer(self, a: Action, back: Any = None) -> None:
         if back is None or isinstance(back, self.peer.native.Ticket):
-            self._native.offer(*self._at(a), back)
+            self.native.offer(*self._at(a), back)
             return
 
         def begin() -> None:  # somebody watches
             back.wait(ActionLocation(self.state, a))
-            self._native.offer(*self._at(a), None)
+            self.native.offer(*self._at(a), None)
 
         self.transport.relay(begin)
 
     def push(self, a: Action, after: Ticket | None = None) -> None:
-        self._native.push(*self._at(a), after)
+        self.native.push(*self._at(a), after)
 
     def start_peer(self, a: Action) -> None:
         raise AssertionError("transport 'peer' has no rendezvous")
 
     def wait(self, a: Action) -> Ticket | None:
-        return self._native.wait(*self._at(a))
+        return self.native.wait(*self._at(a))
 
     def wait_ahead(self, a: Action) -> None:
-        self._native.wait_ahead(*self._at(a))
+        self.native.wait_ahead(*self._at(a))
 
     def back(self, a: Action, unit: int, source: int, round: int) -> Ticket:
         nbytes = self.state.plan.unit(unit).g_bytes
-        return self._native.back(self.state.step + a.version, unit, self._world(source), bool(round % 2), nbytes)
+        return self.native.back(self.state.step + a.version, unit, self._world(source), bool(round % 2), nbytes)
 
     def coming_back(self, a: Action, unit: int) -> Ticket | None:
         odd = bool((self.state.schedule.rounds - 1) % 2)
-        return self._native.coming_back(self.state.step + a.version, unit, odd)
+        return self.native.coming_back(self.state.step + a.version, unit, odd)
 
     def wait_readers(self, a: Action, region: str, offset: int, nbytes: int) -> None:
-        self._native.wait_readers(*self._at(a), region, offset, nbytes)
-
-    def run(self, program: Any, end: int, shared: tuple[Any, ...]) -> None:
-        """Execute a program of ``program`` from its cursor to ``end``.
-
-        Args:
-            shared: as of ``Shared`` in native/program.h.
-        """
-        plan = self.state.plan
-        program.run(self._native, end, shared, plan.slots, plan.corrected_copies, plan.predicts)
+        self.native.wait_readers(*self._at(a), region, offset, nbytes)
 
 
 def _locator(state: RankState) -> Any:

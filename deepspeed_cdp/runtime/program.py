@@ -1,5 +1,7 @@
 """A rank's program as the executor runs it: the indices at which passes begin and end, and locations for errors."""
 
+from typing import Any
+
 from deepspeed_cdp.plan.actions import Action, Kind
 from deepspeed_cdp.plan.constants import END
 from deepspeed_cdp.plan.program import Program, backward_end, forward_ends
@@ -15,7 +17,10 @@ class IndexedProgram:
 
     Attributes:
         actions: the program.
+        native: the same for C++ (``NativeMessages.program``), or None.
     """
+
+    native: Any = None
 
     def __init__(self, actions: Program):
         self.actions = actions

@@ -30,7 +30,7 @@ def expanded(plan: Plan, rank: int, first: bool, rendezvous: bool = False) -> tu
     """The program with every round written out: numbers and times as in the whole step."""
     program, few = Program(plan, rank, first, rendezvous), few_rounds(plan)
     more, actions = plan.schedule.rounds - few.schedule.rounds, []
-    begin, end = program._begin, program._end
+    begin, end = program.begin, program.end
 
     def moved(a: Action, rounds: int) -> Action:
         """The action, ``rounds`` rounds later. Some of its numbers are those of the step's last round, or of the next step."""
