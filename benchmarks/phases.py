@@ -67,7 +67,8 @@ def timed_calls(engine: Any, actions: Clock, driver: Clock) -> Iterator[None]:
     names = ("wait_value", "write_value", "copy", "record_event", "wait_event", "event_done", "create_event")
     handlers = dict(executor.actions)
     executor.actions.update({kind: actions.around(str(kind), f) for kind, f in handlers.items()})
-    executor._execute = actions.around("all", executor._execute)
+    executor._execute, shared = actions.around("all", executor._execute), getattr(executor, "_shared", ())
+    executor._shared = tuple(actions.around(x.__name__, x) if callable(x) else x for x in shared)
     for name in names if calls is not None else ():
         setattr(calls, name, driver.around(name, getattr(calls, name)))
     try:
@@ -75,6 +76,7 @@ def timed_calls(engine: Any, actions: Clock, driver: Clock) -> Iterator[None]:
     finally:
         executor.actions.update(handlers)
         del executor._execute  # the class's own again
+        executor._shared = shared
         for name in names if calls is not None else ():
             delattr(calls, name)
 

@@ -75,6 +75,7 @@ class Links : public std::enable_shared_from_this<Links> {
 
     u64 current() { return py::cast<u64>(current_()); }  // torch's current CUDA stream
     void work_enqueued() { pointed_ = false; }
+    void look_for_timing() { timed_ = py::cast<bool>(timing_.attr("active")); }  // whether waits are timed in this step
 
     int code(const std::string& stream) const {
         for (size_t k = 0; k < names.size(); ++k)
@@ -139,7 +140,7 @@ class Links : public std::enable_shared_from_this<Links> {
     void wait(Ticket& ticket, const Place& place, u64 current) {
         raise_failure();
         if (ticket.is_word) note(ticket.at, ticket.value, ticket.stream, ticket.peer, place);
-        bool timed = current != owner && current != relay && ticket.stream >= 0 && py::cast<bool>(timing_.attr("active"));
+        bool timed = timed_ && current != owner && current != relay && ticket.stream >= 0;
         py::object before;
         if (timed) {
             driver.flush();
@@ -237,7 +238,7 @@ class Links : public std::enable_shared_from_this<Links> {
     std::vector<py::object> edges_;
     py::object no_edge_;
     u64 point_, point_on_ = 0;
-    bool pointed_ = false;
+    bool pointed_ = false, timed_ = false;
     std::deque<Noted> noted_;  // the latest waits
     std::vector<u64> waiting_;
 };

@@ -23,13 +23,13 @@ class Reads {
         return n;
     }
 
-    void add(int region, int64_t offset, int64_t nbytes, py::object ticket) {
+    void add(int region, int64_t offset, int64_t nbytes, Held ticket) {
         reading_[key(region, offset)].push_back({offset, nbytes, std::move(ticket)});
     }
 
     // Remove and return the tickets of pending reads of these bytes. The caller waits for them.
-    std::vector<py::object> take(int region, int64_t offset, int64_t nbytes) {
-        std::vector<py::object> found;
+    std::vector<Held> take(int region, int64_t offset, int64_t nbytes) {
+        std::vector<Held> found;
         auto at = reading_.find(key(region, offset));
         if (at == reading_.end() || at->second.empty()) return found;
         std::vector<Entry> left;
@@ -51,7 +51,7 @@ class Reads {
    private:
     struct Entry {
         int64_t at, nbytes;
-        py::object ticket;
+        Held ticket;
     };
     u64 key(int region, int64_t offset) const { return static_cast<u64>(region) << 48 | (by_offset_[region] ? offset + 1 : 0); }
     std::vector<bool> by_offset_;
@@ -108,6 +108,7 @@ class Messages {
 
     int64_t step() {  // the rank's; every call from Python asks for it first
         global_step_ = py::cast<int64_t>(state.attr("global_step"));
+        links->look_for_timing();
         return py::cast<int64_t>(state.attr("step"));
     }
     Place place_of(const Action& a) const { return {locate, a.action, global_step_}; }
@@ -123,8 +124,7 @@ class Messages {
         int64_t at = step + p.ahead;
         const Spot& spot = p.spot[at & 1];
         std::vector<Held> after;
-        if (!into)
-            for (py::object& ticket : reads->take(spot.region, spot.offset, p.nbytes)) after.push_back(py::cast<Held>(ticket));
+        if (!into) after = reads->take(spot.region, spot.offset, p.nbytes);
         Held ticket = links->post(p.stream, p.src, into ? into : spot.address, p.nbytes, after, p.origin[at & 1],
                                   relayed ? links->relay : current, place);
         ticket->counted = p.stream == grads_;  // in ``back``: a relay's wait may come in another step
@@ -140,13 +140,13 @@ class Messages {
         if (back) links->wait(*back, place_of(a), links->relay);
         const Spot& spot = a.spot[step & 1];
         Held ticket = links->push(a.stream, a.peer, spot.address, a.nbytes, nullptr, -1, links->relay);
-        reads->add(spot.region, spot.offset, a.nbytes, py::cast(ticket));
+        reads->add(spot.region, spot.offset, a.nbytes, std::move(ticket));
     }
 
     void push(const Action& a, const Ticket* after, u64 current, int64_t step) {
         const Spot& spot = a.spot[step & 1];
         Held ticket = links->push(a.stream, a.peer, spot.address, a.nbytes, after, a.into[step & 1], current);
-        reads->add(spot.region, spot.offset, a.nbytes, py::cast(ticket));
+        reads->add(spot.region, spot.offset, a.nbytes, std::move(ticket));
     }
 
     Held wait(const Action& a, u64 current, int64_t step) {
@@ -172,7 +172,7 @@ class Messages {
     }
 
     void wait_readers(const Action& a, int region, int64_t offset, int64_t nbytes, u64 current) {
-        for (py::object& ticket : reads->take(region, offset, nbytes)) links->wait(*py::cast<Held>(ticket), place_of(a), current);
+        for (const Held& ticket : reads->take(region, offset, nbytes)) links->wait(*ticket, place_of(a), current);
     }
 
    private:

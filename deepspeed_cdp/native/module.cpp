@@ -69,6 +69,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::class_<Ticket, Held>(m, "Ticket")
         .def("wait",
              [](Ticket& t, py::object where) {
+                 t.links->look_for_timing();
                  t.links->wait(t, place(std::move(where)), t.links->current());
                  t.links->driver.flush();
              })
@@ -120,7 +121,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def(py::init<std::vector<std::string>, std::vector<bool>>())
         .def("clear", &Reads::clear)
         .def("count", &Reads::count)
-        .def("add", [](Reads& r, const std::string& region, int64_t offset, int64_t nbytes, py::object ticket) {
+        .def("add", [](Reads& r, const std::string& region, int64_t offset, int64_t nbytes, Held ticket) {
             r.add(r.code(region), offset, nbytes, std::move(ticket));
         })
         .def("take", [](Reads& r, const std::string& region, int64_t offset, int64_t nbytes) {

@@ -58,7 +58,7 @@ class Program {
                     py::dict params = shared[PARAMS];
                     if (a.backward && params.contains(unit)) break;  // kept since the forward
                     Held ticket = m.wait(a, current, step);
-                    shared[RECEIVES][unit] = ticket ? py::cast(ticket) : py::none();
+                    shared[RECEIVES][unit] = ticket ? py::object(py::bool_(true)) : py::object(py::none());  // only whether there was one
                     const Spot& spot = a.spot[step & 1];
                     if (!ticket) wait_published(m, a, shared[OWNER], spot, current, step);
                     params[unit] = spot.view;

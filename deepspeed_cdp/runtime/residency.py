@@ -5,6 +5,7 @@ The plan's type chooses (``runtime.RESIDENCIES``). A residency handles the param
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -15,7 +16,6 @@ from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.messages import Messages
 from deepspeed_cdp.runtime.owner_executor import OwnerExecutor
 from deepspeed_cdp.runtime.state import RankState
-from deepspeed_cdp.transport.base import Ticket
 
 
 class Partitioned:
@@ -23,7 +23,7 @@ class Partitioned:
 
     Attributes:
         params: the flat parameters (uint8, 1-D) of units in use.
-        receives: by unit, the message that brought its parameters.
+        receives: by unit, the message that brought its parameters (or True: C++ has it); None: they are this rank's own.
         actions: handlers by kind.
         by_offset: regions in which every message has one place of its own (``PendingReads``).
         whole_after_flush: whether a flush leaves every parameter whole on every rank.
@@ -38,7 +38,7 @@ class Partitioned:
         self.state, self.messages, self.owner_executor, self.events = state, messages, owner_executor, events
         self.params: dict[int, torch.Tensor] = {}
         self.actions: dict[Kind, Callable[[Action], None]] = {Kind.WAIT_PARAM: self.wait}
-        self.receives: dict[int, Ticket | None] = {}
+        self.receives: dict[int, Any] = {}
 
     def begin(self) -> None:
         """After a flush, and at the start."""

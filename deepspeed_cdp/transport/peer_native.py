@@ -1,6 +1,7 @@
 """Transport "peer" with its words, counts and tickets in C++ (native/links.h)."""
 
 from collections.abc import Sequence
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -44,7 +45,6 @@ class NativePeerTransport(PeerTransport):
     streams_by_name = {name: code for code, name in enumerate(STREAMS)}
 
     def _connected(self) -> None:
-        index, current = self.device.index, torch._C._cuda_getCurrentRawStream
         self.links = self.native.Links(
             cuda_bindings.LIBRARY,
             self.rank,
@@ -55,7 +55,7 @@ class NativePeerTransport(PeerTransport):
             self._handles["credit"],
             self._owner.cuda_stream,
             self._relay_stream.cuda_stream,
-            lambda: current(index),
+            partial(torch._C._cuda_getCurrentRawStream, self.device.index),
             HandoffError,
             self.timing,
             {n: getattr(self, n) for n in ("sent", "bytes_sent", "received", "bytes_received")},
