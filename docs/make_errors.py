@@ -34,6 +34,7 @@ FOLDERS = {  # in the order of the page
     "optim": "Optimizer",
     "pipeline": "Pipelines",
     "transport": "Transports",
+    "native": "The extension in C++ (a log line; Python does its work then)",
     "checkpoint": "Checkpoints",
     "analysis": "Simulation and analysis",
     "cli": "Command line",

@@ -164,9 +164,6 @@ class NativeMessages(Messages):
     def push(self, a: Action, after: Ticket | None = None) -> None:
         self.native.push(*self._at(a), after)
 
-    def start_peer(self, a: Action) -> None:
-        raise AssertionError("transport 'peer' has no rendezvous")
-
     def wait(self, a: Action) -> Ticket | None:
         return self.native.wait(*self._at(a))
 
