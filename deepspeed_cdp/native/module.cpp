@@ -112,7 +112,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def("take_waiting", &Links::take_waiting)
         .def("noted", [](Links& l) {
             py::list all;
-            for (const Links::Noted& n : l.noted())
+            const auto noted = l.noted();  // a copy: while tuples are made, another thread may get its turn
+            for (const Links::Noted& n : noted)
                 all.append(py::make_tuple(n.address, n.value, l.edge(n.stream, n.peer), n.place.where, n.place.action, n.place.step));
             return all;
         });

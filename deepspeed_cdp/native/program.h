@@ -30,6 +30,7 @@ class Program {
         links.raise_failure();
         u64 current = links.current();
         links.work_enqueued();
+        Flushed flushed{links.driver};
         for (; cursor < end; ++cursor) {
             const Action& a = at(cursor);
             switch (a.does) {
@@ -114,6 +115,16 @@ class Program {
     }
 
    private:
+    struct Flushed {  // after an error, too: peers may wait for what came before it
+        Driver& driver;
+        ~Flushed() {
+            try {
+                driver.flush();
+            } catch (const std::runtime_error&) {  // the error under way says more
+            }
+        }
+    };
+
     static py::object remove(py::object dict, const py::object& key) {  // null if it is not there
         py::object value = py::reinterpret_borrow<py::object>(PyDict_GetItem(dict.ptr(), key.ptr()));
         if (value) PyDict_DelItem(dict.ptr(), key.ptr());
