@@ -69,13 +69,16 @@ class GradAccumulation:
         """Drop cached views, which may be of memory that is gone."""
         self._views.clear()
 
-    @torch.no_grad()  # under backward(create_graph=True) gradients have graphs
     def add(self, i: int, flat: torch.Tensor, first: bool) -> None:
         """Add the unit's gradients, now complete, to the running sum that goes on to the next rank.
 
         Args:
             first: this rank starts the sum; memory that no fused GEMM has written yet is uninitialized.
         """
+        if torch.is_grad_enabled():  # behind the backward, or under backward(create_graph=True), where gradients have graphs
+            with torch.no_grad():
+                self.add(i, flat, first)
+            return
         summed = self._summed.pop(i, ())
         empty, copied, added = [], [], []
         for k, (view, (p, _)) in enumerate(zip(self.views(i, flat), self._slots[i])):

@@ -113,8 +113,10 @@ def test_install_activates_and_uninstall_removes(environment, source, tmp_path, 
     assert PTH in environment.traces()
     assert (environment.site / PTH).read_text() == (source / PTH).read_text()
     assert environment.probe() == ACTIVE
-    typed = "import deepspeed_cdp, pathlib; print(pathlib.Path(deepspeed_cdp.__file__).with_name('py.typed').exists())"
-    assert environment.run("-c", typed).splitlines()[-1] == "True"
+    beside = "import deepspeed_cdp, pathlib; at = pathlib.Path(deepspeed_cdp.__file__).parent; "
+    beside += "print((at / 'py.typed').exists(), len([*(at / 'native').glob('*.h'), *(at / 'native').glob('*.cpp')]))"
+    sources = [p for p in (source / "deepspeed_cdp" / "native").iterdir() if p.suffix in (".h", ".cpp")]
+    assert environment.run("-c", beside).splitlines()[-1] == f"True {len(sources)}" and len(sources) > 3
     command = Path(environment.python).with_name("deepspeed-cdp")
     assert environment.run(str(command), "costs", "--json").startswith('{"ok": true')
     if way == "editable":
