@@ -52,6 +52,10 @@ class Stub:
         """Copies fail."""
         self._library.stub_fail(int(on))
 
+    def single(self, on: bool) -> None:
+        """Several words in one call are not supported."""
+        self._library.stub_single(int(on))
+
     def total(self) -> int:
         """Driver calls so far, kept or not."""
         return self._library.stub_total()

@@ -13,7 +13,7 @@ enum { WAIT = 1, WRITE, COPY, RECORD, FOLLOW, FILL, QUERY, BATCH };
 std::vector<Call> calls;
 std::mutex lock;
 bool recording = false;
-int stuck = 0, failing = 0;  // event queries are not ready; copies fail
+int stuck = 0, failing = 0, single = 0;  // event queries are not ready; copies fail; words come one by one
 uint64_t total = 0, handles = 1000;
 
 int note(uint64_t kind, uint64_t stream, uint64_t a, uint64_t b = 0, uint64_t c = 0) {
@@ -36,6 +36,7 @@ extern "C" {
 int cuStreamWaitValue32_v2(uint64_t s, uint64_t address, uint32_t value, unsigned) { return note(WAIT, s, address, value); }
 int cuStreamWriteValue32_v2(uint64_t s, uint64_t address, uint32_t value, unsigned) { return note(WRITE, s, address, value); }
 int cuStreamBatchMemOp_v2(uint64_t s, unsigned count, const Memory* ops, unsigned) {
+    if (single) return 801;  // CUDA_ERROR_NOT_SUPPORTED
     ++total;
     note(BATCH, s, count);
     for (unsigned i = 0; i < count; ++i) {
@@ -58,6 +59,7 @@ int cuGetErrorName(int, const char** name) { *name = "CUDA_ERROR_STUB"; return 0
 void stub_record(int on) { recording = on; std::lock_guard<std::mutex> held(lock); calls.clear(); }
 void stub_stick(int on) { stuck = on; }
 void stub_fail(int on) { failing = on; }
+void stub_single(int on) { single = on; }
 uint64_t stub_total() { return total; }
 uint64_t stub_take(Call* out, uint64_t most) {
     std::lock_guard<std::mutex> held(lock);

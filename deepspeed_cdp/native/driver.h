@@ -66,8 +66,10 @@ class Driver {
         if (words_.empty()) return;
         std::vector<Word> words;
         words.swap(words_);
-        if (batch_ && words.size() > 1) {
-            check(batch_(stream_, static_cast<unsigned>(words.size()), words.data(), 0), "cuStreamBatchMemOp");
+        int code = NOT_SUPPORTED;
+        if (batch_ && words.size() > 1) code = batch_(stream_, static_cast<unsigned>(words.size()), words.data(), 0);
+        if (code != NOT_SUPPORTED) {
+            check(code, "cuStreamBatchMemOp");
         } else {
             for (const Word& w : words) {
                 if (w.operation == WAIT)
@@ -82,6 +84,7 @@ class Driver {
 
    private:
     enum : u32 { WAIT = 1, WRITE = 2 };  // CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_MEM_OP_WRITE_VALUE_32
+    static constexpr int NOT_SUPPORTED = 801;  // CUDA_ERROR_NOT_SUPPORTED
     static constexpr size_t MOST = 128;  // operations of a call; the driver takes 255
 
     struct Word {  // CUstreamBatchMemOpParams; flags 0: wait until at least the value, write behind all earlier writes

@@ -73,13 +73,16 @@ class ParamHooks:
         self._bound: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}  # with any_order, each unit's parameters
         self.holds = self._stays = self._has_held = False  # the last: this micro-batch, or the one before
-        self._cache: dict[tuple[int, int], list[torch.Tensor]] = {}
+        self._cache: dict[tuple[int, int], list[tuple[torch.nn.Parameter, torch.Tensor]]] = {}  # parameters and their views
         self._rebuilt: dict[tuple[SavedView, int], torch.Tensor] = {}
         self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._is_saving = self._saving_borrowed = False  # the second: ``borrow`` pushed them
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
+        # the same by unit: looking up a parameter calls a function of Python, its hash
+        self._placeholders = {i: [(p, self._empty[p]) for p, _ in pairs] for i, pairs in self.slots.items()}
+        self._without_sums = {i for i, layout in layouts.items() if not layout.g_bytes}
         self._latest: int | None = None  # the unit whose backward is under way
         self._output_nodes: list[Any] = []  # of the last forward's outputs in the graph
         self._root, self.borrowed = module, borrowed
@@ -150,8 +153,8 @@ class ParamHooks:
         key = (i, flat.data_ptr())
         views = self._cache.get(key)
         if views is None:
-            views = self._cache[key] = [s.value(flat) for _, s in self.slots[i]]
-        for (p, _), view in zip(self.slots[i], views):
+            views = self._cache[key] = [(p, s.value(flat)) for p, s in self.slots[i]]
+        for p, view in views:
             p.data = view
         self._bound[i] = flat
         if i != PERSISTENT:  # persistent parameters stay where they are until the backward is over
@@ -162,21 +165,21 @@ class ParamHooks:
         if not self.any_order and self._bound.pop(i, None) is not None:
             if i == self._current:
                 self._low = self._high = 0
-            for p, _ in self.slots[i]:
-                p.data = self._empty[p]
-        self._drop_untrained_grads(i)
+            for p, empty in self._placeholders[i]:
+                p.data = empty
+        if i in self._without_sums:
+            self._drop_untrained_grads(i)
 
     def _drop_untrained_grads(self, i: int) -> None:
         """Clear the gradients of a unit without sums: the optimizer has none of its parameters."""
-        if not self.layouts[i].g_bytes:
-            for p, _ in self.slots[i]:
-                p.grad = None
+        for p, _ in self.slots[i]:
+            p.grad = None
 
     def release_all(self) -> None:
         """Make every parameter a placeholder."""
-        for pairs in self.slots.values():
-            for p, _ in pairs:
-                p.data = self._empty[p]
+        for pairs in self._placeholders.values():
+            for p, empty in pairs:
+                p.data = empty
                 p.grad = None
         self._bound.clear()
         self._low = self._high = 0

@@ -50,7 +50,8 @@ class ReplicaHooks(ParamHooks):
 
     def unbind(self, i: int) -> None:
         """Parameters keep pointing at the replica."""
-        self._drop_untrained_grads(i)
+        if i in self._without_sums:
+            self._drop_untrained_grads(i)
 
     def release_all(self) -> None:
         self.drop_grads()

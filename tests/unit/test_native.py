@@ -1,7 +1,6 @@
 """The executor in C++ asks the driver for the same as the one in Python, call by call, over a stub that takes notes."""
 
 import gc
-import os
 import time
 import weakref
 from collections import Counter
@@ -11,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 
-from benchmarks.stub_cuda import Stub, build, stubbed
+from benchmarks.stub_cuda import build, stubbed
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.native import load
@@ -218,13 +217,19 @@ def test_the_variable_switches_it_off(library, monkeypatch):
 
 
 def test_words_that_follow_one_another_are_one_call(library):
-    with stubbed(library) as stub:
-        transport = connect(True, 0, 3)
-        transport.allocate(64)
-        box = torch.zeros(8, dtype=torch.uint8)
-        stub.record(True)
-        for stream in ("G0", "P0"):
-            transport.push(stream, 1, box)
-        assert [c[0] for c in stub.take()] == ["write", "write"], "between calls nothing waits"
-        assert isinstance(stub, Stub) and os.path.exists(load.library())
-        transport.close(False)
+    """Where the driver has no call for several words, each gets its own."""
+    counts = []
+    for single in (False, True):
+        with stubbed(library) as stub, mock.patch.object(cuda_common.Watchdog, "_watch", lambda self: None):
+            runtime = runtime_of("mlp", connect(True, 0, 3), Settings())
+            step(runtime, "mlp", 0)
+            stub.record(True)
+            stub.single(single)
+            try:
+                for number in (1, 2):
+                    step(runtime, "mlp", number)
+            finally:
+                stub.single(False)
+            counts.append(Counter(kind for kind, *_ in stub.take()))
+            runtime.close(False)
+    assert counts[0].pop("batch") and counts[0] == counts[1]
