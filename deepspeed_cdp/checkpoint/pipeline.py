@@ -299,7 +299,7 @@ def _apply(
             if name in values:
                 master.copy_(values[name])
         if options.optimizer:
-            _apply_state(owner.optimizer, owner.masters, runtime.user_optimizer, found)
+            _apply_state(owner.optimizer, owner.masters.parameters, runtime.user_optimizer, found)
     if options.scheduler:
         load_scheduler(engine, found["lr_scheduler"])
     if options.counters:
