@@ -97,7 +97,8 @@ class Runtime:
         found = found or find(module, transport.size, settings)
         self.plan, layouts = make_plan(module, trained, settings, transport.size, transport.rings, found)
         residency = RESIDENCIES[type(self.plan)]
-        state = RankState(self.plan, transport.rank, transport, Buffers(self.plan.regions, transport))
+        layouts_of_ranks = [self.plan.regions(r) for r in range(transport.size)]
+        state = RankState(self.plan, transport.rank, transport, Buffers(layouts_of_ranks, transport.rank, transport))
         self.scale = LossScale(self.plan.schedule, settings.loss_scale)
         with torch.no_grad():
             stage = OwnedStage(state, layouts)

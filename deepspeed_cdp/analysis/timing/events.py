@@ -299,7 +299,7 @@ class Simulation:
 
     def _published(self, rank: _RankClocks, a: Action) -> float:
         """The time at which the owner has written the parameters that the action names."""
-        predicted = self.plan.predicts and a.region == "W"
+        predicted = self.plan.predicts and a.region in ("W", "W0")
         return rank.written.get((predicted, rank.step + a.version, a.unit), 0.0)
 
     def _predicted(self, rank: _RankClocks, unit: int) -> float:
