@@ -4,8 +4,8 @@ Lengths are log-normal, rounded up to a 64th of the longest that is allowed, and
 step t depends on (seed, r, t, m) only, so all engines compute the same. There are two ways to fill a micro-batch:
 
 - Unpacked: ``count`` samples, padded on the right to the longest of them.
-- Packed: one row of samples one after the other, as many as fit into ``longest`` tokens. ``position_ids`` start anew with each,
-  from which Hugging Face's models see where one ends, so no sample attends to another.
+- Packed: one row of samples one after the other, at most ``longest`` tokens: samples are drawn in turn, and those that do not
+  fit are left out. ``position_ids`` start anew with each sample, from which Hugging Face's models see where one ends.
 """
 
 import math
@@ -13,6 +13,7 @@ import random
 from typing import NamedTuple
 
 STEPS = 64  # lengths are multiples of the longest by this
+MISSES = 8  # a pack is finished when so many samples did not fit
 
 
 class Lengths(NamedTuple):
@@ -39,10 +40,14 @@ class Lengths(NamedTuple):
         rng = random.Random(f"{self.seed} {rank} {step} {micro_batch}")
         if not self.packed:
             return [self._one(rng) for _ in range(count)]
-        found: list[int] = []
-        while sum(found) + (new := self._one(rng)) <= self.longest:
-            found.append(new)
-        return found or [self.longest]
+        found, misses = [self._one(rng)], 0
+        while misses < MISSES and sum(found) < self.longest:
+            new = self._one(rng)
+            if sum(found) + new <= self.longest:
+                found.append(new)
+            else:
+                misses += 1
+        return found
 
     def _one(self, rng: random.Random) -> int:
         drawn = math.exp(math.log(self.median) + self.sigma * rng.gauss(0, 1))
