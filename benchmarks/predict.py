@@ -60,10 +60,10 @@ def found(name: str) -> FoundUnits:
 
 
 @cache
-def planned(name: str, ranks: int, method: str = "auto") -> tuple[Plan, list[Work], Any]:
+def planned(name: str, ranks: int, method: str = "auto", rounds: int = 1, rule: str = "cdp-v2") -> tuple[Plan, list[Work], Any]:
     """The plan of a benchmark's model by a ``partition_method``, the work of its units, and its config."""
     module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
-    settings = Settings(partition_method=method)
+    settings = Settings(rule, method, rounds=rounds)
     plan, layouts = make_plan(module, frozenset(n for n, _ in module.named_parameters()), settings, ranks, found=found(name))
     units = {u.name: u for u in found(name).units}
     work = [
