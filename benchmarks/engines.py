@@ -42,6 +42,7 @@ class Job:
         compiled: torch.compile every decoder layer.
         sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
         layer_ms: how long each decoder layer sleeps in its forward; in its backward twice that (CPU only).
+        sequence: tokens of a row that sleeps so long; other lengths sleep in proportion.
         accumulation: micro-batches per step.
         bandwidth: limit in GB/s of each stream of messages; 0: no limit (cdp engines only).
     """
@@ -56,6 +57,7 @@ class Job:
     bandwidth: float = 0.0
     layer_ms: float = 0.0
     accumulation: int = 1
+    sequence: int = 0
 
 
 def make(job: Job) -> tuple[Callable[..., torch.Tensor], Any]:
@@ -86,9 +88,10 @@ def _slow_down(job: Job, model: torch.nn.Module) -> None:
     seconds = job.layer_ms / 1000
 
     def after(layer: torch.nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return Pause.apply(output[0], seconds, 2 * seconds), *output[1:]
-        return Pause.apply(output, seconds, 2 * seconds)
+        hidden = output[0] if isinstance(output, tuple) else output
+        mine = seconds * hidden.shape[1] / (job.sequence or hidden.shape[1])
+        slow = Pause.apply(hidden, mine, 2 * mine)
+        return (slow, *output[1:]) if isinstance(output, tuple) else slow
 
     for layer in model.model.layers if job.layer_ms else ():
         layer.register_forward_hook(after)

@@ -1,9 +1,10 @@
 """What samples of unlike lengths cost a ring and engines with collectives: ``python -m benchmarks.lengths_simulated``.
 
 Ranks draw the lengths that the benchmark's ranks draw (benchmarks/lengths.py). A micro-batch takes its operations over the speed
-of the recorded passes alone, and no less than the host needs. Three engines, over the same steps from a common start:
+of the recorded passes alone, and no less than the host needs. Four engines, over the same steps from a common start:
 
-- ``cdp``: the event simulation of the rule's plan.
+- ``cdp``: the event simulation of the rule's plan. Running sums visit each rank once per micro-batch.
+- "once a step": a ring that does not exist. Ranks add up a step's micro-batches by themselves, so sums visit each once a step.
 - "a collective per layer" (FSDP2, ZeRO-3): each micro-batch takes as long as the slowest rank's.
 - "a collective per step" (DDP, fsdp2-keep): each step takes as long as the slowest rank's.
 
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from benchmarks import lengths, models, predict
-from deepspeed_cdp.analysis.timing.events import simulate
+from deepspeed_cdp.analysis.timing.events import Loads, simulate
 from deepspeed_cdp.analysis.timing.times import Hardware, times
 
 SPEED = {"llama-1.3b": (0.1838, 4 * 2048)}  # seconds of the passes of so many tokens in rows of 2048 (2026-11-29_2xH200_second)
@@ -37,6 +38,7 @@ class Costs(NamedTuple):
 
     mean: float
     ring: float
+    ring_by_step: float
     by_layer: float
     by_step: float
 
@@ -50,17 +52,21 @@ def costs(name: str, rule: str, ranks: int, rounds: int, drawer: lengths.Lengths
         for t in all_steps
         for m in micro_batches
     }
-    mean = sum(took.values()) / len(took)
-    plan, work, _ = predict.planned(name, ranks, rounds=rounds, rule=rule)
-    given = times(plan, work, Hardware(), compute=mean * rounds)
-    unlike, alike = (
-        max(simulate(plan, given, steps, loads=loads).ends[-1])
-        for loads in (lambda r, t, m: took[r, t, m] / mean, lambda r, t, m: 1.0)
-    )
+    whole = {(r, t): sum(took[r, t, m] for m in micro_batches) for r in everyone for t in all_steps}
+    mean = sum(whole.values()) / len(whole)
+    ring = _ring(name, rule, ranks, rounds, steps, mean, lambda r, t, m: took[r, t, m] * rounds / mean)
+    once = _ring(name, rule, ranks, 1, steps, mean, lambda r, t, m: whole[r, t] / mean) if rounds > 1 else ring
     by_layer = sum(max(took[r, t, m] for r in everyone) for t in all_steps for m in micro_batches)
-    by_step = sum(max(sum(took[r, t, m] for m in micro_batches) for r in everyone) for t in all_steps)
-    whole = mean * rounds * steps
-    return Costs(mean * rounds, unlike / alike, by_layer / whole, by_step / whole)
+    by_step = sum(max(whole[r, t] for r in everyone) for t in all_steps)
+    return Costs(mean, ring, once, by_layer / (mean * steps), by_step / (mean * steps))
+
+
+def _ring(name: str, rule: str, ranks: int, rounds: int, steps: int, mean: float, loads: Loads) -> float:
+    """What these loads cost a ring whose passes take ``mean`` seconds per step."""
+    plan, work, _ = predict.planned(name, ranks, rounds=rounds, rule=rule)
+    given = times(plan, work, Hardware(), compute=mean)
+    unlike, alike = (max(simulate(plan, given, steps, loads=of).ends[-1]) for of in (loads, lambda r, t, m: 1.0))
+    return unlike / alike
 
 
 def table(
@@ -68,15 +74,16 @@ def table(
 ) -> str:
     """Markdown, one line per packing, number of ranks and of micro-batches."""
     lines = [
-        f"| samples | ranks | micro-batches a step | mean passes, ms | `{rule}` | a collective per layer | per step "
-        f"| per layer over `{rule}` | per step over `{rule}` |",
-        "|" + "---|" * 9,
+        f"| samples | ranks | micro-batches a step | mean passes, ms | `{rule}` | once a step | a collective per layer "
+        f"| per step | per layer over `{rule}` | per step over `{rule}` |",
+        "|" + "---|" * 10,
     ]
     for packed in (False, True):
         for ranks in all_ranks:
             for rounds in all_rounds:
                 c = costs(name, rule, ranks, rounds, drawer._replace(packed=packed), steps, host)
-                figures = " | ".join(f"{x:.2f}" for x in (c.ring, c.by_layer, c.by_step, c.by_layer / c.ring, c.by_step / c.ring))
+                shown = (c.ring, c.ring_by_step, c.by_layer, c.by_step, c.by_layer / c.ring, c.by_step / c.ring)
+                figures = " | ".join(f"{x:.2f}" for x in shown)
                 lines.append(f"| {'packed' if packed else 'unpacked'} | {ranks} | {rounds} | {1e3 * c.mean:.0f} | {figures} |")
     return "\n".join(lines)
 

@@ -95,6 +95,7 @@ class Measurement:
             args.bandwidth_limit,
             args.layer_ms,
             args.accumulation,
+            args.sequence,
         )
         self.drawn: list[list[list[int]]] = []  # [step][micro-batch] -> lengths of its samples
         self.batches = self._samples() if args.lengths else self._alike()  # [step], in turns; of each: its micro-batches

@@ -110,7 +110,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=0.0,
         help="with --cpu: each decoder layer sleeps this long in its "
-        "forward and twice as long in its backward, as if a device that shares no core with anybody computed it",
+        "forward and twice as long in its backward, as if a device that shares no core with anybody computed it; shorter samples "
+        "sleep less, in proportion",
     )
     parser.add_argument("--seconds", type=float, default=120, help="no engine may take longer than this")
     parser.add_argument("--topic", default="run", help="ends the name of the default for --out")

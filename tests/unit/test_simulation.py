@@ -359,10 +359,10 @@ def test_what_unlike_lengths_cost(monkeypatch):
     """Nothing if all are alike; else a ring loses less than an engine that meets in every layer, and packs lose little."""
     monkeypatch.setitem(lengths_simulated.SPEED, "llama-tiny", (0.1, 8192))
     alike = lengths_simulated.costs("llama-tiny", "cdp-v2", 4, 2, Lengths(512, 0, 512), 8, 0.0)
-    assert alike[1:] == pytest.approx((1, 1, 1), abs=1e-9)
+    assert alike[1:] == pytest.approx((1, 1, 1, 1), abs=1e-9)
     some = Lengths(512, 1.0, 4096)
     cost = lengths_simulated.costs("llama-tiny", "cdp-v2", 4, 2, some, 24, 0.0)
-    assert 1 < cost.ring < cost.by_layer and 1 < cost.by_step < cost.by_layer
+    assert 1 < cost.ring_by_step < cost.by_step < cost.ring < cost.by_layer
     packed = lengths_simulated.costs("llama-tiny", "cdp-v2", 4, 2, some._replace(packed=True), 24, 0.0)
     assert 1 < packed.by_layer < 1 + 0.2 * (cost.by_layer - 1) and packed.ring < packed.by_layer
     least = lengths_simulated.seconds("llama-tiny", [512], False, 9.0)
