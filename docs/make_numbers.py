@@ -201,7 +201,7 @@ def unlike(sources: Sequence[str], page: Path) -> str:
     body = [
         [
             s.place,
-            f"{MODELS[s.first['model']]}, {s.label}",
+            ", ".join([MODELS.get(s.first["model"], s.first["model"]), s.label]),
             *(_show(s.tokens(name), ".0f") + s.variant(name) for name in names),
             _ratio(s.tokens("cdp-v2"), s.tokens("fsdp2"), ".2f"),
             _recorded(s.run, page),
