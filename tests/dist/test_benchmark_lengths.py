@@ -26,6 +26,7 @@ def measured(rank: int, world: int, name: str, accumulation: int, packed: bool) 
     return m.run(), m.drawn
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulation, packed", [(1, False), (4, True)])
 def test_all_engines_do_the_same_work_and_learn_alike(pool, accumulation, packed):
     names = ["ddp", "fsdp2", "fsdp2-prefetch2-keep", "zero3-leaf", "cdp-v2"]
@@ -64,6 +65,7 @@ def trained(rank: int, world: int, name: str, accumulation: int) -> tuple[list[f
     return losses, kept
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_variants_of_fsdp2_train_as_fsdp2_does_and_a_ring_keeps_its_plan(pool, accumulation):
     want = pool.run(2, trained, "fsdp2", accumulation)

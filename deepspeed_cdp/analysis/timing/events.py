@@ -140,7 +140,15 @@ class Simulation:
     """See ``simulate``."""
 
     def __init__(
-        self, plan: Plan, times: Times, steps: int, delays: Delays, overlap: bool, clipped: bool, host_ahead: bool, loads: Loads
+        self,
+        plan: Plan,
+        times: Times,
+        steps: int,
+        delays: Delays,
+        overlap: bool,
+        clipped: bool,
+        host_ahead: bool,
+        loads: Loads = lambda rank, step, round: 1.0,
     ):
         self.plan, self.times, self.steps, self.delays, self.loads = plan, times, steps, delays, loads
         self.overlap, self.host_ahead = overlap, host_ahead
