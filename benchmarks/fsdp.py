@@ -18,7 +18,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 NAME = re.compile(r"fsdp2(?P<prefetch>-prefetch2)?(?P<gather>-symm|-zerocta)?(?P<keep>-keep)?")
 AHEAD = 2  # layers that -prefetch2 gathers ahead
-PLACES = AHEAD + 3  # the gathers ahead, the one in use, the one before (freed after the next copy-out), and one to write
+PLACES = AHEAD + 3  # of a layer: the gathers ahead, the one in use, the one before (freed after the next copy-out), one to write
+ROOT_PLACES = 2  # of the parameters outside layers, which are gathered once a step
 TIMEOUT_MS = 60_000  # of a device that waits for its peers; the kernel then traps
 
 
@@ -44,31 +45,31 @@ def variant(name: str) -> re.Match[str]:
 class SymmetricAllGather:
     """FSDP2's all-gather as copies between peers: each rank pulls the others' shards out of their buffers.
 
-    Outputs rotate through ``PLACES`` buffers per size. FSDP2 lets a new gather write only after it has waited for the copy-out
-    of an old one, and holds no more than ``PLACES`` - 1, so the oldest buffer is free on this rank; a gather ends only when all
-    peers have read, so it is free for the others too.
+    Outputs rotate through ``count`` buffers per size. FSDP2 lets a new gather write only after it has waited for the copy-out
+    of an old one, and holds fewer than ``count``, so the oldest buffer is free on this rank; a gather ends only when all peers
+    have read, so it is free for the others too.
     """
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+    def __init__(self, group: dist.ProcessGroup, count: int = PLACES):
+        self.group, self.count = group, count
         # (elements, dtype) -> [(output, handle)], and how many gathers of this size there were
         self.places: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, Any]]] = defaultdict(list)
         self.gathers: dict[tuple[int, torch.dtype], int] = defaultdict(int)
         self.handles: dict[int, Any] = {}  # address of an output -> handle
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """The next buffer of this size; the first ``PLACES`` calls of a size are collective."""
+        """The next buffer of this size; the first ``count`` calls of a size are collective."""
         from torch.distributed import _symmetric_memory as symmetric
 
         key = int(size[0]), dtype
         places, turn = self.places[key], self.gathers[key]
         self.gathers[key] += 1
-        if len(places) < PLACES:
+        if len(places) < self.count:
             output = symmetric.empty(key[0], dtype=dtype, device=device)
             handle = symmetric.rendezvous(output, self.group)
             places.append((output, handle))
             self.handles[output.data_ptr()] = handle
-        return places[turn % PLACES][0]
+        return places[turn % self.count][0]
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False) -> None:
         """Gather on the current stream. ``input_tensor`` is this rank's part of ``output_tensor``, in place."""
@@ -93,7 +94,19 @@ class SymmetricAllGather:
         self.handles.clear()
 
 
-def shard(model: torch.nn.Module, parts: re.Match[str], dtype: torch.dtype) -> SymmetricAllGather | None:
+class AllGathers(tuple[SymmetricAllGather, ...]):
+    """A model's all-gathers."""
+
+    def outside_nbytes(self) -> int:
+        return sum(one.outside_nbytes() for one in self)
+
+    def destroy(self) -> None:
+        """Collective."""
+        for one in self:
+            one.destroy()
+
+
+def shard(model: torch.nn.Module, parts: re.Match[str], dtype: torch.dtype) -> AllGathers | None:
     """Shard a model whose layers are ``model.model.layers``, as the variant says; the object to destroy, if there is one.
 
     Passes are in ``dtype``; parameters are gathered anew for the backward, as ZeRO-3 does.
@@ -117,10 +130,11 @@ def shard(model: torch.nn.Module, parts: re.Match[str], dtype: torch.dtype) -> S
     if parts["gather"] != "-symm":
         return None
     assert dist.group.WORLD is not None
-    gather = SymmetricAllGather(dist.group.WORLD)
-    for module in (*layers, model):
-        module.set_custom_all_gather(gather)
-    return gather
+    of_layers, of_root = SymmetricAllGather(dist.group.WORLD), SymmetricAllGather(dist.group.WORLD, ROOT_PLACES)
+    for layer in layers:
+        layer.set_custom_all_gather(of_layers)
+    model.set_custom_all_gather(of_root)
+    return AllGathers((of_layers, of_root))
 
 
 def _zero_cta_mesh() -> Any:

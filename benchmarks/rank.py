@@ -323,7 +323,7 @@ class Measurement:
             return 0.0
         transport = self._transport()
         outside = self.engine._runtime.executor.buffers.nbytes() if transport is not None and transport.name == "peer" else 0
-        outside += self.engine.outside_nbytes() if isinstance(self.engine, fsdp.SymmetricAllGather) else 0
+        outside += self.engine.outside_nbytes() if isinstance(self.engine, fsdp.AllGathers) else 0
         return (torch.cuda.max_memory_allocated() - self.held + outside) / 2**30
 
     def _transport(self) -> Any:
