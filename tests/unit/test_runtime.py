@@ -49,7 +49,7 @@ def test_a_correction_on_four_ranks_with_delays(correction):
 @pytest.mark.parametrize("wrong", [lambda plan, lag, stage: "V0", lambda plan, lag, stage: "W0"], ids=["never", "always"])
 def test_a_correction_in_the_wrong_place_is_seen(monkeypatch, wrong):
     monkeypatch.setattr(Plan, "published_region", wrong)
-    with pytest.raises(AssertionError):
+    with pytest.raises((AssertionError, KeyError)):  # the last stage has no correction at all
         check("mlp", "cdp-v2", 3, two_groups, correction=PREDICT)
 
 

@@ -214,7 +214,7 @@ def test_the_first_sum_of_a_step_waits_until_the_last_steps_is_used(rule):
 
 def test_an_owner_overwrites_nothing_that_is_still_to_be_pulled(monkeypatch):
     """With one copy for two versions, it waits for readers that wait for it."""
-    monkeypatch.setattr(Plan, "copies", 1)
+    monkeypatch.setattr(Plan, "_copies", [1] * 4)
     plan = plan_of(4, rule="cdp-v1")
     with pytest.raises(AssertionError, match="deadlocks"):
         simulate(plan, bare(plan))
