@@ -104,13 +104,27 @@ class _Exchange:
     """StoreExchange among ranks that all say the same."""
 
     def __init__(self, rank: int, size: int, *_: Any):
-        self.size = size
+        self.rank, self.size = rank, size
 
     def exchange(self, value: Any, where: Any) -> list[Any]:
         return [value] * self.size
 
     def close(self, _: Any) -> None:
         pass
+
+
+class _Memory:
+    """PeerMemory: the addresses of other ranks' are made up, 2**40 bytes apart."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self, nbytes: int, device: Any, driver: Any, exchange: Any):
+        self.own, number = torch.zeros(nbytes, dtype=torch.uint8), next(self.numbers)
+        self.addresses = [number << 50 | r << 40 for r in range(exchange.size)]
+        self.addresses[exchange.rank] = self.own.data_ptr()
+
+    def close(self) -> None:
+        self.addresses = []
 
 
 @contextmanager
@@ -133,23 +147,17 @@ def stubbed(library: Path) -> Iterator[Stub]:
         finally:
             put(before)
 
-    def rendezvous(memory: torch.Tensor, _: Any) -> Any:
-        return SimpleNamespace(buffer_ptrs=[memory.data_ptr() + (r << 40) for r in range(64)])
-
-    def empty(nbytes: int, **_: Any) -> torch.Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8)
-
     def streams(count: int, *_: Any) -> tuple[list[_Stream], str]:
         return [_Stream() for _ in range(count)], "stubs"
 
-    _Stream.numbers = itertools.count(100)
+    _Stream.numbers, _Memory.numbers = itertools.count(100), itertools.count(1)
+    broadcast = SimpleNamespace(is_completed=lambda: True, wait=lambda: None)
     with (
         mock.patch.object(cuda_bindings, "LIBRARY", str(library)),
         mock.patch.object(peer, "StoreExchange", _Exchange),
-        mock.patch.object(peer, "symmetric", SimpleNamespace(empty=empty, rendezvous=rendezvous)),
+        mock.patch.object(peer, "PeerMemory", _Memory),
         mock.patch.object(peer, "select_wait_streams", streams),
-        mock.patch.object(peer.dist, "group", SimpleNamespace(WORLD=0)),
-        mock.patch.object(peer.dist, "broadcast", lambda *_, **__: SimpleNamespace(is_completed=lambda: True, wait=lambda: None)),
+        mock.patch.object(torch.distributed, "broadcast", lambda *_, **__: broadcast),
         mock.patch.multiple(
             torch.cuda,
             Stream=_Stream,

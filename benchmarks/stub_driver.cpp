@@ -54,6 +54,12 @@ int cuEventCreate(uint64_t* event, unsigned) { *event = ++handles; return 0; }
 int cuStreamCreateWithPriority(uint64_t* stream, unsigned, int) { *stream = ++handles; return 0; }
 int cuStreamDestroy_v2(uint64_t) { return 0; }
 int cuStreamQuery(uint64_t) { return 0; }
+// the transport's memory is not the driver's here: stub_cuda.py
+int cuMemAlloc_v2(uint64_t*, size_t) { return 2; }
+int cuMemFree_v2(uint64_t) { return 0; }
+int cuIpcGetMemHandle(void*, uint64_t) { return 2; }
+int cuIpcOpenMemHandle_v2(uint64_t*, void*, unsigned) { return 2; }
+int cuIpcCloseMemHandle(uint64_t) { return 0; }
 int cuGetErrorName(int, const char** name) { *name = "CUDA_ERROR_STUB"; return 0; }
 
 void stub_record(int on) { recording = on; std::lock_guard<std::mutex> held(lock); calls.clear(); }

@@ -9,10 +9,16 @@ class Reads {
 
     std::vector<std::string> regions;  // names
 
-    int code(const std::string& region) const {
+    int find(const std::string& region) const {  // -1: this rank has none of that name
         for (size_t k = 0; k < regions.size(); ++k)
             if (regions[k] == region) return static_cast<int>(k);
-        throw std::out_of_range("no region " + region);
+        return -1;
+    }
+
+    int code(const std::string& region) const {
+        int found = find(region);
+        if (found < 0) throw std::out_of_range("no region " + region);
+        return found;
     }
 
     void clear() { reading_.clear(); }
@@ -97,7 +103,7 @@ class Messages {
     Messages(std::shared_ptr<Links> links, std::shared_ptr<Reads> reads, py::object state, py::object locate, bool last)
         : links(std::move(links)), reads(std::move(reads)), state(std::move(state)), locate(std::move(locate)), last(last) {
         grads_ = this->links->code("G");
-        sums_ = this->reads->code("O");
+        sums_ = this->reads->find("O");
     }
 
     std::shared_ptr<Links> links;

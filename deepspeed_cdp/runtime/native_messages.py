@@ -52,7 +52,7 @@ class NativeMessages(Messages):
     def __init__(self, state: RankState, peer: Any, by_offset: frozenset[str] = frozenset()):
         super().__init__(state, by_offset)
         self.peer, native = peer, peer.native
-        names = sorted({*state.plan.regions, "H"})
+        names = sorted(self.buffers.regions)
         self._codes = {name: k for k, name in enumerate(names)}
         self.reads = native.Reads(names, [name in by_offset for name in names])
         last = state.rank == state.schedule.ranks - 1
@@ -68,8 +68,9 @@ class NativeMessages(Messages):
         """
         does = MESSAGES | PASSES if passes else MESSAGES
         actions = [self._action(plan, a, does) for a in program.held]
+        stage = self.state.owned_stage
         rounds = program.begin, program.end, program.per_round, program.repeats
-        made = self.peer.native.Program(actions, *rounds, plan.slots, plan.corrected_copies, plan.predicts)
+        made = self.peer.native.Program(actions, *rounds, plan.slots(stage), plan.corrected_copies(stage), plan.predicts)
         for index, a in enumerate(program.held):
             self._places[id(a)] = (made, index, a)
         return made
@@ -95,17 +96,17 @@ class NativeMessages(Messages):
         assert len(names) == 1, (region, "has more than two places")
         return names.pop()
 
-    def _addresses(self, plan: Plan, region: str, offset: int, round: int, version: int) -> list[int]:
-        """By parity of the step: offsets in the allocation; -1 without a region."""
+    def _addresses(self, plan: Plan, peer: int, region: str, offset: int, round: int, version: int) -> list[int]:
+        """By parity of the step: offsets in the peer's allocation; -1 without a region."""
         if not region:
             return [-1, -1]
-        return [self.buffers.address(self._named(plan, region, step, round, version), offset) for step in (0, 1)]
+        return [self.buffers.address(peer, self._named(plan, region, step, round, version), offset) for step in (0, 1)]
 
     def _stream(self, stream: str) -> int:
         return self.peer.streams_by_name.get(stream, -1)
 
     def _post(self, plan: Plan, p: Post) -> tuple[Any, ...]:
-        origin = self._addresses(plan, p.origin[0], p.origin[1], 0, p.version)
+        origin = self._addresses(plan, p.src, p.origin[0], p.origin[1], 0, p.version)
         spots = self._spots(plan, p.region, p.offset, p.nbytes, p.round, 0)
         return self._stream(p.stream), self._world(p.src), spots, p.nbytes, origin, p.ahead, bool(p.round % 2), p.unit, p.backward
 
@@ -127,7 +128,7 @@ class NativeMessages(Messages):
             spots,
             a.nbytes,
             a.version,
-            self._addresses(plan, region, offset, round, 0),
+            self._addresses(plan, -1 if a.peer is None else a.peer, region, offset, round, 0),
             self._world(a.into[1]) if sums else -1,
             bool(a.into[2] % 2) if sums else False,
             [self._post(plan, p) for p in a.posts],

@@ -54,15 +54,15 @@ def step(runtime: Runtime, kind: str, number: int) -> None:
 
 def plain(calls: list[tuple], inner: PeerTransport) -> list[tuple]:
     """Calls without what differs between processes: addresses are places, and an event is the recording that it stands for."""
-    starts = {"arena": (inner._bases, inner._memory), "words": (inner._word_bases, inner._words)}
+    starts = {"arena": (inner._bases, inner._memory.own), "words": (inner._word_bases, inner._words)}
     recorded: dict[int, tuple[int, int]] = {}  # event -> (stream, place among its recordings)
     records: Counter[int] = Counter()
     out: list[tuple] = []
 
     def place(address: int) -> Any:
         for name, (bases, memory) in starts.items():
-            for rank, base in (*enumerate(bases), ("here", memory.data_ptr())):
-                if 0 <= address - base < memory.numel():
+            for rank, base in enumerate(bases):
+                if 0 <= address - base < (memory.numel() if rank == inner.rank else 1 << 40):
                     return name, rank, address - base
         return "elsewhere"
 
