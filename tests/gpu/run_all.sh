@@ -40,6 +40,8 @@ for n in $ranks; do
     if wanted cases && [ -z "$cpu" ]; then
         item "cases, $n ranks, CUDA_LAUNCH_BLOCKING=1" cases.log 120 env CUDA_LAUNCH_BLOCKING=1 \
             $(run "$n" rank_cases.py --budget @BUDGET@ accumulate clip_v1 save_load two_engines)
+        item "cases, $n ranks, Python's loop" cases.log 120 env DEEPSPEED_CDP_NATIVE=0 \
+            $(run "$n" rank_cases.py --budget @BUDGET@ accumulate clip_v1 save_load two_engines)
         item "cases, $n ranks, one hardware queue" cases.log 120 env CUDA_DEVICE_MAX_CONNECTIONS=1 \
             $(run "$n" rank_cases.py --budget @BUDGET@ accumulate clip_v1 save_load two_engines)
     fi
