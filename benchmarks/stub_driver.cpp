@@ -45,7 +45,9 @@ int cuStreamBatchMemOp_v2(uint64_t s, unsigned count, const Memory* ops, unsigne
     }
     return 0;
 }
-int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t source, size_t n, uint64_t s) { return failing ? 1 : note(COPY, s, to, source, n); }
+int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t source, size_t n, uint64_t s) {
+    return failing ? 1 : note(COPY, s, to, source, n);
+}
 int cuMemsetD8Async(uint64_t to, unsigned char value, size_t n, uint64_t s) { return note(FILL, s, to, value, n); }
 int cuEventRecord(uint64_t event, uint64_t s) { return note(RECORD, s, event); }
 int cuStreamWaitEvent(uint64_t s, uint64_t event, unsigned) { return note(FOLLOW, s, event); }

@@ -5,7 +5,8 @@
 // Transfers and copies that still read from this rank's buffers; see runtime.messages.PendingReads.
 class Reads {
    public:
-    Reads(std::vector<std::string> regions, std::vector<bool> by_offset) : regions(std::move(regions)), by_offset_(std::move(by_offset)) {}
+    Reads(std::vector<std::string> regions, std::vector<bool> by_offset)
+        : regions(std::move(regions)), by_offset_(std::move(by_offset)) {}
 
     std::vector<std::string> regions;  // names
 
@@ -183,7 +184,8 @@ class Messages {
 
    private:
     static u64 key(int stream, int64_t step, bool odd, int unit, bool backward) {
-        return static_cast<u64>(step) << 28 | static_cast<u64>(unit + 1) << 6 | static_cast<u64>(stream) << 2 | odd << 1 | backward;
+        u64 message = static_cast<u64>(unit + 1) << 6 | static_cast<u64>(stream) << 2 | odd << 1 | backward;
+        return static_cast<u64>(step) << 28 | message;
     }
 
     Held pop(u64 key) {

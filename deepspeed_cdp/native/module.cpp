@@ -88,7 +88,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                  Held ticket = l.record(l.current());
                  return ticket;
              })
-        .def("wait_event", [](Links& l, const Held& ticket) { l.wait_event(*ticket, l.current()), l.driver.flush(); })
+        .def("wait_event",
+             [](Links& l, const Held& ticket) {
+                 l.wait_event(*ticket, l.current());
+                 l.driver.flush();
+             })
         .def("post",
              [](Links& l, const std::string& stream, int src, u64 into, int64_t nbytes, py::sequence after, py::object where,
                 int64_t remote_offset) {
@@ -113,8 +117,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def("noted", [](Links& l) {
             py::list all;
             const auto noted = l.noted();  // a copy: while tuples are made, another thread may get its turn
-            for (const Links::Noted& n : noted)
-                all.append(py::make_tuple(n.address, n.value, l.edge(n.stream, n.peer), n.place.where, n.place.action, n.place.step));
+            for (const Links::Noted& n : noted) {
+                const Place& p = n.place;
+                all.append(py::make_tuple(n.address, n.value, l.edge(n.stream, n.peer), p.where, p.action, p.step));
+            }
             return all;
         });
 

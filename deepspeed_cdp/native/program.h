@@ -59,7 +59,7 @@ class Program {
                     py::dict params = shared[PARAMS];
                     if (a.backward && params.contains(unit)) break;  // kept since the forward
                     Held ticket = m.wait(a, current, step);
-                    shared[RECEIVES][unit] = ticket ? py::object(py::bool_(true)) : py::object(py::none());  // only whether there was one
+                    shared[RECEIVES][unit] = ticket ? py::object(py::bool_(true)) : py::object(py::none());
                     const Spot& spot = a.spot[step & 1];
                     if (!ticket) wait_published(m, a, shared[OWNER], spot, current, step);
                     params[unit] = spot.view;

@@ -43,13 +43,15 @@ def runtime_of(kind: str, transport: Any, settings: Settings) -> Runtime:
     return Runtime(module, sgd(list(module.named_parameters())), settings, transport, DEVICE)
 
 
-def step(runtime: Runtime, kind: str, number: int) -> None:
+def step(runtime: Runtime, kind: str, number: int) -> float:
+    """Returns the last micro-batch's loss."""
     for m in range(runtime.settings.rounds):
         with runtime.forward():
             loss = models.loss(runtime.module, kind, models.batch(kind, number, m, runtime.transport.world_rank))
         (loss / runtime.settings.rounds).backward()
         runtime.end_backward()
     runtime.step()
+    return loss.item()
 
 
 def plain(calls: list[tuple], inner: PeerTransport) -> list[tuple]:
@@ -81,23 +83,27 @@ def plain(calls: list[tuple], inner: PeerTransport) -> list[tuple]:
 
 
 def trained(native: bool, library, kind: str, rank: int, size: int, settings: Settings, ring: int, steps: int, traced: bool):
-    """All calls of a training with a flush in its middle, and the counters."""
-    with stubbed(library) as stub, mock.patch.object(cuda_common.Watchdog, "_watch", lambda self: None):
+    """All calls of a training with a flush in its middle, the counters, losses and masters."""
+    # nothing arrives, so what a micro-batch out of order pulls stays as it was allocated
+    zeros = mock.patch.object(torch, "empty", torch.zeros)
+    with stubbed(library) as stub, mock.patch.object(cuda_common.Watchdog, "_watch", lambda self: None), zeros:
         stub.record(True)
         inner = connect(native, rank, size)
         runtime = runtime_of(kind, RingView(inner, ring) if ring else inner, settings)
         assert isinstance(runtime.executor.messages, NativeMessages) == native
+        losses = []
         for number in range(steps):
             if traced and number == 1:
                 recorder = Recorder(runtime.executor, DEVICE)
-            step(runtime, kind, number)
+            losses.append(step(runtime, kind, number))
             if traced and number == 2:
                 recorder.stop()
             if number == 3:
                 runtime.flush()
         calls = stub.take()
         counts = [dict(c) for c in (inner.sent, inner.bytes_sent, inner.received, inner.bytes_received)]
-        result = plain(calls, inner), counts, inner.timing.latest and (inner.timing.latest.receive_waits.keys())
+        values = losses, [m.detach().numpy().tobytes() for m in runtime.owner.masters.values()]
+        result = plain(calls, inner), counts, values, inner.timing.latest and (inner.timing.latest.receive_waits.keys())
         runtime.close(False)
     return result
 
