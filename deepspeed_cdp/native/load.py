@@ -8,6 +8,8 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import platform
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -29,13 +31,11 @@ _loaded: dict[Path, ModuleType] = {}
 
 def library() -> Path:
     """Where the extension of this version, Python and torch is, or will be."""
-    from torch.utils import cpp_extension
-
-    digest = hashlib.sha256(f"{sys.version} {torch.__version__}".encode())
+    digest = hashlib.sha256(f"{platform.machine()} {sys.version} {torch.__version__}".encode())
     for source in _SOURCES:
         digest.update(source.read_bytes())
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
-    return Path(root) / NAME / f"{digest.hexdigest()[:16]}.so"
+    root = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
+    return Path(root).expanduser() / NAME / f"{digest.hexdigest()[:16]}.so"
 
 
 def load() -> ModuleType:
@@ -85,10 +85,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def _build(path: Path) -> None:
-    from torch.utils import cpp_extension
-
-    folders = [*cpp_extension.include_paths(), sysconfig.get_paths()["include"]]
-    compiler = cpp_extension.get_cxx_compiler()
+    # not torch.utils.cpp_extension, which needs setuptools and ninja: torch's headers hold pybind11
+    folders = [Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
+    compiler = os.environ.get("CXX") or next((c for c in ("c++", "g++") if shutil.which(c)), "c++")
     flags = ["-O2", "-shared", "-fPIC", "-std=c++17", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}"]
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
