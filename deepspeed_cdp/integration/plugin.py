@@ -252,8 +252,9 @@ def _refuse_model(given: Mapping[str, Any], placement: str) -> None:
     for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(module, MoE):
             raise refusal("model: deepspeed.moe.layer.MoE", f"at '{name}'")
-    mpu, mesh = given.get("mpu"), given.get("mesh_param")
-    degrees = [getattr(mpu, f"get_{kind}_parallel_world_size", int)() for kind in ("model", "tensor_model", "sequence")]
-    degrees += list(mesh[1:]) if mesh else []
-    if any(degree > 1 for degree in degrees):
-        raise refusal("model: mpu or mesh_param", f"of size {max(degrees)}")
+    mpu = given.get("mpu")
+    if hasattr(mpu, "initialize_sequence_parallel"):  # DeepSpeed's own, whose model parallel groups are the sequence groups
+        return
+    degrees = [getattr(mpu, f"get_{kind}_parallel_world_size", int)() for kind in ("model", "tensor_model")]
+    if max(degrees) > 1:
+        raise refusal("model: mpu", f"of size {max(degrees)}")

@@ -107,7 +107,7 @@ class Runtime:
                 published=stage.published,
                 optimizer=optimizer,
                 make_optimizer=lambda whole, masters: take_over(whole, masters, names),
-                divisor=lambda step: self.plan.rings * self.plan.schedule.ranks * self.scale.of(step),
+                divisor=lambda step: self.plan.rings * self.plan.schedule.ranks / settings.summed_ranks * self.scale.of(step),
                 clip=settings.clip,
                 device=state.buffers.arena.device,
                 corrected=stage.corrected,
