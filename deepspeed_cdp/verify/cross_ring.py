@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from deepspeed_cdp.plan.actions import Action
 from deepspeed_cdp.plan.cross_ring import PAIR, Link, LinkKind, chain, finishing, first_posts
 from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.verify.dry_run import CONDITIONS, DryRun
+from deepspeed_cdp.verify.replicated import ReplicaDryRun
 from deepspeed_cdp.verify.state import Key, Rank
 from deepspeed_cdp.verify.well_formed import PlanError
 
@@ -47,7 +49,7 @@ def validate(
     for condition in CONDITIONS:
         rings: list[_Ring] = []
         for c in range(plan.rings):
-            rings.append(_Ring(plan, steps, condition, links[c], rings))
+            rings.append(_RINGS[type(plan)](plan, steps, condition, links[c], rings))
         for group in groups:
             members = [rings[c].ranks[r] for c, r in group]
             for c, r in group:
@@ -190,3 +192,10 @@ class _Ring(DryRun):
         self.x[rank.number].clear()
         self.open(rank, self._key(rank, a))
         return True
+
+
+class _ReplicaRing(_Ring, ReplicaDryRun):
+    """The same, of replicas."""
+
+
+_RINGS: dict[type[Plan], type[_Ring]] = {Plan: _Ring, ReplicatedPlan: _ReplicaRing}

@@ -1,0 +1,232 @@
+"""Ulysses sequence parallelism in worker processes: a script for a Llama, the same for stock ZeRO-3 and the cyclic engine."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.plan.delay_correction import DelayCorrection
+from deepspeed_cdp.plan.schedule import threshold
+from support.engine_work import pack, whole
+from support.optimizers import sgd, two_groups
+
+LENGTH, VOCABULARY = 16, 64
+OPTIMIZERS: dict[str, Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer]] = {"sgd": sgd, "groups": two_groups}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run with sequence groups of ``sequence`` ranks.
+
+    Attributes:
+        rule: None for stock ZeRO-3.
+        how: how DeepSpeed learns of the groups: "mpu", "mesh" (mesh_param) or "config" (two keys).
+        rounds: gradient_accumulation_steps; config, cyclic: added to the config and to its cyclic block.
+        eval_after: steps after which all ranks evaluate a batch.
+    """
+
+    rule: str | None = "cdp-v2"
+    sequence: int = 2
+    how: str = "mpu"
+    rounds: int = 1
+    steps: int = 6
+    clip: float = 0.0
+    optimizer: str = "sgd"
+    eval_after: tuple[int, ...] = ()
+    config: dict[str, Any] = field(default_factory=dict)
+    cyclic: dict[str, Any] = field(default_factory=dict)
+
+
+def build() -> nn.Module:
+    """Four layers, four heads, two heads of keys and values."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(7)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=LENGTH,
+            attn_implementation="sdpa",
+            pad_token_id=0,
+        )
+    )
+
+
+def sequences(number: int, rank: int) -> torch.Tensor:
+    """Batch ``number`` of a rank's data loader; some labels do not count, not as many in each part of a sequence."""
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return torch.randint(1, VOCABULARY, (2, LENGTH), generator=generator)
+
+
+def labels_of(x: torch.Tensor) -> torch.Tensor:
+    return x.masked_fill((x < 12) | (torch.arange(LENGTH) < 3), -100)
+
+
+def batch(job: Job, step: int, rnd: int, group: int) -> torch.Tensor:
+    """The sequences on which a group works: its members' batches in turn, as ``UlyssesSPDataLoaderAdapter`` hands them out."""
+    number, member = divmod(step * job.rounds + rnd, job.sequence)
+    return sequences(number, group * job.sequence + member)
+
+
+@contextmanager
+def ulysses(model: nn.Module, sequence: int) -> Iterator[Any]:
+    """The mpu; transformers' attention is the sequence-parallel one inside."""
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    deepspeed.init_distributed("gloo")
+    before = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    try:
+        yield UlyssesSPAttentionHF.register_with_transformers(
+            model_name_or_path=model,
+            core_attn_implementation="sdpa",
+            sequence_parallel_size=sequence,
+            micro_batch_size=2,
+            seq_length_is_variable=True,
+        )
+    finally:
+        ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+
+
+def run_jobs(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
+    """Train each job from its start. All have one size of groups."""
+    with ulysses(build(), jobs[0].sequence) as mpu:
+        return [run(rank, world, job, mpu) for job in jobs]
+
+
+def run(rank: int, world: int, job: Job, mpu: Any) -> dict[str, Any]:
+    """Train one job; packed state, losses by (step, round, group), stages, metrics."""
+    engine = start(world, job, mpu)
+    losses, metrics = train(engine, job, mpu, rank), []
+    if job.rule is not None:
+        metrics = [engine.cyclic_metrics[key] for key in ("step", "loss", "grad_norm", "slowest")]
+    result = {
+        "losses": losses,
+        "metrics": metrics,
+        "batch": (engine.train_batch_size(), engine.dp_world_size),
+        "norm": float(engine.get_global_grad_norm()),
+        "state": pack(whole(engine)),
+        "class": type(engine).__name__,
+        "stages": None if job.rule is None else engine.cyclic_plan.stages,
+        "rings": None if job.rule is None else (engine._transport.ring, engine._transport.rank, engine._transport.rings),
+        "collectives": None if job.rule is None else engine._runtime.counters.collectives(),
+        "any_order": None if job.rule is None else engine._runtime.param_hooks.any_order,
+        "report": "" if job.rule is None else engine.report(),
+    }
+    engine.destroy()
+    return result
+
+
+def start(world: int, job: Job, mpu: Any) -> Any:
+    """The engine, as a script makes it."""
+    import deepspeed
+    from deepspeed.utils import groups
+
+    import deepspeed_cdp
+
+    deepspeed_cdp.register()
+    groups.mpu = groups.mesh_device = None  # of the job before
+    model = build()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": job.rounds,
+        "gradient_clipping": job.clip,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        **job.config,
+    }
+    if job.rule is not None:
+        block = {"rule": job.rule, "timeout_seconds": 30.0, "delay_correction": "none"}
+        config["cyclic"] = {"enabled": True, **block, **job.cyclic}
+    given: dict[str, Any] = {"optimizer": OPTIMIZERS[job.optimizer](list(model.named_parameters()))}
+    if job.how == "mpu":
+        given["mpu"] = mpu
+    elif job.how == "mesh":
+        given["mesh_param"] = (world // job.sequence, job.sequence)
+    else:
+        config |= {"sequence_parallel_size": job.sequence, "data_parallel_size": world // job.sequence}
+    return deepspeed.initialize(model=model, config=config, **given)[0]
+
+
+def train(engine: Any, job: Job, mpu: Any, rank: int) -> dict[tuple[int, int, int], float]:
+    """An ordinary loop over the adapted data loader; losses are of whole sequences, as the Hugging Face Trainer computes them."""
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
+
+    group, losses = mpu.get_sequence_parallel_group(), {}
+    positions = torch.arange(LENGTH).repeat(2, 1)
+    data = [sequences(number, rank) for number in range(-(-job.steps * job.rounds // job.sequence))]
+    loader = torch.utils.data.DataLoader(
+        [{"input_ids": x, "labels": labels_of(x), "position_ids": positions} for x in data], batch_size=None
+    )
+    adapted = UlyssesSPDataLoaderAdapter(
+        loader,
+        sp_rank=mpu.get_sequence_parallel_rank(),
+        sp_group=group,
+        sp_world_size=job.sequence,
+        device=torch.device("cpu"),
+    )
+    for number, part in zip(range(job.steps * job.rounds), adapted):
+        step, rnd = divmod(number, job.rounds)
+        loss = loss_of(engine, part, group)
+        losses[step, rnd, rank // job.sequence] = loss.item()
+        engine.backward(loss)
+        engine.step()
+        if step in job.eval_after and rnd == job.rounds - 1:
+            engine.eval()
+            with torch.no_grad():
+                assert torch.isfinite(loss_of(engine, part, group))
+            engine.train()
+    return losses
+
+
+def loss_of(engine: Any, part: dict[str, torch.Tensor], group: Any) -> torch.Tensor:
+    """The mean loss of whole sequences, from a part of them on each rank: a collective between forward and backward.
+
+    torch's differentiable all_gather, which the Trainer uses, fails over gloo in any group but that of rank 0; all_reduce works.
+    """
+    from torch.distributed.nn.functional import all_reduce
+
+    labels = part["shift_labels"].contiguous()
+    given = {"input_ids": part["input_ids"], "position_ids": part["position_ids"]}
+    output = engine(**given, labels=labels, shift_labels=labels, use_cache=False)
+    count = (labels != -100).sum().float()
+    mine = output.loss * count if count else output.logits.sum() * 0.0  # a part without labels has no mean
+    return all_reduce(mine, group=group) / all_reduce(count, group=group)
+
+
+def oracle(job: Job, stages: list[list[str]], world: int, factor: float = 1.0) -> reference.Trained:
+    """The same job by the single-process reference, where a place's gradient is of its whole sequences.
+
+    Args:
+        factor: of gradients.
+    """
+
+    def loss(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
+        return call(input_ids=x, labels=labels_of(x), use_cache=False).loss * factor
+
+    groups = world // job.sequence
+    return reference.train(
+        build(),
+        stages,
+        threshold(job.rule or "dp", len(stages)),
+        lambda step, rnd, group: batch(job, step, rnd, group),
+        loss,
+        OPTIMIZERS[job.optimizer],
+        job.steps,
+        rounds=job.rounds,
+        clip=job.clip,
+        flush_after=job.eval_after,
+        warmup_steps=job.cyclic.get("warmup_steps", 0),
+        rings=groups // len(stages),
+        delay_correction=DelayCorrection(job.cyclic.get("delay_correction", "none")),
+    )
