@@ -169,11 +169,7 @@ def train(engine: Any, job: Job, mpu: Any, rank: int) -> dict[tuple[int, int, in
         [{"input_ids": x, "labels": labels_of(x), "position_ids": positions} for x in data], batch_size=None
     )
     adapted = UlyssesSPDataLoaderAdapter(
-        loader,
-        sp_rank=mpu.get_sequence_parallel_rank(),
-        sp_group=group,
-        sp_world_size=job.sequence,
-        device=torch.device("cpu"),
+        loader, sp_rank=mpu.get_sequence_parallel_rank(), sp_group=group, sp_world_size=job.sequence, device=torch.device("cpu")
     )
     for number, part in zip(range(job.steps * job.rounds), adapted):
         step, rnd = divmod(number, job.rounds)
@@ -214,12 +210,18 @@ def oracle(job: Job, stages: list[list[str]], world: int, factor: float = 1.0) -
     def loss(call: Callable[..., Any], x: torch.Tensor) -> torch.Tensor:
         return call(input_ids=x, labels=labels_of(x), use_cache=False).loss * factor
 
-    groups = world // job.sequence
+    rings = world // job.sequence // len(stages)
+    return reference_of(job, stages, lambda step, rnd, group: batch(job, step, rnd, group), loss, rings)
+
+
+def reference_of(
+    job: Job, stages: list[list[str]], batches: Callable[[int, int, int], Any], loss: Callable[..., torch.Tensor], rings: int
+) -> reference.Trained:
     return reference.train(
         build(),
         stages,
         threshold(job.rule or "dp", len(stages)),
-        lambda step, rnd, group: batch(job, step, rnd, group),
+        batches,
         loss,
         OPTIMIZERS[job.optimizer],
         job.steps,
@@ -227,6 +229,6 @@ def oracle(job: Job, stages: list[list[str]], world: int, factor: float = 1.0) -
         clip=job.clip,
         flush_after=job.eval_after,
         warmup_steps=job.cyclic.get("warmup_steps", 0),
-        rings=groups // len(stages),
+        rings=rings,
         delay_correction=DelayCorrection(job.cyclic.get("delay_correction", "none")),
     )
