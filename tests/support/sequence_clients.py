@@ -118,7 +118,7 @@ def _loop(rank: int, job: Job, folder: Path) -> dict[str, Any]:
         for number, part in enumerate(loader):
             with accelerator.accumulate(model):
                 loss = deepspeed_sp_compute_loss(accelerator, model, part, False, pc)
-                losses[*divmod(number, job.rounds), rank // job.sequence] = loss.item()
+                losses[(*divmod(number, job.rounds), rank // job.sequence)] = loss.item()
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
