@@ -111,8 +111,6 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         names = {p: n for n, p in self.module.named_parameters() if p.requires_grad}
         self.optimizer_group_names = [[names[p] for p in g["params"] if p in names] for g in optimizer.param_groups]
         correction = resolve(config.correction, optimizer, threshold(config.rule, self._transport.size))
-        if self._sequence > 1:
-            correction = sequence_parallel.without_predictions(correction, config.delay_correction)
         self._settings = Settings(
             rule=config.rule,
             partition_method=config.partition_method,

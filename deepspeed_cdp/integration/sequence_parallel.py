@@ -8,8 +8,6 @@ import torch.distributed as dist
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from deepspeed.utils import groups
 
-from deepspeed_cdp.plan.delay_correction import DelayCorrection
-
 KEY = "sequence_parallel_size"
 
 
@@ -60,21 +58,3 @@ def summed_ranks(sequence: int, config: Any) -> int:
         config: the DeepSpeedConfig.
     """
     return 1 if int(config.zero_optimization_stage) == 3 and config.zero_config.reduce_scatter else sequence
-
-
-def without_predictions(correction: DelayCorrection, setting: Any) -> DelayCorrection:
-    """The correction with sequence parallelism, where rings would predict different parameters for one sequence.
-
-    Args:
-        setting: ``cyclic.delay_correction``; "auto" chooses ``extrapolate`` in the place of ``predict``.
-    Raises:
-        ValueError: it asks for ``predict``.
-    """
-    if correction.method != "predict":
-        return correction
-    if setting != "auto":
-        raise ValueError(
-            "cyclic.delay_correction is 'predict', but with sequence parallelism each rank has gradients of a part of a sequence "
-            'only; allowed are "auto", "none" and "extrapolate"; use "auto".'
-        )
-    return DelayCorrection("extrapolate")

@@ -113,7 +113,7 @@ class Runtime:
                 corrected=stage.corrected,
                 correction=settings.delay_correction,
                 early=stage.early,
-                early_divisor=lambda step: self.scale.of(step) * self.plan.early_share(state.owned_stage),
+                early_divisor=lambda step: self.plan.early_share(state.owned_stage) / settings.summed_ranks * self.scale.of(step),
             )
         compares = settings.check_divergence and transport.size * transport.rings > 1
         self.divergence = Divergence(state, self.owner, settings.check_divergence) if compares else None

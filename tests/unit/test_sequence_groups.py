@@ -107,6 +107,14 @@ def test_every_weight_is_the_oracles(ring_map: RingMap, rule: str):
     check(ring_map, rule, rounds=2 if rule == "cdp-v2" else 1, clip=0.3)
 
 
+@pytest.mark.parametrize("rounds", [1, 2])
+@pytest.mark.parametrize("method", ["extrapolate", "predict"])
+@pytest.mark.parametrize("size", [(4, 2, 2), (6, 3, 2)])
+def test_with_delay_correction(size: tuple[int, int, int], method: str, rounds: int):
+    """Each ring predicts from its own members' gradients."""
+    check(RingMap(*size), "cdp-v2", rounds, delay_correction=DelayCorrection(method, weight=1.5))
+
+
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 def test_random_delays_change_nothing(rule: str):
     check(RingMap(6, 3, 2), rule, delay=0.003, delay_correction=DelayCorrection("extrapolate"))
@@ -117,4 +125,10 @@ def test_random_delays_change_nothing(rule: str):
 def test_where_both_sides_of_a_message_wait_for_each_other(size: tuple[int, int, int], rule: str, strict: bool):
     """As over NCCL; strictly: a rank stops at each message until the other side is at it."""
     store, ranks = dist.HashStore(), size[0]
-    check(RingMap(*size), rule, connect=lambda rank: GlooPairs(rank, ranks, 20.0, store, strict=strict), keep_after_forward=True)
+    check(
+        RingMap(*size),
+        rule,
+        connect=lambda rank: GlooPairs(rank, ranks, 20.0, store, strict=strict),
+        keep_after_forward=True,
+        delay_correction=DelayCorrection("predict" if rule != "dp" else "none"),
+    )
