@@ -245,7 +245,6 @@ def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> N
     """
     if not config.enabled:
         return
-    world_size = None if world_size is None else int(world_size)  # DeepSpeed's is a float with an mpu of sequence groups
     if config.ring_size != "auto" and world_size is not None and world_size % config.ring_size:
         sizes = ", ".join(str(r) for r in range(1, world_size + 1) if world_size % r == 0)
         raise ValueError(

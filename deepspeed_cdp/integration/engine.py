@@ -115,7 +115,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             rule=config.rule,
             partition_method=config.partition_method,
             units=config.units,
-            rounds=int(self.gradient_accumulation_steps()),  # DeepSpeed's is a float with an mpu of sequence groups
+            rounds=self.gradient_accumulation_steps(),
             clip=float(self.gradient_clipping()),
             sum_dtype=sum_dtype if self._config.grad_accum_dtype else None,
             keep_after_forward=config.keep_after_forward,

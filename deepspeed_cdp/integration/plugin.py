@@ -79,8 +79,10 @@ def _with_cyclic_config(stock: Callable[..., None]) -> Callable[..., None]:
 
         written = dict(param_dict)  # before DeepSpeed fills in sections of its own
         stock(self, param_dict)
-        self.cyclic_config = parse_cyclic(written, getattr(self, "world_size", None))
+        world_size = int(self.world_size) if hasattr(self, "world_size") else None  # a float with sequence groups
+        self.cyclic_config = parse_cyclic(written, world_size)
         if self.cyclic_config.enabled:
+            self.world_size = world_size  # else batch sizes would be floats, too
             self.cyclic_ignored = check_supported(self, written)  # settings the user wrote to no effect
 
     setattr(_initialize_params, _STOCK, stock)

@@ -67,7 +67,7 @@ def _late(config: Any) -> bool:
 
 def _ring_sizes(config: Any) -> list[int]:
     """Ranks per ring: the size that the engine has found, or that the config sets, or all sizes that `auto` may become."""
-    size, world = getattr(config, "cyclic_ring_size", config.cyclic_config.ring_size), int(config.world_size)
+    size, world = getattr(config, "cyclic_ring_size", config.cyclic_config.ring_size), config.world_size
     return [size] if size != "auto" else [r for r in range(1, world + 1) if world % r == 0 and (r > 1 or world == 1)]
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from support.engine_work import farthest, same, unpack
-from support.sequence_work import Job, oracle, run_jobs
+from support.sequence_work import Job, build, oracle, refused, run_jobs, uses
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)  # parts of a sequence are added in another order than whole ones
 
@@ -73,14 +73,28 @@ def test_every_weight_and_loss_equals_the_oracle(pool, world, sequence):
         assert all(unpack(r["state"])[n].equal(v) for r in ranks for n, v in unpack(ranks[0]["state"]).items())
 
 
-def test_rules_differ(pool):
+def test_resuming_is_bitwise_continuing_and_parameters_can_be_read_and_written(pool, tmp_path):
+    job = Job("cdp-v2", rounds=2, optimizer="groups", steps=4, cyclic={"delay_correction": "predict"})
+    for r in pool.run(4, uses, job, str(tmp_path), timeout=180):
+        assert r["double"] and r["plus"]
+        same(unpack(r["resumed"]), unpack(r["continued"]))
+    saved = sorted(f.name for f in (tmp_path / "global_step2").iterdir() if f.name.startswith("stage"))
+    assert saved == ["stage_000.safetensors", "stage_001.safetensors"]
+
+
+def test_groups_that_cannot_be_used_are_refused(pool):
+    for size, ring, strided in pool.run(4, refused, timeout=120):
+        assert size.startswith("ValueError: sequence_parallel_size is 4, but DeepSpeed's sequence groups have 2 rank(s); ")
+        assert "cyclic.ring_size is 4, which does not divide the 2 data-parallel ranks" in ring
+        assert "ValueError: the sequence group of rank " in strided and "allowed are 2 consecutive ranks" in strided
+
+
+def test_rules_differ():
     """Else no test here could see a rule that is not followed."""
     a, b = (oracle(Job(rule), [[n for n, _ in names] for names in halves()], 4).masters for rule in ("dp", "cdp-v2"))
     assert farthest(a, b) > 1e-4
 
 
 def halves():
-    from support.sequence_work import build
-
     named = list(build().named_parameters())
     return named[: len(named) // 2], named[len(named) // 2 :]

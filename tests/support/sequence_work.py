@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
-from support.engine_work import pack, whole
+from support.engine_work import pack, told, whole
 from support.optimizers import sgd, two_groups
 
 LENGTH, VOCABULARY = 16, 64
@@ -158,20 +158,25 @@ def start(world: int, job: Job, mpu: Any) -> Any:
     return deepspeed.initialize(model=model, config=config, **given)[0]
 
 
-def train(engine: Any, job: Job, mpu: Any, rank: int) -> dict[tuple[int, int, int], float]:
-    """An ordinary loop over the adapted data loader; losses are of whole sequences, as the Hugging Face Trainer computes them."""
+def train(engine: Any, job: Job, mpu: Any, rank: int, first: int = 0) -> dict[tuple[int, int, int], float]:
+    """An ordinary loop over the adapted data loader; losses are of whole sequences, as the Hugging Face Trainer computes them.
+
+    Args:
+        first: the first step; its micro-batch is the first of a batch of the data loader.
+    """
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 
     group, losses = mpu.get_sequence_parallel_group(), {}
     positions = torch.arange(LENGTH).repeat(2, 1)
-    data = [sequences(number, rank) for number in range(-(-job.steps * job.rounds // job.sequence))]
+    begin, end = first * job.rounds, job.steps * job.rounds
+    data = [sequences(number, rank) for number in range(begin // job.sequence, -(-end // job.sequence))]
     loader = torch.utils.data.DataLoader(
         [{"input_ids": x, "labels": labels_of(x), "position_ids": positions} for x in data], batch_size=None
     )
     adapted = UlyssesSPDataLoaderAdapter(
         loader, sp_rank=mpu.get_sequence_parallel_rank(), sp_group=group, sp_world_size=job.sequence, device=torch.device("cpu")
     )
-    for number, part in zip(range(job.steps * job.rounds), adapted):
+    for number, part in zip(range(begin, end), adapted):
         step, rnd = divmod(number, job.rounds)
         loss = loss_of(engine, part, group)
         losses[step, rnd, rank // job.sequence] = loss.item()
@@ -232,3 +237,58 @@ def reference_of(
         rings=rings,
         delay_correction=DelayCorrection(job.cyclic.get("delay_correction", "none")),
     )
+
+
+def uses(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
+    """A checkpoint, DeepSpeed's functions for parameters, batch sizes, the end, and a second engine that continues."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
+
+    with ulysses(build(), job.sequence) as mpu:
+        engine = start(world, job, mpu)
+        train(engine, replace(job, steps=2), mpu, rank)
+        engine.save_checkpoint(folder)
+        train(engine, job, mpu, rank, 2)
+        continued = pack(whole(engine))
+        named = dict(engine.module.named_parameters())
+        p = named["model.layers.3.mlp.up_proj.weight"]
+        before = safe_get_full_fp32_param(p)
+        safe_set_full_fp32_param(p, before * 2)
+        with deepspeed.zero.GatheredParameters([p], modifier_rank=world - 1):
+            double = p.detach().clone()
+            if rank == world - 1:
+                p.data.add_(1)
+        plus = safe_get_full_fp32_param(p)
+        engine.set_train_batch_size(2 * job.rounds * world // job.sequence)
+        module = engine.module
+        engine.destroy()
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):
+            left = p.detach().clone()
+        other = start(world, job, mpu)
+        other.load_checkpoint(folder)
+        train(other, job, mpu, rank, 2)
+        resumed = pack(whole(other))
+        other.destroy()
+    return {
+        "continued": continued,
+        "resumed": resumed,
+        "double": torch.equal(double, before * 2),
+        "plus": torch.equal(plus, before * 2 + 1) and torch.equal(left, plus),
+    }
+
+
+def refused(rank: int, world: int) -> list[str]:
+    """What engines say of groups that they cannot use."""
+    import torch.distributed as dist
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+
+    with ulysses(build(), 2) as mpu:
+        said = [
+            told(lambda: start(world, Job(config={"sequence_parallel_size": 4}), mpu)),
+            told(lambda: start(world, Job(cyclic={"ring_size": 4}), mpu)),
+        ]
+        strided = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        mine, parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_PARALLEL_GROUP, strided
+        said.append(told(lambda: start(world, Job(), mpu)))
+        parallel_state_sp._SEQUENCE_PARALLEL_GROUP = mine
+    return said
