@@ -49,7 +49,7 @@ def runs(pool, tmp_path_factory) -> dict[str, Results]:
         config["optimizer"]["params"]["torch_adam"] = True
         config.pop("cyclic")
         if name != "stock":
-            config["cyclic"] = {"enabled": True, "rule": name, "timeout_seconds": 60}
+            config["cyclic"] = {"enabled": True, "rule": name, "timeout_seconds": 60, "delay_correction": "extrapolate"}
         (folder / f"{name}.json").write_text(json.dumps(config))
         arguments = f"""--deepspeed {folder}/{name}.json --output_dir {folder}/{name} --use_cpu --report_to none
         --disable_tqdm true --layers 3 --hidden 32 --length 32 --windows 48 --held_out 8 --max_steps {STEPS}
@@ -93,7 +93,7 @@ def test_trainer_under_cdp_v2_equals_the_oracle(runs):
         clip=0.5,
         flush_after=(2, 5),
         on_step=lambda step, _: schedulers[0].step() if step else None,
-        delay_correction=DelayCorrection("extrapolate"),  # "auto" with sequence parallelism
+        delay_correction=DelayCorrection("extrapolate"),
     )
     losses = [sum(want.losses[step, m, g] for m in range(ROUNDS) for g in (0, 1)) / (2 * ROUNDS) for step in range(STEPS)]
     assert run.log("loss") == pytest.approx(losses, rel=1e-5)

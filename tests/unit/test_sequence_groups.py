@@ -12,6 +12,7 @@ from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
+from deepspeed_cdp.runtime import trace
 from deepspeed_cdp.runtime.runtime import Runtime
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.ring_map import RingMap
@@ -59,7 +60,7 @@ def check(
         settings = Settings(rule, rounds=rounds, **options)
         named = list(module.named_parameters())
         runtime = Runtime(module, sgd(named), settings, RingView(transport, size, sequence), torch.device("cpu"))
-        optimizer = CyclicOptimizer(runtime)
+        optimizer, recorder = CyclicOptimizer(runtime), trace.Recorder(runtime.executor, torch.device("cpu"))
         for step in range(STEPS):
             for m in range(rounds):
                 meet()  # the data loader
@@ -72,6 +73,11 @@ def check(
             runtime.step()
         state = {k: v.clone() for k, v in runtime.whole_state().items()}
         stages.append(runtime.plan.stages)
+        recording = recorder.stop()["deepspeed_cdp"]
+        place = ring_map.place(rank)
+        assert recording["before"] == (rank - sequence if place else None)
+        peers = {x["peer"] for x in recording["messages"]}
+        assert peers and peers <= {w for w in range(ranks) if ring_map.ring(w) == ring_map.ring(rank)} or size == 1
         runtime.close(True)
         return state, losses
 
