@@ -3,7 +3,7 @@
 import pytest
 
 from support.engine_work import farthest, same, unpack
-from support.sequence_work import Job, build, oracle, refused, run_jobs, uses
+from support.sequence_work import Job, build, diverges, oracle, refused, run_jobs, uses
 
 CLOSE = dict(rtol=1e-5, atol=1e-5)  # parts of a sequence are added in another order than whole ones
 
@@ -45,14 +45,15 @@ COVER = {
         Job("cdp-v2", cyclic={"ring_size": 1}),  # four rings of one rank
         Job("cdp-v2", config={"zero_optimization": {"stage": 1}}, rounds=3),
     ],
+    (4, 2, "init"): [Job("cdp-v2", rounds=2, checkpointing=True, init=True)],
     (4, 4): [Job("cdp-v2", sequence=4, rounds=2)],  # one group: four rings of one rank, and heads of keys that are repeated
     (6, 2): [Job("cdp-v2", clip=0.3, optimizer="groups")],  # rings of three
 }
 
 
-@pytest.mark.parametrize(("world", "sequence"), COVER)
-def test_every_weight_and_loss_equals_the_oracle(pool, world, sequence):
-    jobs = COVER[world, sequence]
+@pytest.mark.parametrize("case", COVER, ids=str)
+def test_every_weight_and_loss_equals_the_oracle(pool, case):
+    jobs, (world, sequence) = COVER[case], case[:2]
     results = pool.run(world, run_jobs, jobs, timeout=240)
     for at, job in enumerate(jobs):
         ranks = [result[at] for result in results]
@@ -87,6 +88,12 @@ def test_groups_that_cannot_be_used_are_refused(pool):
         assert size.startswith("ValueError: sequence_parallel_size is 4, but DeepSpeed's sequence groups have 2 rank(s); ")
         assert "cyclic.ring_size is 4, which does not divide the 2 data-parallel ranks" in ring
         assert "ValueError: the sequence group of rank " in strided and "allowed are 2 consecutive ranks" in strided
+
+
+def test_a_rank_that_diverges_is_named_by_its_number_in_the_world(pool):
+    for rank, said in enumerate(pool.run(4, diverges, timeout=120)):
+        assert said.startswith(f"rank {rank}, step ") and "lr of group 0 is 0.05 on rank " in said, said
+        assert "but 0.01 on rank 3 in step 2" in said, said
 
 
 def test_rules_differ():

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from deepspeed_cdp.analysis import reference
+from deepspeed_cdp.errors import DivergenceError
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
 from support.engine_work import pack, told, whole
@@ -27,6 +28,7 @@ class Job:
         how: how DeepSpeed learns of the groups: "mpu", "mesh" (mesh_param) or "config" (two keys).
         rounds: gradient_accumulation_steps; config, cyclic: added to the config and to its cyclic block.
         eval_after: steps after which all ranks evaluate a batch.
+        checkpointing: activations are recomputed; init: zero.Init has partitioned the model.
     """
 
     rule: str | None = "cdp-v2"
@@ -37,6 +39,8 @@ class Job:
     clip: float = 0.0
     optimizer: str = "sgd"
     eval_after: tuple[int, ...] = ()
+    checkpointing: bool = False
+    init: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     cyclic: dict[str, Any] = field(default_factory=dict)
 
@@ -136,7 +140,6 @@ def start(world: int, job: Job, mpu: Any) -> Any:
 
     deepspeed_cdp.register()
     groups.mpu = groups.mesh_device = None  # of the job before
-    model = build()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": job.rounds,
@@ -148,6 +151,11 @@ def start(world: int, job: Job, mpu: Any) -> Any:
     if job.rule is not None:
         block = {"rule": job.rule, "timeout_seconds": 30.0, "delay_correction": "none"}
         config["cyclic"] = {"enabled": True, **block, **job.cyclic}
+    model = build()
+    if job.init:
+        deepspeed.zero.Init(module=model, config_dict_or_path=config, mpu=mpu)
+    if job.checkpointing:
+        model.gradient_checkpointing_enable()
     given: dict[str, Any] = {"optimizer": OPTIMIZERS[job.optimizer](list(model.named_parameters()))}
     if job.how == "mpu":
         given["mpu"] = mpu
@@ -292,3 +300,25 @@ def refused(rank: int, world: int) -> list[str]:
         said.append(told(lambda: start(world, Job(), mpu)))
         parallel_state_sp._SEQUENCE_PARALLEL_GROUP = mine
     return said
+
+
+def diverges(rank: int, world: int) -> str:
+    """Rank 3 takes another learning rate from step 2 on; what each rank is told."""
+    from torch.distributed.nn.functional import all_reduce
+
+    with ulysses(build(), 2) as mpu:
+        engine, group = start(world, Job("dp"), mpu), mpu.get_sequence_parallel_group()
+        part = slice(mpu.get_sequence_parallel_rank() * LENGTH // 2, (mpu.get_sequence_parallel_rank() + 1) * LENGTH // 2)
+        positions = torch.arange(LENGTH).repeat(2, 1)[:, part].contiguous()
+        try:
+            for step in range(8):
+                if rank == 3 and step == 2:
+                    engine.optimizer.param_groups[0]["lr"] = 0.01
+                x = sequences(step, rank // 2)[:, part].contiguous()
+                engine.backward(
+                    all_reduce(engine(input_ids=x, position_ids=positions, labels=x, shift_labels=x).loss, group=group)
+                )
+                engine.step()
+        except DivergenceError as error:
+            return str(error)
+    return "nothing"
