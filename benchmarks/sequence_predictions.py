@@ -1,7 +1,8 @@
-"""Learning under ``predict`` with sequence parallelism, places and members in one process: ``python -m benchmarks.sequence_predictions``.
+"""Learning under ``predict`` with sequence parallelism, all ranks in one process: ``python -m benchmarks.sequence_predictions``.
 
-Prints a row for each seed and variant: its test loss. ``ring`` predicts from the gradients of the ring's own members, as the engine
-does, so members of a sequence group read different values. ``group`` predicts from those of all members. The others are the engine's.
+Prints a row for each seed and variant: its test loss. ``ring`` predicts from the gradients of the ring's own members, as the
+engine does, so members of a sequence group read different values. ``group`` predicts from those of all members. The others are
+the engine's.
 """
 
 import argparse

@@ -1,6 +1,7 @@
 """The benchmark of predictions with sequence groups, on a tiny model."""
 
 import pytest
+
 from benchmarks.sequence_predictions import VARIANTS, train
 
 TINY = dict(steps=6, warmup=1, places=2, layers=2, width=8, length=8, batch=2, rate=0.05)
