@@ -1,10 +1,13 @@
-"""One way of training per engine name. Each gives ``step(batch) -> loss`` and an object with ``destroy`` (or None)."""
+"""One way of training per engine name. Each gives ``step(*micro_batches) -> loss`` and an object with ``destroy`` (or None).
+
+A micro-batch is ``input_ids``, which are the labels too, or a dict of the model's arguments. The loss is the last one's.
+"""
 
 import functools
 import gc
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +15,17 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig
 
-from benchmarks import limited, models
+from benchmarks import fsdp, limited, models
 from benchmarks.pauses import Pause
 
 LEARNING_RATE = 1e-5
 LINEAR = torch.nn.functional.linear  # torch's own
-SHARDED = ("fsdp2", "zero3", "zero3-leaf", "zero3-offload", "zero3-leaf-offload")  # can be built in shards
+Batch = torch.Tensor | Mapping[str, torch.Tensor]
+
+
+def can_shard(name: str) -> bool:
+    """Whether the engine can build the model in shards."""
+    return name.startswith(("fsdp2", "zero3"))
 
 
 @dataclass(frozen=True)
@@ -25,15 +33,17 @@ class Job:
     """A training job.
 
     Attributes:
-        name: compute, ddp, fsdp2, zero1, zero2, zero3, zero3-leaf, cdp-v1, cdp-v2, cdp-K; cdp-...-replicas: every rank keeps all
-            parameters (under ZeRO stage 1); cdp-...-keep: with keep_after_forward; cdp-...-minS: with min_unit_mb S;
-            cdp-...-unfused: gradients are added after the products that make them; cdp-...-uncorrected: with delay_correction
-            none; cdp-...-nccl: hand-offs over NCCL even where peer copies would do; zero3...-offload, cdp-...-offload: with the
-            optimizer in host memory, stepped by DeepSpeedCPUAdam.
+        name: compute, ddp, fsdp2 and its variants (benchmarks/fsdp.py), zero1, zero2, zero3, zero3-leaf, zero3-deepcompile,
+            cdp-v1, cdp-v2, cdp-K; cdp-...-replicas: every rank keeps all parameters (under ZeRO stage 1); cdp-...-keep: with
+            keep_after_forward; cdp-...-minS: with min_unit_mb S; cdp-...-unfused: gradients are added after the products that
+            make them; cdp-...-uncorrected: with delay_correction none; cdp-...-nccl: hand-offs over NCCL even where peer
+            copies would do; zero3...-offload, cdp-...-offload: with the optimizer in host memory, stepped by DeepSpeedCPUAdam.
         dtype: of the passes.
         compiled: torch.compile every decoder layer.
         sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
         layer_ms: how long each decoder layer sleeps in its forward; in its backward twice that (CPU only).
+        sequence: tokens of a row that sleeps so long; other lengths sleep in proportion.
+        accumulation: micro-batches per step.
         bandwidth: limit in GB/s of each stream of messages; 0: no limit (cdp engines only).
     """
 
@@ -46,19 +56,21 @@ class Job:
     sharded: bool = False
     bandwidth: float = 0.0
     layer_ms: float = 0.0
+    accumulation: int = 1
+    sequence: int = 0
 
 
-def make(job: Job) -> tuple[Callable[[torch.Tensor], torch.Tensor], Any]:
+def make(job: Job) -> tuple[Callable[..., torch.Tensor], Any]:
     """The step function, and the engine if it needs ``destroy``."""
     assert torch.nn.functional.linear is LINEAR, "the engine before has left its own"
-    if job.name == "fsdp2":
-        return _fsdp2(job), None
+    if job.name.startswith("fsdp2"):
+        return _fsdp2(job)
     if job.name not in ("compute", "ddp"):
         return _deepspeed(job)
     model = models.build(job.config, job.device, job.dtype)
     _slow_down(job, model)
     _compile(job, model)
-    return _compute(model) if job.name == "compute" else _ddp(model), None
+    return _compute(model) if job.name == "compute" else _ddp(job, model), None
 
 
 def _compile(job: Job, model: torch.nn.Module) -> None:
@@ -76,24 +88,26 @@ def _slow_down(job: Job, model: torch.nn.Module) -> None:
     seconds = job.layer_ms / 1000
 
     def after(layer: torch.nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return Pause.apply(output[0], seconds, 2 * seconds), *output[1:]
-        return Pause.apply(output, seconds, 2 * seconds)
+        hidden = output[0] if isinstance(output, tuple) else output
+        mine = seconds * hidden.shape[1] / (job.sequence or hidden.shape[1])
+        slow = Pause.apply(hidden, mine, 2 * mine)
+        return (slow, *output[1:]) if isinstance(output, tuple) else slow
 
     for layer in model.model.layers if job.layer_ms else ():
         layer.register_forward_hook(after)
 
 
-def _loss(model: Callable, batch: torch.Tensor) -> torch.Tensor:
-    return model(input_ids=batch, labels=batch).loss
+def _loss(model: Callable, batch: Batch) -> torch.Tensor:
+    return model(input_ids=batch, labels=batch).loss if isinstance(batch, torch.Tensor) else model(**batch).loss
 
 
 def _compute(model: torch.nn.Module) -> Callable:
     """No communication and no optimizer: the upper bound of speed."""
 
-    def step(batch: torch.Tensor) -> torch.Tensor:
-        loss = _loss(model, batch)
-        loss.backward()
+    def step(*batches: Batch) -> torch.Tensor:
+        for batch in batches:
+            loss = _loss(model, batch)
+            loss.backward()
         model.zero_grad(set_to_none=True)
         return loss
 
@@ -105,15 +119,20 @@ def _adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=fused)
 
 
-def _ddp(model: torch.nn.Module) -> Callable:
-    wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    return _plain(wrapped, _adamw(wrapped))
+def _ddp(job: Job, model: torch.nn.Module) -> Callable:
+    static = job.accumulation == 1  # no_sync leaves the reducer's first iteration of a static graph unfinished
+    wrapped = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=static)
+    return _plain(wrapped, _adamw(wrapped), lambda last: nullcontext() if last else wrapped.no_sync())
 
 
-def _plain(model: Callable, optimizer: torch.optim.Optimizer) -> Callable:
-    def step(batch: torch.Tensor) -> torch.Tensor:
-        loss = _loss(model, batch)
-        loss.backward()
+def _plain(model: Callable, optimizer: torch.optim.Optimizer, before: Callable[[bool], AbstractContextManager]) -> Callable:
+    """``before``: makes the context of a micro-batch, from whether it is the step's last."""
+
+    def step(*batches: Batch) -> torch.Tensor:
+        for i, batch in enumerate(batches):
+            with before(i == len(batches) - 1):
+                loss = _loss(model, batch)
+                (loss / len(batches)).backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss
@@ -121,19 +140,15 @@ def _plain(model: Callable, optimizer: torch.optim.Optimizer) -> Callable:
     return step
 
 
-def _fsdp2(job: Job) -> Callable:
-    """fp32 masters, passes in ``job.dtype``, reshard after forward, as ZeRO-3."""
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
+def _fsdp2(job: Job) -> tuple[Callable, Any]:
+    """fp32 masters, passes in ``job.dtype``."""
+    parts = fsdp.variant(job.name)
     if job.sharded:
         model = models.build(job.config, torch.device("meta"), torch.float32)
     else:
         model = models.build(job.config, job.device, job.dtype).float()
     _slow_down(job, model)
-    policy = MixedPrecisionPolicy(param_dtype=job.dtype, reduce_dtype=job.dtype)
-    for layer in model.model.layers:
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    gather = fsdp.shard(model, parts, job.dtype)
     if job.sharded:
         rotary = type(model.model.rotary_emb)
         model.to_empty(device=job.device)
@@ -141,7 +156,7 @@ def _fsdp2(job: Job) -> Callable:
             model.model.rotary_emb = rotary(config=job.config)  # buffers that no checkpoint has: to_empty left them blank
         models.randomize([(p, p.to_local()) for p in model.parameters()], dist.get_rank())
     _compile(job, model)
-    return _plain(model, _adamw(model))
+    return _plain(model, _adamw(model), fsdp.each_micro_batch(model, parts)), gather
 
 
 def _deepspeed(job: Job) -> tuple[Callable, Any]:
@@ -153,10 +168,13 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     name, over_nccl = name.removesuffix("-nccl"), name.endswith("-nccl")
     name, unfused = name.removesuffix("-unfused"), name.endswith("-unfused")
     name, uncorrected = name.removesuffix("-uncorrected"), name.endswith("-uncorrected")
+    if name == "zero3-deepcompile" and not cuda:
+        raise ValueError("engine 'zero3-deepcompile' needs CUDA, for which alone DeepSpeed has DeepCompile; use zero3-leaf here")
     cyclic, replicas = name.startswith("cdp-"), name.endswith("-replicas")
     stage = 1 if replicas else int(name[4]) if name.startswith("zero") else 3
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": job.micro_batch,
+        "gradient_accumulation_steps": job.accumulation,
         "zero_optimization": {"stage": stage},
         "bf16": {"enabled": job.dtype == torch.bfloat16},
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, **({} if cuda else {"torch_adam": True})}},
@@ -195,13 +213,19 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
     else:
         if name == "zero3-leaf":
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
+        if name == "zero3-deepcompile":
+            config["compile"] = {"deepcompile": True}
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
-    _compile(job, model)
+    if name == "zero3-deepcompile":
+        engine.compile()  # the whole model, whatever ``job.compiled`` says
+    else:
+        _compile(job, model)
 
-    def step(batch: torch.Tensor) -> torch.Tensor:
-        loss = _loss(engine, batch)
-        engine.backward(loss)
-        engine.step()
+    def step(*batches: Batch) -> torch.Tensor:
+        for batch in batches:
+            loss = _loss(engine, batch)
+            engine.backward(loss)
+            engine.step()
         return loss
 
     return step, engine

@@ -3,7 +3,7 @@
 Its inputs are the recorded compute-only time of the same setting (without delays), this package's plan of the benchmark's
 model, and the constants of ``Hardware``, the same for all rows. One of them depends on the run: before the third run, Adam
 moved 52 bytes per parameter instead of 28 (docs/log.md). Nothing is fitted. The plan is today's, also for runs whose states
-travelled from neighbour to neighbour: passes hid their messages, too. Only their buffers are those of that time.
+travelled from neighbour to neighbour: passes hid their messages, too. Only their buffers and masters are those of that time.
 """
 
 import random
@@ -60,10 +60,10 @@ def found(name: str) -> FoundUnits:
 
 
 @cache
-def planned(name: str, ranks: int, method: str = "auto") -> tuple[Plan, list[Work], Any]:
+def planned(name: str, ranks: int, method: str = "auto", rounds: int = 1, rule: str = "cdp-v2") -> tuple[Plan, list[Work], Any]:
     """The plan of a benchmark's model by a ``partition_method``, the work of its units, and its config."""
     module = models.build(models.configuration(name), torch.device("meta"), torch.bfloat16)
-    settings = Settings(partition_method=method)
+    settings = Settings(rule, method, rounds=rounds)
     plan, layouts = make_plan(module, frozenset(n for n, _ in module.named_parameters()), settings, ranks, found=found(name))
     units = {u.name: u for u in found(name).units}
     work = [
@@ -121,9 +121,11 @@ def memory(row: Recorded) -> float:
     """Bytes on the rank with the most: buffers, masters and Adam's state, activations."""
     s = row.setting
     plan, work, _ = planned(s["model"], int(s["ranks"]), method_of(row))
-    owned = max(sum(work[i].parameters for i in plan.members(stage)) for stage in range(plan.schedule.ranks))
-    buffers = BUFFERS_THEN[s["model"], s["ranks"]] * 2**30 if row.run in BETWEEN_NEIGHBORS else sum(plan.memory().values())
-    return buffers + 12 * owned + activations(s["model"], int(s["micro_batch"]), int(s["sequence"]))
+    saved, ranks = activations(s["model"], int(s["micro_batch"]), int(s["sequence"])), range(plan.schedule.ranks)
+    owned = [sum(work[i].parameters for i in plan.members(plan.schedule.owned(rank))) for rank in ranks]
+    if row.run in BETWEEN_NEIGHBORS:  # with whole masters
+        return saved + BUFFERS_THEN[s["model"], s["ranks"]] * 2**30 + 12 * max(owned)
+    return saved + max(sum(plan.memory(rank).values()) + 10 * owned[rank] for rank in ranks)
 
 
 def table() -> str:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 
-from benchmarks import engines, limited, models, rows
+from benchmarks import engines, fsdp, lengths, limited, models, rows, samples
 from benchmarks.progress import Progress
 
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12}  # dense bf16
@@ -42,9 +42,11 @@ def main() -> None:
         ("trace", str),
         ("bandwidth_limit", float),
         ("layer_ms", float),
+        ("accumulation", int),
+        ("lengths", str),
     ):
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind)
-    for name in ("compile", "cpu", "no_host_sync"):
+    for name in ("compile", "cpu", "no_host_sync", "packed"):
         parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     args = parser.parse_args()
     local = int(os.environ["LOCAL_RANK"])
@@ -71,13 +73,17 @@ def main() -> None:
 
 
 class Measurement:
-    """Warm up, then time windows of steps with one clock read per step and no synchronization inside a window."""
+    """Warm up, then time windows of steps with one clock read per step and no synchronization inside a window.
+
+    Windows follow one another without a pause. With ``--lengths`` ranks have unlike work, so each window is timed from a common
+    start, with nothing under way, until all ranks have done all work of its steps, the last update included.
+    """
 
     def __init__(self, args: argparse.Namespace, name: str, repeat: int, device: torch.device, progress: Progress):
         self.args, self.name, self.repeat, self.device, self.progress = args, name, repeat, device, progress
         self.cuda, self.rank, self.size = device.type == "cuda", dist.get_rank(), dist.get_world_size()
         self.config = models.configuration(args.model, host_sync=not args.no_host_sync)
-        sharded = name in engines.SHARDED and (args.build == "sharded" or args.build == "auto" and args.model == "llama-8b")
+        sharded = engines.can_shard(name) and (args.build == "sharded" or args.build == "auto" and args.model == "llama-8b")
         self.job = engines.Job(
             name,
             self.config,
@@ -88,10 +94,11 @@ class Measurement:
             sharded,
             args.bandwidth_limit,
             args.layer_ms,
+            args.accumulation,
+            args.sequence,
         )
-        generator = torch.Generator().manual_seed(self.rank)
-        shape = args.micro_batch, args.sequence
-        self.batches = [torch.randint(0, self.config.vocab_size, shape, generator=generator).to(device) for _ in range(4)]
+        self.drawn: list[list[list[int]]] = []  # [step][micro-batch] -> lengths of its samples
+        self.batches = self._samples() if args.lengths else self._alike()  # [step], in turns; of each: its micro-batches
         self.late = random.Random(1000 + self.rank)
         self.cycles_per_ms = limited.cycles_per_second(device) / 1000 if self.cuda and args.jitter_ms else 0.0
         self.ends: list[float] = []  # of every step, by a clock that all ranks of one host share (CPU only)
@@ -108,6 +115,49 @@ class Measurement:
             torch.cuda.reset_peak_memory_stats()
             self.held = torch.cuda.memory_allocated()
         self.step, self.engine = engines.make(self.job)
+        measured = self._drained(what) if args.lengths else self._continuous(what)
+        self.progress.advance("")
+        if args.trace and name.startswith(args.trace):
+            self._trace(Path(args.out).parent)
+            self._profile(Path(args.out).parent)
+            args.trace = ""  # once is enough
+        if self.rank == 0:
+            median = statistics.median(r["step_ms"] for r in measured)
+            memory = f"{measured[-1]['peak_gib']:.1f} GiB  " if self.cuda else ""
+            self.progress.print(
+                f"{args.model} mbs {args.micro_batch} {name:12} {median:8.1f} ms  {memory}loss {measured[-1]['loss']:.3f}"
+            )
+        if self.engine is not None:
+            self.engine.destroy()
+        self.step = self.engine = None  # frees the engine's memory before the next one is made
+        engines.clean()
+        return measured
+
+    def _alike(self) -> list[list[engines.Batch]]:
+        generator = torch.Generator().manual_seed(self.rank)
+        shape, count = (self.args.micro_batch, self.args.sequence), self.args.accumulation
+        batches = [torch.randint(0, self.config.vocab_size, shape, generator=generator).to(self.device) for _ in range(4 * count)]
+        return [list(batches[i : i + count]) for i in range(0, len(batches), count)]
+
+    def _samples(self) -> list[list[engines.Batch]]:
+        """Micro-batches of all steps. The first step's are as long as any, so that the device's memory is reserved."""
+        args, generator = self.args, torch.Generator().manual_seed(self.rank)
+        drawer = lengths.parse(args.lengths, args.sequence, args.packed)
+        count = args.warmup + args.windows * args.steps
+        micro_batches = range(args.accumulation)
+        self.drawn = [[drawer.draw(self.rank, t, m, args.micro_batch) for m in micro_batches] for t in range(count)]
+        self.drawn[0] = [[args.sequence] * (1 if args.packed else args.micro_batch) for _ in micro_batches]
+        return [
+            [
+                {k: v.to(self.device) for k, v in samples.micro_batch(n, args.packed, self.config.vocab_size, generator).items()}
+                for n in step
+            ]
+            for step in self.drawn
+        ]
+
+    def _continuous(self, what: str) -> list[dict]:
+        """A row per window of steps alike; windows follow one another without a pause."""
+        args = self.args
         first_peak, received, waited = 0.0, [0] * (args.windows + 1), [0.0] * (args.windows + 1)
 
         def between(step: int) -> None:
@@ -133,7 +183,9 @@ class Measurement:
                 self._row(
                     window,
                     {
-                        "times": times[first - 1 : first - 1 + args.steps],
+                        "times": (mine := times[first - 1 : first - 1 + args.steps]),
+                        "step_ms": statistics.mean(mine),
+                        "tokens": args.micro_batch * args.sequence * args.accumulation * args.steps,
                         "steady": steady,
                         "peak": max(first_peak, steady),
                         "received": (received[window + 1] - received[window]) / args.steps / 2**20,
@@ -143,32 +195,56 @@ class Measurement:
                     },
                 )
             )
-        self.progress.advance("")
-        if args.trace and name.startswith(args.trace):
-            self._trace(Path(args.out).parent)
-            self._profile(Path(args.out).parent)
-            args.trace = ""  # once is enough
-        if self.rank == 0:
-            median = statistics.median(r["step_ms"] for r in measured)
-            memory = f"{measured[-1]['peak_gib']:.1f} GiB  " if self.cuda else ""
-            self.progress.print(
-                f"{args.model} mbs {args.micro_batch} {name:12} {median:8.1f} ms  {memory}loss {measured[-1]['loss']:.3f}"
-            )
-        if self.engine is not None:
-            self.engine.destroy()
-        self.step = self.engine = None  # frees the engine's memory before the next one is made
-        engines.clean()
         return measured
+
+    def _drained(self, what: str) -> list[dict]:
+        """A row per window of unlike steps, each from a common start until all ranks have nothing left to do."""
+        args = self.args
+        self._steps(args.warmup)
+        self._drain()
+        first_peak, measured = self._peak(), []
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+        for window in range(args.windows):
+            self.progress.advance(f"{what}: window {window + 1} of {args.windows}")
+            first, received, waited = args.warmup + window * args.steps, self._received(), self._waited()
+            dist.barrier()
+            if self.cuda:
+                torch.cuda.synchronize()
+            begun = time.perf_counter()
+            times, losses = self._steps(args.steps, first=first)
+            self._drain()
+            took = time.perf_counter() - begun
+            steady = self._peak()
+            mine = {
+                "times": times,
+                "step_ms": 1000 * took / args.steps,
+                "tokens": sum(sum(n) for step in self.drawn[first : first + args.steps] for n in step),
+                "steady": steady,
+                "peak": max(first_peak, steady),
+                "received": (self._received() - received) / args.steps / 2**20,
+                "waited": 1000 * (self._waited() - waited) / args.steps,
+                "ends": self.ends,
+                "loss": float(losses[-1]),
+            }
+            measured.append(self._row(window, mine))
+        return measured
+
+    def _drain(self) -> None:
+        """Wait until this rank's steps are finished, with the updates that a cyclic engine still owes."""
+        if self.name.startswith("cdp-"):
+            self.engine.flush()
+        if self.cuda:
+            torch.cuda.synchronize()
 
     def _row(self, window: int, mine: dict[str, Any]) -> dict[str, Any]:
         """The row of a window, from the figures of all ranks."""
         args = self.args
-        mine["step_ms"] = statistics.mean(mine["times"])
         everyone: list[dict] = [None] * self.size  # type: ignore[list-item]
         dist.all_gather_object(everyone, mine)
         slowest = max(everyone, key=lambda x: x["step_ms"])
         pooled = sorted(t for x in everyone for t in x["times"])
-        tokens = args.micro_batch * args.sequence / slowest["step_ms"] * 1000
+        tokens = sum(x["tokens"] for x in everyone) / self.size / (slowest["step_ms"] * args.steps) * 1000
         device_name = torch.cuda.get_device_name() if self.cuda else "CPU"
         if args.layer_ms:
             device_name += f" (layers sleep {args.layer_ms:g} and {2 * args.layer_ms:g} ms)"
@@ -187,7 +263,7 @@ class Measurement:
             "step_ms": round(slowest["step_ms"], 3),
             **{f"p{p}_ms": round(pooled[min(len(pooled) * p // 100, len(pooled) - 1)], 3) for p in (20, 80, 99)},
             "tokens_per_s_per_gpu": round(tokens, 1),
-            "mfu": round(tokens * flops / peak_flops, 4) if peak_flops else "",
+            "mfu": round(tokens * flops / peak_flops, 4) if peak_flops and not args.lengths else "",
             "peak_gib": round(max(x["peak"] for x in everyone), 3) if self.cuda else "",
             "received_mib_per_step": round(max(x["received"] for x in everyone), 2) if self._transport() else "",
             "loss": round(mine["loss"], 4),
@@ -204,16 +280,21 @@ class Measurement:
             "transformers": transformers.__version__,
             "waited_ms_by_rank": " ".join(f"{x['waited']:.2f}" for x in everyone) if self._host_waits() else "",
             "behind_ms_by_rank": " ".join(_behind(a["ends"], b["ends"]) for a, b in zip(everyone, everyone[1:])),
+            "accumulation": args.accumulation,
+            "lengths": lengths.parse(args.lengths, args.sequence, args.packed).text if args.lengths else "",
+            "tokens_by_rank": " ".join(str(x["tokens"]) for x in everyone),
         }
 
-    def _steps(self, count: int, before: Callable[[int], None] = lambda step: None) -> tuple[list[float], list[torch.Tensor]]:
+    def _steps(
+        self, count: int, before: Callable[[int], None] = lambda step: None, first: int = 0
+    ) -> tuple[list[float], list[torch.Tensor]]:
         """Milliseconds from the end of each step to the end of the next, and every loss.
 
         There is no synchronization in between: it would drain the ring, which then looks slower than it is.
         """
         marks: list[Any] = []
         losses = []
-        for i in range(count):
+        for i in range(first, first + count):
             before(i)
             if self.args.jitter_ms:
                 delay = self.late.uniform(0, self.args.jitter_ms)
@@ -221,7 +302,7 @@ class Measurement:
                     torch.cuda._sleep(int(delay * self.cycles_per_ms))  # on the device, where a late rank is late
                 else:
                     time.sleep(delay / 1000)
-            losses.append(self.step(self.batches[i % len(self.batches)]).detach().clone())
+            losses.append(self.step(*self.batches[i % len(self.batches)]).detach().clone())
             if self.cuda:
                 marks.append(torch.cuda.Event(enable_timing=True))
                 marks[-1].record()
@@ -242,6 +323,7 @@ class Measurement:
             return 0.0
         transport = self._transport()
         outside = self.engine._runtime.executor.buffers.nbytes() if transport is not None and transport.name == "peer" else 0
+        outside += self.engine.outside_nbytes() if isinstance(self.engine, fsdp.AllGathers) else 0
         return (torch.cuda.max_memory_allocated() - self.held + outside) / 2**30
 
     def _transport(self) -> Any:

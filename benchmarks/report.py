@@ -4,30 +4,35 @@ tables)."""
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks import rows
 
-RIVALS = ("fsdp2", "zero3-leaf")  # engines that others are compared with, where they ran
+RIVALS = ("fsdp2", "zero3-leaf")  # engines that others are compared with, where they ran; of FSDP2 the fastest variant
 
 
 def tables(some: Sequence[dict[str, str]], level: str = "###") -> str:
-    """Medians over windows (and repeats) with their spread, and ratios to other engines, one table per setting."""
+    """Medians over windows (and repeats) with their spread, and ratios to other engines, one table per setting.
+
+    Windows of samples of unlike lengths have unlike work, the same for all engines: there a mean takes the median's place.
+    """
     return "\n\n".join(_table(setting, engines, level) for setting, engines in rows.settings(some).items()) + "\n"
 
 
 def _table(setting: tuple[str, ...], engines: dict[str, list[dict[str, str]]], level: str) -> str:
     times = {name: [float(r["step_ms"]) for r in group] for name, group in engines.items()}
-    middle = {name: statistics.median(t) for name, t in times.items()}
+    unlike = bool(dict(zip(rows.SETTING, setting))["lengths"])
+    middle = {name: typical(group) for name, group in engines.items()}
+    rivals = [best for rival in RIVALS if (best := fastest(rival, middle))]
     columns = {
         "engine": lambda n: n,
         "ms per step": lambda n: f"{middle[n]:.1f}",
         "windows: lowest to highest": lambda n: f"{min(times[n]):.1f} to {max(times[n]):.1f} ({len(times[n])})",
         "p20, p80, p99 of steps": lambda n: ", ".join(_median(engines[n], f"p{p}_ms", ".0f") for p in (20, 80, 99)),
         "of compute-only speed": lambda n: f"{middle['compute'] / middle[n]:.3f}" if "compute" in middle else "",
-        **{f"x {rival}": lambda n, rival=rival: f"{middle[rival] / middle[n]:.2f}" for rival in RIVALS if rival in middle},
-        "tokens/s/GPU": lambda n: _median(engines[n], "tokens_per_s_per_gpu", ".0f"),
+        **{f"x {rival}": lambda n, rival=rival: f"{middle[rival] / middle[n]:.2f}" for rival in rivals},
+        "tokens/s/GPU": lambda n: f"{overall(engines[n]):.0f}" if unlike else _median(engines[n], "tokens_per_s_per_gpu", ".0f"),
         "MFU": lambda n: _median(engines[n], "mfu", ".3f"),
         "peak GiB": lambda n: _median(engines[n], "peak_gib", ".2f"),
         "GiB after warm-up": lambda n: _median(engines[n], "steady_gib", ".2f"),
@@ -39,7 +44,34 @@ def _table(setting: tuple[str, ...], engines: dict[str, list[dict[str, str]]], l
     body = {head: cells for head, cells in body.items() if any(cells)}  # no column without a figure
     lines = [f"{level} {rows.describe(setting)}", "", f"| {' | '.join(body)} |", "|" + "---|" * len(body)]
     lines += [f"| {' | '.join(line)} |" for line in zip(*body.values())]
-    return "\n".join(lines) + "\n\n" + _footnote([r for group in engines.values() for r in group])
+    return "\n".join(lines) + "\n\n" + _won(middle) + _footnote([r for group in engines.values() for r in group])
+
+
+def typical(some: Sequence[dict[str, str]]) -> float:
+    """Milliseconds of an engine's step: the median over windows, or their mean if each window has other lengths."""
+    times = [float(r["step_ms"]) for r in some]
+    return statistics.mean(times) if some[0]["lengths"] else statistics.median(times)
+
+
+def fastest(family: str, times: Mapping[str, float]) -> str | None:
+    """The engine that stands for ``family`` in tables: of FSDP2 the fastest variant that ran; None if none did."""
+    names = [n for n in times if n == family or family == "fsdp2" and n.startswith("fsdp2-")]
+    return min(names, key=lambda n: times[n], default=None)
+
+
+def _won(times: dict[str, float]) -> str:
+    """A sentence where a rival that trains is faster than all cyclic engines; else nothing."""
+    ours = min((n for n in times if n.startswith("cdp-")), key=lambda n: times[n], default=None)
+    best = min((n for n in times if n != "compute"), key=lambda n: times[n], default=None)
+    if ours is None or best is None or best.startswith("cdp-"):
+        return ""
+    return f"A rival wins here: `{ours}` takes {100 * (times[ours] / times[best] - 1):.1f} % longer than `{best}`.\n\n"
+
+
+def overall(some: list[dict[str, str]]) -> float:
+    """Tokens per second and GPU over all windows of unlike lengths."""
+    tokens = [sum(map(int, r["tokens_by_rank"].split())) for r in some]
+    return sum(tokens) / sum(n / float(r["tokens_per_s_per_gpu"]) for n, r in zip(tokens, some))
 
 
 def _footnote(some: list[dict[str, str]]) -> str:

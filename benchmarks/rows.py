@@ -41,6 +41,10 @@ FIELDS = (
     # since the stragglers on CPUs: per step, by rank; how far each rank ends a step behind the one before
     "waited_ms_by_rank",
     "behind_ms_by_rank",
+    # since samples of unlike lengths: micro-batches per step; MEDIAN:SIGMA; real tokens in the window
+    "accumulation",
+    "lengths",
+    "tokens_by_rank",
 )
 SINCE = {
     "steady_gib": "",
@@ -51,8 +55,23 @@ SINCE = {
     "transformers": "",
     "waited_ms_by_rank": "",
     "behind_ms_by_rank": "",
+    "accumulation": "1",
+    "lengths": "",
+    "tokens_by_rank": "",
 }
-SETTING = ("model", "ranks", "micro_batch", "sequence", "compiled", "jitter_ms", "host_sync", "bandwidth_gb_s", "device")
+SETTING = (
+    "model",
+    "ranks",
+    "micro_batch",
+    "sequence",
+    "compiled",
+    "jitter_ms",
+    "host_sync",
+    "bandwidth_gb_s",
+    "device",
+    "accumulation",
+    "lengths",
+)
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -115,7 +134,13 @@ def describe(setting: tuple[str, ...]) -> str:
     """A setting in words, for headings."""
     s = dict(zip(SETTING, setting))
     text = f"{s['model']}, micro-batch {s['micro_batch']}, {s['ranks']} x {s['device']}"
-    text += f", sequence {s['sequence']}" if s["sequence"] != "2048" else ""
+    text += f", {s['accumulation']} micro-batches a step" if s["accumulation"] != "1" else ""
+    if s["lengths"]:
+        shape, _, packed = s["lengths"].partition(" ")
+        median, sigma = shape.split(":")
+        text += f", log-normal lengths of median {median} and sigma {sigma} up to {s['sequence']}" + f" ({packed})" * bool(packed)
+    else:
+        text += f", sequence {s['sequence']}" if s["sequence"] != "2048" else ""
     text += ", torch.compile" if s["compiled"] == "True" else ""
     text += ", no host synchronization in the forward" if s["host_sync"] == "False" else ""
     text += f", hand-offs at {float(s['bandwidth_gb_s']):g} GB/s" if s["bandwidth_gb_s"] else ""

@@ -14,10 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks import report, rows
+from benchmarks import lengths, report, rows
 from benchmarks.sizes import SIZES
 
 ENGINES = ("compute", "ddp", "fsdp2", "zero3", "zero3-leaf", "cdp-v2", "cdp-v1")
+RIVALS = r"fsdp2(-prefetch2)?(-symm|-zerocta)?(-keep)?|zero3-deepcompile|zero3(-leaf)?-offload"
 REPLICAS = ("zero1", "zero2", "cdp-v2-replicas", "cdp-v1-replicas")  # beside ddp: every rank keeps all parameters
 PASSED_ON = (
     "engines",
@@ -31,6 +32,7 @@ PASSED_ON = (
     "build",
     "bandwidth_limit",
     "layer_ms",
+    "lengths",
 )
 
 
@@ -48,10 +50,24 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "cdp-...-minS: with min_unit_mb S; cdp-...-unfused: without "
         "gradient_accumulation_fusion; cdp-...-uncorrected: with delay_correction none; "
         "cdp-...-nccl: over NCCL where peer copies would do; "
-        "zero3-offload, cdp-...-offload: optimizer in host memory",
+        "zero3-offload, cdp-...-offload: optimizer in host memory; fsdp2-prefetch2, fsdp2-symm, fsdp2-zerocta, fsdp2-keep and "
+        "their combinations: benchmarks/fsdp.py; zero3-deepcompile: DeepSpeed's compiler (warm-up of 8 steps at least)",
     )
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
-    parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument(
+        "--sequence", type=int, default=2048, help="tokens of a sample; with --lengths: of the longest, or of a pack"
+    )
+    parser.add_argument("--accumulation", default="1", help="micro-batches per step; comma-separated")
+    parser.add_argument(
+        "--lengths",
+        default="",
+        metavar="MEDIAN:SIGMA",
+        help="samples have log-normal lengths, drawn by rank, step and micro-batch; tokens per second count no padding, and each "
+        "window is timed from a common start until all ranks have done all its work",
+    )
+    parser.add_argument(
+        "--packed", action="store_true", help="with --lengths: a micro-batch is one row of samples, up to --sequence"
+    )
     parser.add_argument("--steps", type=int, default=8, help="per window")
     parser.add_argument("--windows", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=4, help="steps before the first window")
@@ -94,7 +110,8 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         type=float,
         default=0.0,
         help="with --cpu: each decoder layer sleeps this long in its "
-        "forward and twice as long in its backward, as if a device that shares no core with anybody computed it",
+        "forward and twice as long in its backward, as if a device that shares no core with anybody computed it; shorter samples "
+        "sleep less, in proportion",
     )
     parser.add_argument("--seconds", type=float, default=120, help="no engine may take longer than this")
     parser.add_argument("--topic", default="run", help="ends the name of the default for --out")
@@ -103,13 +120,12 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     names = args.engines.split(",")
     for name in names:
         if name not in ENGINES + REPLICAS and not re.fullmatch(
-            r"cdp-(v1|v2|\d+)(-keep|-replicas)?(-min\d+)?(-unfused)?(-uncorrected)?(-nccl)?(-offload)?|zero3(-leaf)?-offload",
-            name,
+            r"cdp-(v1|v2|\d+)(-keep|-replicas)?(-min\d+)?(-unfused)?(-uncorrected)?(-nccl)?(-offload)?|" + RIVALS, name
         ):
             parser.error(
                 f"--engines has {name!r}; allowed are {', '.join(ENGINES + REPLICAS)}, cdp-K with an integer K, "
                 "cdp-...-replicas, cdp-...-keep, cdp-...-minS, cdp-...-unfused, cdp-...-uncorrected, cdp-...-nccl, "
-                "cdp-...-offload and zero3-offload"
+                "cdp-...-offload, zero3-offload, zero3-deepcompile and fsdp2[-prefetch2][-symm or -zerocta][-keep]"
             )
     for model in args.models.split(","):
         if model not in SIZES:
@@ -117,6 +133,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     others = [n for n in names if not n.startswith("cdp-")]
     if args.bandwidth_limit and others:
         parser.error(f"--bandwidth-limit holds back hand-offs and {others[0]!r} has none; use it with cdp engines only")
+    if "fsdp2-zerocta" in args.engines and ("-symm" in args.engines or "cdp-" in args.engines):
+        parser.error("fsdp2-zerocta needs NCCL's symmetric memory, and fsdp2-symm and cdp engines CUDA's; use one call for each")
+    if args.packed and not args.lengths:
+        parser.error("--packed is given without --lengths; give MEDIAN:SIGMA too")
+    if args.packed and (args.micro_batch != "1" or args.no_host_sync):
+        parser.error(
+            "--packed makes each micro-batch one row, and models must search it for samples; "
+            "use --micro-batch 1 without --no-host-sync"
+        )
+    if args.lengths:
+        try:
+            lengths.parse(args.lengths, args.sequence, args.packed)
+        except ValueError as error:
+            parser.error(str(error))
     if args.bandwidth_limit < 0:
         parser.error(f"--bandwidth-limit is {args.bandwidth_limit:g}; it must be above 0 GB/s")
     if args.layer_ms and not args.cpu:
@@ -149,9 +179,10 @@ def main(argv: list[str] | None = None) -> int:
     environment = {**os.environ, "OMP_NUM_THREADS": str(args.threads), **({"DS_ACCELERATOR": "cpu"} if args.cpu else {})}
     environment.setdefault("PYTHONWARNINGS", "ignore::FutureWarning")
     modes = {"no": (False,), "yes": (True,), "both": (False, True)}[args.compile]
-    settings = list(itertools.product(args.models.split(","), args.micro_batch.split(","), args.jitter_ms.split(","), modes))
+    choices = (args.models, args.micro_batch, args.accumulation, args.jitter_ms)
+    settings = list(itertools.product(*(c.split(",") for c in choices), modes))
     failed = 0
-    for i, (model, micro_batch, jitter, compiled) in enumerate(settings):
+    for i, (model, micro_batch, accumulation, jitter, compiled) in enumerate(settings):
         command = [
             sys.executable,
             "-m",
@@ -164,6 +195,8 @@ def main(argv: list[str] | None = None) -> int:
             model,
             "--micro-batch",
             micro_batch,
+            "--accumulation",
+            accumulation,
             "--jitter-ms",
             jitter,
             "--out",
@@ -174,9 +207,11 @@ def main(argv: list[str] | None = None) -> int:
         for name in PASSED_ON:
             command += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
         command += ["--compile"] * compiled + ["--cpu"] * args.cpu + ["--no-host-sync"] * args.no_host_sync
+        command += ["--packed"] * args.packed
         if len(settings) > 1:
             print(
-                f"setting {i + 1} of {len(settings)}: {model}, micro-batch {micro_batch}, delays up to {jitter} ms"
+                f"setting {i + 1} of {len(settings)}: {model}, micro-batch {micro_batch} x {accumulation}, "
+                + f"delays up to {jitter} ms"
                 + ", compiled" * compiled,
                 file=sys.stderr,
                 flush=True,

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks import rows  # noqa: E402
+from benchmarks.report import fastest, overall, typical  # noqa: E402
 
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ("performance", "performance-other", "learning")))
 BLOCK = re.compile(r"<!-- rows: ([^>]*?) -->\n.*?<!-- end of rows -->", re.DOTALL)
@@ -54,7 +55,7 @@ class Setting(NamedTuple):
     @property
     def plain(self) -> bool:
         """No rank is delayed and no link is slowed down."""
-        return not float(self.first["jitter_ms"]) and not self.first["bandwidth_gb_s"]
+        return not float(self.first["jitter_ms"]) and not self.first["bandwidth_gb_s"] and not self.first["lengths"]
 
     @property
     def place(self) -> str:
@@ -66,15 +67,32 @@ class Setting(NamedTuple):
         hardware = f"{self.first['ranks']} x {self.first['device']}"
         return ", ".join(p for p in self.parts if p not in (self.first["model"], hardware))
 
+    def best(self, engine: str) -> str | None:
+        """The engine whose figures stand for ``engine``: of FSDP2 the fastest variant that ran; None if none did."""
+        if engine != "fsdp2":
+            return engine if engine in self.engines else None
+        return fastest(engine, {n: typical(some) for n, some in self.engines.items()})
+
+    def variant(self, engine: str) -> str:
+        """What to write beside a figure of an engine: the variant, if it is not the plain one."""
+        name = self.best(engine)
+        return f" (`{name}`)" if name not in (None, engine) else ""
+
     def times(self, engine: str) -> list[float]:
         return [float(r["step_ms"]) for r in self.engines.get(engine, [])]
 
     def ms(self, engine: str) -> float | None:
-        """Median over windows; None if the engine did not run."""
-        return statistics.median(self.times(engine)) if engine in self.engines else None
+        """Of a step; None if the engine did not run."""
+        name = self.best(engine)
+        return typical(self.engines[name]) if name else None
+
+    def tokens(self, engine: str) -> float | None:
+        """Tokens per second and GPU over all windows of unlike lengths; None if the engine did not run."""
+        name = self.best(engine)
+        return overall(self.engines[name]) if name else None
 
     def gib(self, engine: str) -> float | None:
-        known = [float(r["peak_gib"]) for r in self.engines.get(engine, []) if r["peak_gib"]]
+        known = [float(r["peak_gib"]) for r in self.engines.get(self.best(engine) or "", []) if r["peak_gib"]]
         return statistics.median(known) if known else None
 
 
@@ -135,7 +153,7 @@ def speed(sources: Sequence[str], page: Path) -> str:
                 _show(s.ms("compute"), ".1f"),
                 f"**{s.ms('cdp-v2'):.1f}** ({min(times):.0f} to {max(times):.0f})",
                 _ratio(s.ms("compute"), s.ms("cdp-v2"), ".1%").replace("%", " %"),
-                *(_ratio(s.ms(rival), s.ms("cdp-v2"), ".2f") for rival in rivals),
+                *(_ratio(s.ms(rival), s.ms("cdp-v2"), ".2f") + s.variant(rival) for rival in rivals),
                 _recorded(s.run, page),
             ]
         )
@@ -150,7 +168,7 @@ def memory(sources: Sequence[str], page: Path) -> str:
             f"{MODELS[s.first['model']]}, {s.label}",
             s.place,
             _show(s.gib("cdp-v2-uncorrected") or s.gib("cdp-v2"), ".1f"),
-            *(_show(s.gib(name), ".1f") for name in names[1:]),
+            *(_show(s.gib(name), ".1f") + s.variant(name) for name in names[1:]),
             _recorded(s.run, page),
         ]
         for s in settings(sources)
@@ -175,6 +193,22 @@ def engines(sources: Sequence[str], page: Path) -> str:
         for name in sorted(s.shown or s.engines, key=s.ms)
     ]
     return table(["engine", "GPUs", "ms per step", "of passes alone", "GiB", "rows"], body)
+
+
+def unlike(sources: Sequence[str], page: Path) -> str:
+    """Tokens per second and GPU with samples of unlike lengths, one line per setting."""
+    names = ("compute", "cdp-v2", "fsdp2", "zero3-leaf", "ddp")
+    body = [
+        [
+            s.place,
+            ", ".join([MODELS.get(s.first["model"], s.first["model"]), s.label]),
+            *(_show(s.tokens(name), ".0f") + s.variant(name) for name in names),
+            _ratio(s.tokens("cdp-v2"), s.tokens("fsdp2"), ".2f"),
+            _recorded(s.run, page),
+        ]
+        for s in settings(sources)
+    ]
+    return table(["GPUs", "setting", *(ENGINES[name] for name in names), "`cdp-v2` x FSDP2", "rows"], body)
 
 
 def hosts(sources: Sequence[str], page: Path) -> str:
@@ -341,9 +375,10 @@ def headline(sources: Sequence[str], page: Path) -> str:
         for what, figure in (("ms per step", s.ms), ("peak GiB per GPU", s.gib)):
             known = {name: v for name in names if (v := figure(name)) is not None}
             form = ".0f" if figure == s.ms else ".1f"
-            cells = [format(known[n], form) if n in known else "" for n in names]
             best = min(known, key=known.get)
-            body.append([label + what, *(f"**{c}**" if n == best else c for n, c in zip(names, cells))])
+            cells = {n: format(v, form) for n, v in known.items()}
+            shown = [f"**{cells[n]}**" if n == best else cells.get(n, "") for n in names]
+            body.append([label + what, *(cell + s.variant(n) * bool(cell) for n, cell in zip(names, shown))])
             label = "its "
     gpt = _gpt(learned)["gpt", "1"]
     plain, cyclic, warm = (
@@ -365,7 +400,7 @@ def headline(sources: Sequence[str], page: Path) -> str:
 
 
 KINDS: dict[str, Callable[[Sequence[str], Path], str]] = {
-    f.__name__: f for f in (speed, memory, engines, hosts, learning, warmed_up, from_step_0, same_loss, headline)
+    f.__name__: f for f in (speed, memory, engines, unlike, hosts, learning, warmed_up, from_step_0, same_loss, headline)
 }
 
 

@@ -1,7 +1,6 @@
-"""What checkpoints of rings (``save_load``) and of pipelines (``pipeline``) share.
+"""What checkpoints of rings (``save_load``) and of pipelines (``pipeline``) share; ``saving`` has the rest of saving.
 
-Saving and loading are collective. Saving is atomic: a checkpoint gets its name once it is complete. Loading checks everything on
-all ranks before any rank changes anything.
+Saving and loading are collective. Loading checks everything on all ranks before any rank changes anything.
 """
 
 import copy
@@ -13,21 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from deepspeed.utils import logger
 
-from deepspeed_cdp.checkpoint.files import (
-    NotRestoredError,
-    check_new_tag,
-    check_replaceable,
-    check_tag,
-    discard_quietly,
-    hidden_sibling,
-    make_working,
-    read_latest,
-    replace_folder,
-    sync_folder,
-    write_aside,
-    write_text,
-)
-from deepspeed_cdp.checkpoint.format import MANIFEST, TensorSpec, manifest_text, pack_state
+from deepspeed_cdp.checkpoint.files import check_tag, read_latest
+from deepspeed_cdp.checkpoint.format import TensorSpec, pack_state
 from deepspeed_cdp.checkpoint.manifest import COUNTERS
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.optim.state import fit_counts, spread_counts
@@ -35,16 +21,6 @@ from deepspeed_cdp.optim.state import fit_counts, spread_counts
 Gather = Callable[[Any, str], list[Any]]  # collective: (this rank's value, where for the error) -> all ranks' values, in order
 
 ELEMENTWISE = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}  # state with the shape of its parameter
-
-SCRIPT = '''"""Writes a checkpoint's weights in fp32: python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--tag TAG] (--help)."""
-
-import sys
-
-from deepspeed_cdp.convert import main
-
-if __name__ == "__main__":
-    sys.exit(main(["to-fp32", *sys.argv[1:]]))
-'''
 
 
 class EngineState(Protocol):
@@ -94,111 +70,6 @@ def scheduler_state(engine: EngineState) -> Any:
 
 
 # ---- saving -----------------------------------------------------------------------------------------------------------------
-def save_on_all_ranks(
-    save_dir: str,
-    tag: str,
-    rank: int,
-    gather: Gather,
-    where: str,
-    save_latest: bool,
-    write: Callable[[str], dict[str, Any]],
-    manifest: Callable[[list[dict[str, Any]]], dict[str, Any]],
-) -> None:
-    """Collective: every rank writes into a temporary folder, which is renamed to DIR/TAG once all files are on the disk.
-
-    Args:
-        write: (folder) -> this rank's contribution to the manifest.
-        manifest: (contributions of all ranks, in rank order) -> the manifest.
-        save_latest: write DIR/latest, too.
-    Raises:
-        CheckpointError: on every rank; it names the failed rank and its error. The previous checkpoint, and ``latest``, are
-            as before: until ``latest`` is replaced, last of all, an error undoes every step. If undoing fails, the message says
-            where the previous checkpoint is.
-    """
-    tags = sorted(set(gather(tag, where)))
-    if len(tags) > 1:
-        raise CheckpointError(
-            f"tag is {tag!r} on rank {rank} but the ranks have {tags}; give the same tag on every rank (nothing was saved)"
-        )
-    final = os.path.join(save_dir, tag)
-    working = hidden_sibling(final, "saving")
-
-    def run_on_all_ranks(action: Callable[[], Any]) -> list[Any]:
-        """All ranks' results of ``action``; if it fails on one rank, every rank raises that error."""
-        result, problem, untouched = None, None, True
-        try:
-            result = action()
-        except Exception as error:
-            problem, untouched = error_text(error), not isinstance(error, NotRestoredError)
-        everyone = gather([result, problem, untouched], where)
-        problems = [f"rank {r}: {x[1]}" for r, x in enumerate(everyone) if x[1]]
-        if problems:
-            if rank == 0:
-                discard_quietly(working)
-            so = "; the one before is untouched" if all(x[2] for x in everyone) else ""
-            raise CheckpointError(f"checkpoint {final!r} was not saved ({'; '.join(problems)}){so}")
-        return [x[0] for x in everyone]
-
-    def prepare() -> None:
-        if rank == 0:
-            _check_place(save_dir, tag, save_latest)
-            make_working(final)
-
-    def finish() -> None:
-        if rank == 0:
-            write_text(os.path.join(working, MANIFEST), manifest_text(manifest(contributions)))
-            write_text(os.path.join(save_dir, "zero_to_fp32.py"), SCRIPT)
-            latest = os.path.join(save_dir, "latest")
-            aside = write_aside(latest, tag) if save_latest else None
-
-            def commit() -> None:
-                if aside is not None:
-                    sync_folder(os.path.dirname(final))
-                    os.replace(aside, latest)
-
-            try:
-                replace_folder(working, final, commit)
-            except BaseException:
-                if aside is not None:
-                    discard_quietly(aside)
-                raise
-            sync_folder(save_dir)
-
-    run_on_all_ranks(prepare)
-    contributions = run_on_all_ranks(lambda: write(working))
-    run_on_all_ranks(finish)  # no rank returns before the checkpoint has its name
-
-
-def _check_place(save_dir: str, tag: str, save_latest: bool) -> None:
-    """Raise CheckpointError unless DIR/TAG is free, or a folder that may be replaced as a whole.
-
-    Links below ``save_dir`` are refused: through them a save would write, and delete, elsewhere.
-    """
-    parts = tag.split("/")
-    for i in range(1, len(parts) + 1):
-        path = os.path.join(save_dir, *parts[:i])
-        check_replaceable(path)
-        if i < len(parts) and os.path.lexists(os.path.join(path, MANIFEST)):
-            raise CheckpointError(f"{path} is a checkpoint, and no other is saved inside it; choose another tag than {tag!r}")
-    inside = os.listdir(path) if os.path.isdir(path) else []
-    if lost := [name for name in inside if os.path.lexists(os.path.join(path, name, MANIFEST))]:
-        raise CheckpointError(f"{path} holds the checkpoint {min(lost)!r}, which would be lost; choose another tag than {tag!r}")
-    for name in ("zero_to_fp32.py", *(["latest"] if save_latest else [])):
-        if os.path.isdir(file := os.path.join(save_dir, name)) and not os.path.islink(file):
-            raise CheckpointError(f"{file} is a folder, and save_checkpoint writes a file of this name; remove it")
-
-
-def save_location(save_dir: str | None, tag: str | None, global_steps: int) -> tuple[str, str]:
-    """The validated (folder, tag) of a checkpoint to be saved; the default tag is ``global_stepN``.
-
-    Raises:
-        ValueError: ``save_dir`` is empty, or the tag leaves the folder or is a name of the folder's own files.
-    """
-    if not save_dir:
-        raise ValueError(f"save_dir is {save_dir!r}; it must name a folder; give one to save_checkpoint()")
-    return os.fspath(save_dir), check_new_tag(str(tag if tag is not None else f"global_step{global_steps}"))
-
-
 def pack_stage(
     masters: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:

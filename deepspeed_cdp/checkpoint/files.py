@@ -38,12 +38,21 @@ def save_tensors(folder: str, name: str, tensors: dict[str, torch.Tensor], metad
         The file's entry in a manifest: ``nbytes``, ``sha256``, and ``tensors`` ([dtype, shape] by name). A reader checks
         dtypes and shapes against it before it allocates memory.
     """
+    return write_tensors(folder, name, on_host(tensors), metadata)
+
+
+def on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Contiguous CPU copies."""
+    return {k: v.detach().to("cpu", copy=True, memory_format=torch.contiguous_format) for k, v in tensors.items()}
+
+
+def write_tensors(folder: str, name: str, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+    """As ``save_tensors``, of what ``on_host`` returns."""
     path = os.path.join(folder, name)
-    whole = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in tensors.items()}
-    save_file(whole, path, metadata or None)  # safetensors cannot read what it writes for empty metadata and no tensors
+    save_file(tensors, path, metadata or None)  # safetensors cannot read what it writes for empty metadata and no tensors
     with open(path, "rb+") as file:
         sync(file)
-    return {**file_entry(path), "tensors": {k: [str(v.dtype).removeprefix("torch."), list(v.shape)] for k, v in whole.items()}}
+    return {**file_entry(path), "tensors": {k: [str(v.dtype).removeprefix("torch."), list(v.shape)] for k, v in tensors.items()}}
 
 
 def save_plain(folder: str, name: str, value: Any, what: str) -> dict[str, Any]:

@@ -26,14 +26,13 @@ from deepspeed_cdp.checkpoint.common import (
     raise_on_all_ranks,
     refuse_custom_load,
     restore_options,
-    save_location,
-    save_on_all_ranks,
     saved_buffers,
     scheduler_state,
 )
 from deepspeed_cdp.checkpoint.deepspeed_formats import open_checkpoint
-from deepspeed_cdp.checkpoint.files import existing_folder, load_plain, save_plain, save_tensors
+from deepspeed_cdp.checkpoint.files import existing_folder, load_plain
 from deepspeed_cdp.checkpoint.format import CheckpointReader, plain_options
+from deepspeed_cdp.checkpoint.saving import Files, Pending, Saving, save_location, save_on_all_ranks
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.optim.state import moved
 from deepspeed_cdp.pipeline.runtime import PipeRuntime
@@ -93,21 +92,18 @@ def save(
     client_state: dict,
     save_latest: bool,
     exclude_frozen: bool,
-) -> bool:
-    """Collective; see ``CyclicPipelineEngine.save_checkpoint``."""
+    later: tuple[int, float] | None,
+) -> Pending | None:
+    """Collective; see ``CyclicPipelineEngine.save_checkpoint``, and ``save_on_all_ranks`` for ``later``."""
     save_dir, tag = save_location(save_dir, tag, engine.global_steps)
     runtime.flush()
-    save_on_all_ranks(
-        save_dir,
-        tag,
-        runtime.rank,
-        _gather(runtime),
-        f"rank {runtime.rank}, saving checkpoint {tag!r}",
-        save_latest,
-        lambda folder: _write(engine, stages, runtime, folder, client_state, exclude_frozen),
+    where = f"rank {runtime.rank}, saving checkpoint {tag!r}"
+    return save_on_all_ranks(
+        Saving(save_dir, tag, runtime.rank, _gather(runtime), where, save_latest),
+        lambda files: _write(engine, stages, runtime, files, client_state, exclude_frozen),
         lambda everyone: _manifest(engine, stages, runtime, everyone, exclude_frozen),
+        later,
     )
-    return True
 
 
 def _manifest(
@@ -129,19 +125,18 @@ def _manifest(
         "counters": counters_of(engine),
         "loss_scale": None,
         "pipeline": {"placement": schedule.placement, "bounds": stages.bounds},
-        "files": {name: entry for x in everyone for name, entry in x["files"].items()},
     }
 
 
 def _write(
-    engine: PipelineEngine, stages: StageModules, runtime: PipeRuntime, folder: str, client_state: dict, exclude_frozen: bool
+    engine: PipelineEngine, stages: StageModules, runtime: PipeRuntime, files: Files, client_state: dict, exclude_frozen: bool
 ) -> dict[str, Any]:
-    """Write the files of the stages that this rank owns.
+    """Add the files of the stages that this rank owns.
 
     Returns:
-        files: their manifest entries; stages: by stage, its parameters' names, and its param groups' names and options.
+        stages: by stage, its parameters' names, and its param groups' names and options.
     """
-    files, written = {}, {}
+    written = {}
     for s, owner in runtime.owners.items():
         tensors, metadata = pack_stage(owner.masters, {} if exclude_frozen else stages.frozen(engine.module, s), owner.optimizer)
         names = {p: n for n, p in owner.masters.items()}
@@ -149,7 +144,7 @@ def _write(
             (f"stage_{s:03d}.safetensors", tensors, metadata),
             (f"buffers_{s:03d}.safetensors", stages.buffers(engine.module, s), {}),
         ):
-            files[name] = save_tensors(folder, name, content, text)
+            files.add_tensors(name, content, text)
         groups = [(g, user) for g, user in zip(owner.optimizer.param_groups, runtime.user_optimizer.param_groups) if g["params"]]
         written[s] = {
             "names": list(owner.masters),
@@ -160,8 +155,8 @@ def _write(
         known = runtime.finished
         last = None if known is None else {"step": known.step, "loss": known.loss.cpu(), "squares": known.squares.cpu()}
         client = {"client_state": client_state, "lr_scheduler": scheduler_state(engine), "known": last}
-        files["client.pt"] = save_plain(folder, "client.pt", client, "client_state or the lr scheduler's state")
-    return {"files": files, "stages": written}
+        files.add_plain("client.pt", client, "client_state or the lr scheduler's state")
+    return {"stages": written}
 
 
 # ---- loading ----------------------------------------------------------------------------------------------------------------
@@ -299,7 +294,7 @@ def _apply(
             if name in values:
                 master.copy_(values[name])
         if options.optimizer:
-            _apply_state(owner.optimizer, owner.masters, runtime.user_optimizer, found)
+            _apply_state(owner.optimizer, owner.masters.parameters, runtime.user_optimizer, found)
     if options.scheduler:
         load_scheduler(engine, found["lr_scheduler"])
     if options.counters:

@@ -34,14 +34,13 @@ from deepspeed_cdp.checkpoint.common import (
     raise_on_all_ranks,
     refuse_custom_load,
     restore_options,
-    save_location,
-    save_on_all_ranks,
     saved_buffers,
     scheduler_state,
 )
 from deepspeed_cdp.checkpoint.deepspeed_formats import open_checkpoint
-from deepspeed_cdp.checkpoint.files import existing_folder, save_plain, save_tensors
+from deepspeed_cdp.checkpoint.files import existing_folder
 from deepspeed_cdp.checkpoint.format import CheckpointReader, plain_options
+from deepspeed_cdp.checkpoint.saving import Files, Pending, Saving, save_location, save_on_all_ranks
 from deepspeed_cdp.errors import CheckpointError
 from deepspeed_cdp.version import __version__
 
@@ -76,22 +75,19 @@ def save(
     client_state: dict,
     save_latest: bool,
     exclude_frozen: bool,
-) -> bool:
-    """Collective; see ``CyclicEngine.save_checkpoint``."""
+    later: bool,
+) -> Pending | None:
+    """Collective; see ``CyclicEngine.save_checkpoint``, and ``save_on_all_ranks`` for ``later``."""
     save_dir, tag = save_location(save_dir, tag, engine.global_steps)
     runtime.flush()
-    rank = runtime.transport.world_rank
-    save_on_all_ranks(
-        save_dir,
-        tag,
-        rank,
-        runtime.transport.gather,
-        f"rank {rank}, step {runtime.executor.global_step}, saving checkpoint {tag!r}",
-        save_latest,
-        lambda folder: _write(engine, runtime, folder, client_state, exclude_frozen),
+    transport = runtime.transport
+    where = f"rank {transport.world_rank}, step {runtime.executor.global_step}, saving checkpoint {tag!r}"
+    return save_on_all_ranks(
+        Saving(save_dir, tag, transport.world_rank, transport.gather, where, save_latest),
+        lambda files: _write(engine, runtime, files, client_state, exclude_frozen),
         lambda everyone: _manifest(engine, runtime, everyone, exclude_frozen),
+        (transport.size * transport.rings, transport.timeout_seconds) if later else None,
     )
-    return True
 
 
 def _manifest(engine: RingEngine, runtime: "Runtime", everyone: list[dict], exclude_frozen: bool) -> dict[str, Any]:
@@ -111,38 +107,37 @@ def _manifest(engine: RingEngine, runtime: "Runtime", everyone: list[dict], excl
         "frozen_left_out": exclude_frozen,
         "counters": counters_of(engine),
         "loss_scale": runtime.scale.state_dict(),
-        "files": {name: entry for x in everyone for name, entry in x["files"].items()},
     }
 
 
-def _write(engine: RingEngine, runtime: "Runtime", folder: str, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
-    """Write this rank's files.
+def _write(engine: RingEngine, runtime: "Runtime", files: Files, client_state: dict, exclude_frozen: bool) -> dict[str, Any]:
+    """Add this rank's files.
 
     Returns:
-        files: their manifest entries; options: of each param group; owns: whether this rank owns parameters of the group.
+        options: of each param group; owns: whether this rank owns parameters of the group.
     """
     owner, rank = runtime.owner, runtime.transport.world_rank
-    files = {} if runtime.transport.ring else _write_stage(runtime, folder, exclude_frozen)
-    buffers = f"buffers_{rank:03d}.safetensors"  # every rank's own: batch norm's statistics, say, differ between ranks
-    files[buffers] = save_tensors(folder, buffers, saved_buffers(runtime.module), {})
+    if runtime.transport.ring == 0:  # several rings have equal stages
+        _add_stage(runtime, files, exclude_frozen)
+    # every rank's own buffers: batch norm's statistics, say, differ between ranks
+    files.add_tensors(f"buffers_{rank:03d}.safetensors", saved_buffers(runtime.module), {})
     if rank == 0:
         content = {"client_state": client_state, "lr_scheduler": scheduler_state(engine)}
-        files["client.pt"] = save_plain(folder, "client.pt", content, "client_state or the lr scheduler's state")
+        files.add_plain("client.pt", content, "client_state or the lr scheduler's state")
     return {
-        "files": files,
         "options": [plain_options({k: v for k, v in g.items() if k != "params"}) for g in owner.optimizer.param_groups],
         "owns": [bool(g["params"]) for g in owner.optimizer.param_groups],
     }
 
 
-def _write_stage(runtime: "Runtime", folder: str, exclude_frozen: bool) -> dict[str, Any]:
-    """Write the owned stage's file; returns its manifest entry. Several rings have equal stages, so only ring 0 writes."""
+def _add_stage(runtime: "Runtime", files: Files, exclude_frozen: bool) -> None:
+    """Add the owned stage's file."""
     owner = runtime.owner
     stage = f"stage_{runtime.plan.schedule.owned(runtime.executor.rank):03d}.safetensors"
     tensors, metadata = pack_stage(owner.masters, {} if exclude_frozen else owner.frozen, owner.optimizer)
     if stage == "stage_000.safetensors":
         tensors["scalars"] = runtime.executor.metrics.kept
-    return {stage: save_tensors(folder, stage, tensors, metadata)}
+    files.add_tensors(stage, tensors, metadata)
 
 
 def _tied_names(module: torch.nn.Module) -> dict[str, str]:

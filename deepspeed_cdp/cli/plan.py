@@ -3,6 +3,8 @@
 import argparse
 from typing import Any, NamedTuple
 
+import torch
+
 from deepspeed_cdp.analysis.activations import track
 from deepspeed_cdp.analysis.timing import waves
 from deepspeed_cdp.analysis.timing.baselines import baselines
@@ -240,10 +242,11 @@ def _messages(plan: Plan, rank: int) -> int:
 
 def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[str, int]]:
     """Bytes by use, in rank order."""
-    ours, rows = p.plan.memory(), []
+    rows = []
     for rank in range(p.plan.schedule.ranks):
-        stage = stages[p.plan.schedule.owned(rank)]
-        state = 0 if p.config.offload else 4 * (1 + p.config.states) * stage["trained"]
+        ours, stage = p.plan.memory(rank), stages[p.plan.schedule.owned(rank)]
+        master = 2 if p.config.dtype == torch.bfloat16 else 4  # in halves (optim/masters.py)
+        state = 0 if p.config.offload else (master + 4 * p.config.states) * stage["trained"]
         row = {
             "in flight": ours["in flight"],
             "sums": ours["sums"],

@@ -422,13 +422,17 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Collective: flush, and write a checkpoint (checkpoint/save_load.py).
+        """Collective: flush, and write a checkpoint (checkpoint/save_load.py), under ``checkpoint.writer.decoupled`` later.
 
         Raises:
-            CheckpointError: it could not be written; on every rank, and the last good checkpoint is untouched.
+            CheckpointError: it, or one that was written beside training, could not be written; on every rank, and the last good
+                checkpoint is untouched.
         """
         with self._noting_failure():
-            return save_load.save(self, self._runtime, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+            self._finish_saving()
+            given = save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters, self._saves_later
+            self._pending = save_load.save(self, self._runtime, *given)
+            return True
 
     def load_checkpoint(
         self,
@@ -448,6 +452,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             CheckpointError: it cannot be read; on every rank, with the file's name, and nothing was changed.
         """
         with self._noting_failure():
+            self._finish_saving()
             given = (
                 load_dir,
                 tag,

@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from deepspeed.runtime.model_checkpointing.constants import CHECKPOINT_WRITER, CHECKPOINT_WRITER_DECOUPLED
 from deepspeed.runtime.utils import DummyOptim, maybe_loss_for_backward
 from deepspeed.runtime.zero.config import ZERO_OPTIMIZATION
 from deepspeed.utils import log_dist, logger
 
+from deepspeed_cdp.checkpoint.saving import Pending
 from deepspeed_cdp.errors import CheckpointError, DivergenceError, HandoffError, class_and_text
 from deepspeed_cdp.integration import agreement
 from deepspeed_cdp.integration.zero3_params import remove_hooks
@@ -39,6 +41,8 @@ class EngineBase:
     _first_failure = ""  # the error with which it failed first, and its step
     _exit_callback: Callable[[], None] | None = None
     _destroyed = False
+    _saves_later = False  # checkpoint.writer.decoupled
+    _pending: Pending | None = None  # a checkpoint that is being written
     _exiting = False  # the interpreter ends, so nobody needs the parameters any more
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
@@ -96,6 +100,24 @@ class EngineBase:
             {"class of the lr scheduler": agreement.class_of(scheduler)},
             {"state of the lr scheduler": agreement.scheduler_state(scheduler)},
         )
+
+    def _configure_checkpointing(self) -> None:
+        """As DeepSpeed's, without its writers: checkpoint/saving.py writes."""
+        config = self._config.checkpoint_config
+        writer, config[CHECKPOINT_WRITER] = config[CHECKPOINT_WRITER], None
+        super()._configure_checkpointing()  # type: ignore[misc]  # DeepSpeed's engine, the next base class
+        config[CHECKPOINT_WRITER] = writer
+        self._saves_later = bool(writer and writer[CHECKPOINT_WRITER_DECOUPLED])
+
+    def _finish_saving(self) -> None:
+        """Collective: wait for a checkpoint that is written beside training.
+
+        Raises:
+            CheckpointError: it was not saved; on every rank.
+        """
+        pending, self._pending = self._pending, None
+        if pending:
+            pending.wait(self._transport.gather if self._transport else lambda value, where: [value])
 
     def _do_optimizer_sanity_check(self, basic_optimizer: torch.optim.Optimizer) -> str:
         return ZERO_OPTIMIZATION  # whole tensors: any torch optimizer works, tested with ZeRO or not
@@ -258,12 +280,20 @@ class EngineBase:
         raise NotImplementedError
 
     def destroy(self) -> None:
-        """As DeepSpeed's; waits until neighbours have taken the last messages, unless this rank has failed."""
+        """As DeepSpeed's; waits until neighbours have taken the last messages, unless this rank has failed.
+
+        Raises:
+            CheckpointError: a checkpoint that was written beside training was not saved; the engine is destroyed.
+        """
         self._forget_exit()
-        self._close(self._is_well)
-        self._destroyed = True
-        remove_hooks(self)
-        super().destroy()  # type: ignore[misc]  # DeepSpeed's engine, the next base class
+        try:
+            if self._is_well:
+                self._finish_saving()
+        finally:
+            self._close(self._is_well)
+            self._destroyed = True
+            remove_hooks(self)
+            super().destroy()  # type: ignore[misc]  # DeepSpeed's engine, the next base class
 
 
 def restart_warning(environment: Mapping[str, str]) -> str:

@@ -105,7 +105,7 @@ class CyclicOptimizer(ZeROOptimizer):
     def state_dict(self) -> dict[str, Any]:
         """Collective (it flushes): this rank's part, the torch optimizer's state by the names of the parameters it owns."""
         self._live_runtime.flush()
-        names = {p: n for n, p in self.owner.masters.items()}
+        names = {p: n for n, p in self.owner.masters.parameters.items()}
         return {
             "state": {names[p]: s for p, s in self.state.items()},
             "param_groups": [

@@ -16,7 +16,8 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from deepspeed.utils import log_dist
 
 from deepspeed_cdp.checkpoint import pipeline
-from deepspeed_cdp.checkpoint.common import refuse_custom_load, save_location
+from deepspeed_cdp.checkpoint.common import refuse_custom_load
+from deepspeed_cdp.checkpoint.saving import save_location
 from deepspeed_cdp.integration import agreement
 from deepspeed_cdp.integration.engine_base import EngineBase, warn
 from deepspeed_cdp.integration.pipe_module import bounds_of, layers_of, only_stage, placement_of, ties_of
@@ -395,15 +396,18 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Collective: flush, and write a checkpoint (checkpoint/pipeline.py).
+        """Collective: flush, and write a checkpoint (checkpoint/pipeline.py), under ``checkpoint.writer.decoupled`` later.
 
         Raises:
-            CheckpointError: it could not be written; on every rank, and the last good checkpoint is untouched.
+            CheckpointError: it, or one that was written beside training, could not be written; on every rank, and the last good
+                checkpoint is untouched.
         """
         save_dir, tag = save_location(save_dir, tag, self.global_steps)
         self.flush()
         with self._noting_failure():
-            return pipeline.save(
+            self._finish_saving()
+            ranks, timeout = (1, 0.0) if self._transport is None else (self._transport.size, self._transport.timeout_seconds)
+            self._pending = pipeline.save(
                 self,
                 self._stage_modules(),
                 self._runtime,
@@ -412,7 +416,9 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
                 client_state or {},
                 save_latest,
                 exclude_frozen_parameters,
+                (ranks, timeout) if self._saves_later else None,
             )
+            return True
 
     def load_checkpoint(
         self,
@@ -434,6 +440,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         refuse_custom_load(custom_load_fn)
         self.flush()
         with self._noting_failure():
+            self._finish_saving()
             return pipeline.load(
                 self,
                 self._stage_modules(),

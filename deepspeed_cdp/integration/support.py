@@ -252,6 +252,11 @@ TABLE: tuple[Row, ...] = (
     ),
     Row(("zero_force_ds_cpu_optimizer",), "supported", "as in ZeRO-3"),
     Row(("checkpoint.load_universal",), "supported", "as in ZeRO-3"),
+    Row(
+        ("checkpoint.writer.decoupled",),
+        "supported",
+        "a thread of each rank writes the files, and training goes on; with any writer.type, and for as many steps as it takes",
+    ),
     Row(("activation_checkpointing",), "supported", "a unit's parameters stay through its recomputation"),
     Row(
         (ZERO + "stage3_gather_16bit_weights_on_model_save", ZERO + "stage3_gather_fp16_weights_on_model_save"),
@@ -331,6 +336,12 @@ TABLE: tuple[Row, ...] = (
         ),
         "ignored",
         "it tunes code of ZeRO's that does not run",
+    ),
+    Row(
+        tuple(f"checkpoint.writer.{key}" for key in ("type", "io_buffer_size", "io_buffer_double", "show_statistics"))
+        + ("checkpoint.writer.data_parallel", "checkpoint.writer.io_multiplier"),
+        "ignored",
+        "it tunes DeepSpeed's writers, and each owner writes its own file",
     ),
     Row(
         ("torch_autocast.lower_precision_safe_modules",),

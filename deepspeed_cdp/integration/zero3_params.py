@@ -318,7 +318,7 @@ class Access:
     def _state(self, name: str, key: str) -> torch.Tensor | None:
         """An entry of the state that this rank keeps for the parameter, None if there is none. A copy, if it is a number."""
         owner = self.runtime.owner
-        value = owner.optimizer.state.get(owner.masters[name], {}).get(key) if name in owner.masters else None
+        value = owner.optimizer.state.get(owner.masters.parameters[name], {}).get(key) if name in owner.masters else None
         return value if value is None or isinstance(value, torch.Tensor) else torch.tensor(value)
 
     @torch.no_grad()
@@ -337,7 +337,7 @@ class Access:
                 "give a value of that shape"
             )
         if held is not None:
-            state = self.runtime.owner.optimizer.state[self.runtime.owner.masters[name]]
+            state = self.runtime.owner.optimizer.state[self.runtime.owner.masters.parameters[name]]
             if isinstance(state[key], torch.Tensor):
                 held.copy_(value)
             else:
@@ -350,8 +350,9 @@ class Access:
     def _agree_on(self, name: str, key: str, value: torch.Tensor | None) -> tuple[tuple[int, ...], torch.dtype]:
         """Shape and dtype of the owner's entry, on every rank; all of them raise if there is none."""
         owner = self.runtime.owner
+        state = owner.optimizer.state.get(owner.masters.parameters[name], {}) if name in owner.masters else {}
         mine = {
-            "keys": sorted(map(str, owner.optimizer.state.get(owner.masters[name], {}))) if name in owner.masters else [],
+            "keys": sorted(map(str, state)),
             "shape": None if value is None else list(value.shape),
             "dtype": None if value is None else str(value.dtype).removeprefix("torch."),
         }

@@ -629,7 +629,7 @@ def why_persistent(module: nn.Module, found: FoundUnits, seen: Trace | None = No
     return reasons
 
 
-def stages(units: FoundUnits, parts: int, method: str) -> tuple[tuple[int, ...], ...]:
+def stages(units: FoundUnits, parts: int, method: str, weights: Sequence[int] | None = None) -> tuple[tuple[int, ...], ...]:
     """Unit indices of each stage.
 
     Args:
@@ -643,13 +643,14 @@ def stages(units: FoundUnits, parts: int, method: str) -> tuple[tuple[int, ...],
             `auto`        `parameters`, but with a trace the first stages have enough operations (`by_memory`)
             ============  =====================================================================
 
+        weights: for ``auto``, as of `by_memory`.
     Raises:
         ValueError: unknown method, flops without a trace, fewer units than stages.
     """
     word = method.strip().lower()
     sizes = [unit.cost_parameters + (units.persistent_cost if i == 0 else 0) for i, unit in enumerate(units.units)]
     if word == "auto":
-        return by_memory(sizes, [unit.flops or 0 for unit in units.units], parts)
+        return by_memory(sizes, [unit.flops or 0 for unit in units.units], parts, weights)
     if word == "flops":
         if any(unit.flops is None for unit in units.units):
             raise ValueError("cyclic.partition_method is 'flops', which needs a traced example batch: use 'parameters'")

@@ -17,6 +17,8 @@ from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.plan.schedule import Schedule, threshold
 from deepspeed_cdp.plan.unit_schedule import Unit
 
+STATE = 5  # of an owner, in sizes of its bf16 parameters: the masters' lower halves and Adam's state
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -110,10 +112,28 @@ def make_plan(
     Raises:
         ValueError: too few units, or a wrong rule, partition method or unit name.
     """
-    schedule = Schedule(ranks, threshold(settings.rule, ranks), settings.rounds)
     if found is None:
         found = find(module, ranks, settings)
-    groups = discover.stages(found, ranks, settings.partition_method)
+
+    def arrange(weights: Sequence[int] | None) -> tuple[Plan, dict[int, FlatLayout]]:
+        return _arranged(module, trained, settings, ranks, rings, found, weights)
+
+    plan, layouts = arrange(None)
+    kept = [plan.kept_by_owner(stage) + (0 if settings.offload else STATE) for stage in range(ranks)]
+    return (plan, layouts) if len(set(kept)) == 1 else arrange(kept)
+
+
+def _arranged(
+    module: torch.nn.Module,
+    trained: frozenset[str],
+    settings: Settings,
+    ranks: int,
+    rings: int,
+    found: discover.FoundUnits,
+    weights: Sequence[int] | None,
+) -> tuple[Plan, dict[int, FlatLayout]]:
+    """As ``make_plan``; ``weights`` as of ``discover.stages``."""
+    groups = discover.stages(found, ranks, settings.partition_method, weights)
     parameters = dict(module.named_parameters())
     layouts: dict[int, FlatLayout] = {}
     units: list[Unit] = []
@@ -130,7 +150,7 @@ def make_plan(
         persistent = plan_unit((), 0, layouts[PERSISTENT])
     make = ReplicatedPlan if settings.replicated else Plan
     return make(
-        schedule,
+        Schedule(ranks, threshold(settings.rule, ranks), settings.rounds),
         tuple(units),
         persistent,
         settings.keep_after_forward,

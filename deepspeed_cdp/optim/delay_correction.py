@@ -71,29 +71,35 @@ class Corrector:
 
     @torch.no_grad()
     def predict(
-        self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], options: Sequence[Mapping[str, Any]]
+        self,
+        parameters: Sequence[nn.Parameter],
+        gradients: Sequence[Tensor],
+        options: Sequence[Mapping[str, Any]],
+        values: Sequence[Tensor] | None = None,
     ) -> list[Tensor]:
         """The next version, fp32, as far as it is known before the step: a copy of the optimizer makes that step.
 
         Args:
             gradients: of the parameters, averaged over the ranks so far.
             options: of each group.
+            values: of the parameters, if they do not hold them themselves (masters.py).
         """
+        values = [p.detach() for p in parameters] if values is None else values
         names = {p: str(i) for i, p in enumerate(parameters)}
-        trials = [nn.Parameter(p.detach().clone()) for p in parameters]
+        trials = [nn.Parameter(value.clone()) for value in values]
         trial = part_of(self._optimizer, dict(zip(names.values(), trials)), names)
         trial.__dict__.update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())  # the script's
         for group, given in zip(trial.param_groups, options):
             group.update(given)
-        for p, q, gradient in zip(parameters, trials, gradients):
+        for p, value, q, gradient in zip(parameters, values, trials, gradients):
             group, state = trial.param_groups[self._group_of[p]], trial.state.get(q) or {}
             count = self._count(self._group_of[p], state) if "step" in state else 0
             if "step" in state and not isinstance(state["step"], Tensor):
                 state["step"] = int(count)
-            q.grad = self._leading(group, state, count, p, gradient)
+            q.grad = self._leading(group, state, count, value, gradient)
         with torch.enable_grad():
             trial.step()
-        return [torch.where(q.isfinite(), q, p).detach() for p, q in zip(parameters, trials)]
+        return [torch.where(q.isfinite(), q, value).detach() for value, q in zip(values, trials)]
 
     def _leading(self, group: dict[str, Any], state: dict[str, Any], count: Any, p: Tensor, gradient: Tensor) -> Tensor:
         """m + w (g - m), with the momentum m as an average of gradients; g where there is none yet.

@@ -1,8 +1,8 @@
 """Adam in one pass over memory, for owners on GPUs: reads the finished gradient sums, writes the published parameters.
 
 torch's fused AdamW wants gradients of the masters' dtype. With it, bf16 sums would first be copied to fp32, divided and measured,
-and the masters copied to bf16 afterwards: 52 bytes of memory traffic per parameter, where this kernel needs 28. The arithmetic is
-the same, in fp32.
+and the masters copied to bf16 afterwards: 52 bytes of memory traffic per parameter. This kernel needs 28, and 26 for masters in
+halves (masters.py). The arithmetic is the same, in fp32.
 """
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from packaging.version import Version
 
+from deepspeed_cdp.optim.masters import Masters
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
 
 try:
@@ -43,7 +44,7 @@ if triton is not None:
 
     @triton.jit
     def _pointer(table, tensor, column, kind):
-        return tl.multiple_of(tl.load(table + 7 * tensor + column).to(tl.pointer_type(kind)), 16)
+        return tl.multiple_of(tl.load(table + 8 * tensor + column).to(tl.pointer_type(kind)), 16)
 
     @triton.jit
     def _read(at, inside, MASKED: tl.constexpr):
@@ -61,7 +62,26 @@ if triton is not None:
         """This program's tensor, its elements, and a mask of elements inside the tensor."""
         tensor = tl.load(chunks + 2 * tl.program_id(0))
         at = tl.load(chunks + 2 * tl.program_id(0) + 1).to(tl.int64) * SIZE + tl.arange(0, SIZE)
-        return tensor, at, at < tl.load(table + 7 * tensor + 6)
+        return tensor, at, at < tl.load(table + 8 * tensor + 7)
+
+    @triton.jit
+    def _read_master(table, tensor, at, inside, HALVES: tl.constexpr, MASKED: tl.constexpr):
+        if HALVES:
+            low = _read(_pointer(table, tensor, 1, tl.int16) + at, inside, MASKED).to(tl.int32)
+            high = _read(_pointer(table, tensor, 4, tl.int16) + at, inside, MASKED).to(tl.int32)
+            master = ((high << 16) + low).to(tl.float32, bitcast=True)
+        else:
+            master = _read(_pointer(table, tensor, 1, tl.float32) + at, inside, MASKED)
+        return master
+
+    @triton.jit
+    def _write_halves(table, tensor, at, master, inside, MASKED: tl.constexpr):
+        bits = master.to(tl.int32, bitcast=True)
+        high = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to the nearest, of two to the even one
+        high = tl.where(master == master, high, 0x7FC0)
+        low = tl.minimum(bits - (high << 16), 32767)  # masters.HIGHEST
+        _write(_pointer(table, tensor, 5, tl.int16) + at, high.to(tl.int16), inside, MASKED)
+        _write(_pointer(table, tensor, 1, tl.int16) + at, low.to(tl.int16), inside, MASKED)
 
     @triton.jit
     def _adam(
@@ -83,16 +103,17 @@ if triton is not None:
         CLIPPED: tl.constexpr,
         PUBLISH: tl.constexpr,
         EXTRAPOLATE: tl.constexpr,
+        HALVES: tl.constexpr,
         SUM: tl.constexpr,
         PARAMETER: tl.constexpr,
         SIZE: tl.constexpr,
         MASKED: tl.constexpr,
     ):
         tensor, at, inside = _chunk(table, chunks, SIZE)
-        master_at, m_at = _pointer(table, tensor, 1, tl.float32) + at, _pointer(table, tensor, 2, tl.float32) + at
-        v_at = _pointer(table, tensor, 3, tl.float32) + at
+        m_at, v_at = _pointer(table, tensor, 2, tl.float32) + at, _pointer(table, tensor, 3, tl.float32) + at
         gradient = _read(_pointer(table, tensor, 0, SUM) + at, inside, MASKED).to(tl.float32) * scale
-        master, m, v = _read(master_at, inside, MASKED), _read(m_at, inside, MASKED), _read(v_at, inside, MASKED)
+        m, v = _read(m_at, inside, MASKED), _read(v_at, inside, MASKED)
+        master = _read_master(table, tensor, at, inside, HALVES, MASKED)
         before = master
         tl.store(squares + tl.program_id(0), tl.sum(gradient * gradient))
         if CLIPPED:
@@ -104,14 +125,17 @@ if triton is not None:
         m = keep1 * m + gain1 * gradient
         v = keep2 * v + gain2 * gradient * gradient
         master = master - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
-        _write(master_at, master, inside, MASKED)
         _write(m_at, m, inside, MASKED)
         _write(v_at, v, inside, MASKED)
-        if PUBLISH:
-            _write(_pointer(table, tensor, 4, PARAMETER) + at, master.to(PARAMETER), inside, MASKED)
+        if HALVES:
+            _write_halves(table, tensor, at, master, inside, MASKED)
+        else:
+            _write(_pointer(table, tensor, 1, tl.float32) + at, master, inside, MASKED)
+            if PUBLISH:
+                _write(_pointer(table, tensor, 5, PARAMETER) + at, master.to(PARAMETER), inside, MASKED)
         if EXTRAPOLATE:
             ahead = master + updates * (master - before)
-            _write(_pointer(table, tensor, 5, PARAMETER) + at, ahead.to(PARAMETER), inside, MASKED)
+            _write(_pointer(table, tensor, 6, PARAMETER) + at, ahead.to(PARAMETER), inside, MASKED)
 
     @triton.jit
     def _predict(
@@ -132,6 +156,7 @@ if triton is not None:
         decay,
         DECOUPLED: tl.constexpr,
         CLIPPED: tl.constexpr,
+        HALVES: tl.constexpr,
         SUM: tl.constexpr,
         PARAMETER: tl.constexpr,
         SIZE: tl.constexpr,
@@ -139,7 +164,7 @@ if triton is not None:
     ):
         tensor, at, inside = _chunk(table, chunks, SIZE)
         gradient = _read(_pointer(table, tensor, 0, SUM) + at, inside, MASKED).to(tl.float32) * scale
-        master = _read(_pointer(table, tensor, 1, tl.float32) + at, inside, MASKED)
+        master = _read_master(table, tensor, at, inside, HALVES, MASKED)
         m = _read(_pointer(table, tensor, 2, tl.float32) + at, inside, MASKED)
         v = _read(_pointer(table, tensor, 3, tl.float32) + at, inside, MASKED)
         if CLIPPED:
@@ -154,7 +179,7 @@ if triton is not None:
         v = keep2 * v + gain2 * gradient * gradient
         ahead = ahead - step * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root) + eps)
         ahead = tl.where(tl.abs(ahead) <= 3.4028234663852886e38, ahead, master)  # nan and infinities fail
-        _write(_pointer(table, tensor, 4, PARAMETER) + at, ahead.to(PARAMETER), inside, MASKED)
+        _write(_pointer(table, tensor, 6, PARAMETER) + at, ahead.to(PARAMETER), inside, MASKED)
 
     @triton.jit
     def _square(table, chunks, squares, scale, SUM: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
@@ -170,8 +195,9 @@ class Batch:
 
     Args:
         group: index of the optimizer's group.
-        sums: finished gradient sums; masters, m, v: fp32; published, corrected: by copy, what the masters and their corrections
-            are written to in the parameters' dtype. All contiguous and aligned to 16 bytes; the lists are parallel.
+        sums: finished gradient sums; masters: fp32, or int16 lower halves; m, v: fp32; published, corrected: by copy, what the
+            masters and their corrections are written to in the parameters' dtype. All contiguous and aligned to 16 bytes; the
+            lists are parallel.
         correction: what ``corrected`` gets; None if it is empty.
         early: early gradient sums, for ``predict``, which alone writes ``corrected`` then; or empty.
     """
@@ -191,23 +217,24 @@ class Batch:
         columns = (sums, masters, m, v)
         every = (*columns, *published, *corrected, *([early] if early else ()))
         assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for column in every for x in column)
-        assert all(x.dtype == torch.float32 for column in columns[1:] for x in column)
+        assert all(x.dtype == torch.float32 for column in columns[2:] for x in column)
         device, self.group, self.count, self._correction = masters[0].device, group, 0, correction
         self._sum, self._parameter = KINDS[sums[0].dtype], KINDS[published[0][0].dtype]
-        sizes = [x.numel() for x in masters]
+        self._halves, sizes = masters[0].dtype == torch.int16, [x.numel() for x in masters]
         # where fresh readers are none, both may have one place
         self._publishes = not corrected or bool(early) or corrected[0][0].data_ptr() != published[0][0].data_ptr()
-        tables = [(*columns, copy, ahead) for copy, ahead in zip(published, (corrected if not early else ()) or published)]
-        self._predicts, self._copies = bool(early), len(tables)
-        tables += [(early, masters, m, v, copy, copy) for copy in corrected if early]
-        self._tables = [
-            torch.tensor(
-                [[*(column[i].data_ptr() for column in table), sizes[i]] for i in range(len(sizes))],
-                dtype=torch.int64,
-                device=device,
-            )
-            for table in tables
+        assert self._publishes or not self._halves
+
+        def table(*columns: Sequence[torch.Tensor]) -> torch.Tensor:
+            rows = [[*(column[i].data_ptr() for column in columns), sizes[i]] for i in range(len(sizes))]
+            return torch.tensor(rows, dtype=torch.int64, device=device)
+
+        # by the copy that has the masters' upper halves, and the copy to write
+        self._updates = [
+            [table(*columns, old, copy, ahead) for copy, ahead in zip(published, (corrected if not early else ()) or published)]
+            for old in published
         ]
+        self._predictions = [[table(early, masters, m, v, old, old, x) for x in corrected if early] for old in published]
         full = torch.cat(
             [torch.stack([torch.full((size // BLOCK,), i), torch.arange(size // BLOCK)], 1) for i, size in enumerate(sizes)]
         )
@@ -235,16 +262,19 @@ class Batch:
 
     def square(self, scale: float) -> torch.Tensor:
         """Parts of the squared norm of the sums times ``scale`` (float32, 1-D, one per block); good until the next call."""
-        self._launch(_square, self._tables[0], (scale,), (self._sum, BLOCK))
+        self._launch(_square, self._updates[0][0], (scale,), (self._sum, BLOCK))
         return self._squares
 
-    def update(self, hyper: Hyper, scale: float, clip: torch.Tensor | None, copy: int | None) -> torch.Tensor:
+    def update(
+        self, hyper: Hyper, scale: float, clip: torch.Tensor | None, copy: int | None, newest: int | None = None
+    ) -> torch.Tensor:
         """Apply the next step of Adam (number ``count`` + 1) to the masters, and publish them.
 
         Args:
             scale: the gradient is the sum times this.
             clip: float32 scalar on the device to multiply the gradient with, or None.
-            copy: the published copy to write, or None.
+            copy: the published copy to write, or None (not for masters in halves).
+            newest: the published copy that has the upper halves of masters in halves.
         Returns:
             parts of the squared norm of the gradient before clipping, as ``square``.
         """
@@ -255,7 +285,7 @@ class Batch:
         extrapolates = copy is not None and self._correction is not None and self._correction.method == "extrapolate"
         self._launch(
             _adam,
-            self._tables[copy or 0],
+            self._updates[newest or 0][copy or 0],
             (
                 self._squares if clip is None else clip,
                 scale,
@@ -274,6 +304,7 @@ class Batch:
                 clip is not None,
                 copy is not None and self._publishes,
                 extrapolates,
+                self._halves,
                 self._sum,
                 self._parameter,
                 BLOCK,
@@ -281,16 +312,16 @@ class Batch:
         )
         return self._squares
 
-    def predict(self, hyper: Hyper, scale: float, clip: torch.Tensor | None, copy: int) -> None:
+    def predict(self, hyper: Hyper, scale: float, clip: torch.Tensor | None, copy: int, newest: int | None = None) -> None:
         """Write the next step's masters, as far as early sums tell, into ``corrected[copy]``; arguments as of ``update``."""
-        assert self._predicts and self._correction
+        assert self._correction
         keep1, keep2, count = hyper.beta1, hyper.beta2, self.count + 1
         first, weight = 1 - keep1**self.count, self._correction.lead(keep1)
         if self.count == 0:  # every update so far was skipped: there is no momentum yet
             first, weight = 1.0, 1.0
         self._launch(
             _predict,
-            self._tables[self._copies + copy],
+            self._predictions[newest or 0][copy],
             (
                 self._squares if clip is None else clip,
                 scale,
@@ -305,7 +336,7 @@ class Batch:
                 hyper.eps,
                 1 - hyper.lr * hyper.decay if hyper.decoupled else hyper.decay,
             ),
-            (hyper.decoupled, clip is not None, self._sum, self._parameter, BLOCK),
+            (hyper.decoupled, clip is not None, self._halves, self._sum, self._parameter, BLOCK),
         )
 
 
@@ -314,14 +345,14 @@ class Adam:
 
     Args:
         optimizer: one that ``suits`` accepts.
-        masters: by name; fp32. sums, early: by unit and name; published, corrected: by copy and name.
+        masters: fp32 or in halves. sums, early: by unit and name; published, corrected: by copy and name.
         correction: as for ``Batch``.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        masters: dict[str, torch.nn.Parameter],
+        masters: Masters,
         sums: Mapping[Any, Mapping[str, torch.Tensor]],
         published: Sequence[Mapping[str, torch.Tensor]],
         corrected: Sequence[Mapping[str, torch.Tensor]] | None = None,
@@ -334,7 +365,7 @@ class Adam:
         self._batches: dict[
             Hashable, tuple[list[torch.Tensor], list[tuple[Batch, list[str]]]]
         ] = {}  # by unit: the exp_avg tensors that the batches read, the batches with their names
-        device = next(iter(masters.values())).device if masters else None
+        device = next(iter(masters.parameters.values())).device if masters else None
         self._zero = torch.zeros(1, dtype=torch.float64, device=device)
 
     @staticmethod
@@ -358,29 +389,33 @@ class Adam:
 
         Args:
             options: of each group, recorded at the step.
+            copy: None: masters in halves stay in the same copy.
         """
-        squares = []
-        for batch, _ in self._batches_of(unit):
+        squares, newest = [], self.masters.newest
+        for batch, names in self._batches_of(unit):
             hyper = _hyper(self.optimizer, options[batch.group])
             assert hyper is not None, "suits() has checked it"
-            squares.append(batch.update(hyper, scale, clip, copy))
+            old = newest.get(names[0])
+            squares.append(batch.update(hyper, scale, clip, old if copy is None else copy, old))
+            if old is not None and copy is not None:
+                newest.update(dict.fromkeys(names, copy))
         return self._concatenated(squares)
 
     def predict(
         self, unit: Hashable, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None, copy: int
     ) -> None:
         """Predict a unit's next version; see ``Batch.predict``."""
-        for batch, _ in self._batches_of(unit):
+        for batch, names in self._batches_of(unit):
             hyper = _hyper(self.optimizer, options[batch.group])
             assert hyper is not None, "suits() has checked it"
-            batch.predict(hyper, scale, clip, copy)
+            batch.predict(hyper, scale, clip, copy, self.masters.newest.get(names[0]))
 
     def write_step_counts(self) -> None:
         """Write the step counts into the optimizer's state. The next update reads them again, since callers may change them."""
         for _, batches in self._batches.values():
             for batch, names in batches:
                 for name in names:
-                    state = self.optimizer.state[self.masters[name]]
+                    state = self.optimizer.state[self.masters.parameters[name]]
                     state["step"] = state["step"].fill_(batch.count) if isinstance(state["step"], torch.Tensor) else batch.count
         self._batches.clear()
 
@@ -389,8 +424,8 @@ class Adam:
 
     def _batches_of(self, unit: Hashable) -> list[tuple[Batch, list[str]]]:
         """The unit's batches; rebuilt if the optimizer's state tensors have been replaced (a checkpoint was loaded)."""
-        state, names = self.optimizer.state, list(self._sums[unit])
-        seen = [state[self.masters[n]].get("exp_avg") for n in names]
+        state, masters, names = self.optimizer.state, self.masters.parameters, list(self._sums[unit])
+        seen = [state[masters[n]].get("exp_avg") for n in names]
         known = self._batches.get(unit)
         if known is None or any(a is not b for a, b in zip(seen, known[0])):
             known = self._batches[unit] = self._make(unit)
@@ -403,26 +438,27 @@ class Adam:
             counts = [
                 max((self.optimizer.state[p].get("step", 0) for p in g["params"]), default=0) for g in self.optimizer.param_groups
             ]
+        masters, lows = self.masters.parameters, self.masters.lows
         alike: dict[tuple, list[str]] = {}
         for name, total in self._sums[unit].items():
-            master = self.masters[name]
+            master = masters[name]
             state = self.optimizer.state[master]
             if "exp_avg" not in state:
                 state |= {
                     "step": 0 if deepspeeds else torch.zeros((), dtype=torch.float32, device="cpu"),
-                    "exp_avg": torch.zeros_like(master),
-                    "exp_avg_sq": torch.zeros_like(master),
+                    "exp_avg": torch.zeros_like(total, dtype=torch.float32),
+                    "exp_avg_sq": torch.zeros_like(total, dtype=torch.float32),
                 }
             count = int(state["step"]) or (counts[groups[master]] if deepspeeds else 0)
-            key = groups[master], total.dtype, self._published[0][name].dtype, count
+            key = groups[master], total.dtype, self._published[0][name].dtype, name in lows, count
             alike.setdefault(key, []).append(name)
         batches = []
         for (group, *_, count), names in alike.items():
-            states = [self.optimizer.state[self.masters[n]] for n in names]
+            states = [self.optimizer.state[masters[n]] for n in names]
             batch = Batch(
                 group,
                 [self._sums[unit][n] for n in names],
-                [self.masters[n].detach() for n in names],
+                [lows.get(n, masters[n].detach()) for n in names],
                 [s["exp_avg"] for s in states],
                 [s["exp_avg_sq"] for s in states],
                 [[copy[n] for n in names] for copy in self._published],
@@ -432,7 +468,7 @@ class Adam:
             )
             batch.count = count
             batches.append((batch, names))
-        return [self.optimizer.state[self.masters[n]]["exp_avg"] for n in self._sums[unit]], batches
+        return [self.optimizer.state[masters[n]]["exp_avg"] for n in self._sums[unit]], batches
 
 
 def _hyper(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> Hyper | None:

@@ -12,6 +12,7 @@ import torch
 
 from deepspeed_cdp.optim import fused_adam
 from deepspeed_cdp.optim.delay_correction import Corrector
+from deepspeed_cdp.optim.masters import Masters
 from deepspeed_cdp.optim.options import numbers
 from deepspeed_cdp.optim.state import fit_counts, moved
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
@@ -34,7 +35,7 @@ class StageOwner:
     A *unit* here is a key of ``sums``: in a ring a unit's index in the plan.
 
     Attributes:
-        masters: trained parameters of the stage by name; fp32 ``nn.Parameter`` of the parameter's shape.
+        masters: trained parameters of the stage by name; fp32 ``nn.Parameter`` of the parameter's shape (masters.py).
         frozen: the others, in their own dtype.
         copies: how many published copies there are.
         updates_per_unit: units can be updated one by one.
@@ -57,6 +58,7 @@ class StageOwner:
         correction: DelayCorrection = DelayCorrection(),  # noqa: B008  (it is frozen)
         early: Sums | None = None,
         early_divisor: Callable[[int], float] = lambda step: 1.0,
+        in_halves: bool = False,
     ):
         """
         Args:
@@ -72,23 +74,25 @@ class StageOwner:
             correction: how it is made.
             early: by unit and name, early gradient sums; ``predict`` makes ``corrected`` of them, else updates do.
             early_divisor: as ``divisor``, of early sums.
+            in_halves: keep masters of bf16 parameters in halves. Nothing but updates may write ``published`` then.
         """
         self._early_divisor = early_divisor
         self.forget_last_update()
         self.clip, self._divisor, self._device, self._published = clip, divisor, device, published
         self.master_device, self.copies = self.master_device or device, len(published)
         trained = {name for views in sums.values() for name in views}
-        self.masters: dict[str, torch.nn.Parameter] = {}
+        masters: dict[str, torch.nn.Parameter] = {}
         self.frozen: dict[str, torch.Tensor] = {}
         for name in published[0]:
             value = values[name].detach()
             if name in trained:
-                self.masters[name] = torch.nn.Parameter(
+                masters[name] = torch.nn.Parameter(
                     value.to(self.master_device, torch.float32, copy=True, memory_format=torch.contiguous_format)
                 )
             else:
                 self.frozen[name] = value.to(self.master_device, copy=True)
-        self.user_optimizer, self.optimizer = optimizer, make_optimizer(optimizer, self.masters)
+        self.masters = Masters(masters, published, [n for n in masters if in_halves and published[0][n].dtype == torch.bfloat16])
+        self.user_optimizer, self.optimizer = optimizer, make_optimizer(optimizer, masters)
         self._corrected, self._corrector = corrected, Corrector(correction, self.optimizer) if corrected else None
         # averaged gradients of units not updated yet; None where fused Adam reads the sums again
         self._grads: dict[Hashable, list[torch.Tensor] | None] = {}
@@ -118,7 +122,7 @@ class StageOwner:
 
     def put_state(self, name: str, state: dict[str, Any]) -> None:
         """Give the optimizer a parameter's saved state, perhaps of another optimizer class or device."""
-        master, state = self.masters[name], dict(state)
+        master, state = self.masters.parameters[name], dict(state)
         on_device = any(
             p is master for g in self.optimizer.param_groups if g.get("fused") or g.get("capturable") for p in g["params"]
         )
@@ -134,9 +138,11 @@ class StageOwner:
             ahead: by name, their corrections; a correction that is not there is the master itself.
         """
         if names:
-            self._write(self._published[slot], {n: self.masters[n] for n in names})
+            values = {n: self.masters.rounded(n) for n in names}
+            self._write(self._published[slot], values)
             if self._corrected and self._early is None:
-                self._write(self._corrected[slot], {n: ahead.get(n, self.masters[n]) for n in names}, True)
+                self._write(self._corrected[slot], {n: ahead.get(n, v) for n, v in values.items()}, True)
+            self.masters.split(names, slot)
 
     def _write(self, copy: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tensor], corrected: bool = False) -> None:
         torch._foreach_copy_([copy[n] for n in values], list(values.values()))
@@ -148,7 +154,7 @@ class StageOwner:
             self.publish(copy, self.masters)
         if self._corrected and self._early is not None and self.masters:
             for corrected in self._corrected:
-                self._write(corrected, dict(self.masters), True)
+                self._write(corrected, {n: self.masters.rounded(n) for n in self.masters}, True)
         for views in (*self._published, *(self._corrected or ())):
             for name, value in self.frozen.items():
                 views[name].copy_(value)
@@ -161,6 +167,7 @@ class StageOwner:
     # ---- updates --------------------------------------------------------------------------------------------------------
     def record(self, step: int) -> None:
         """Record the groups' options for the update of ``step``."""
+        self.masters.forget(self.masters)  # that were read since the flush
         self._recorded[step] = [
             {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in g.items() if k != "params"}
             for g in self.user_optimizer.param_groups  # (schedulers write into a tensor lr)
@@ -174,10 +181,11 @@ class StageOwner:
     def checksum(self) -> torch.Tensor:
         """The halves of the masters' sum as 64-bit words, modulo 2**64: it changes with any one bit (float64, [2])."""
         sums = []
-        for master in self.masters.values():
-            words, even = master.view(-1), master.numel() // 2 * 2
-            sums += [words[:even].view(torch.int64).sum()] if even else []
-            sums += [words[even:].view(torch.int32).sum()] if even < len(words) else []
+        for words in self.masters.words():
+            octets = words.reshape(-1).view(torch.uint8)
+            full = len(octets) // 8 * 8
+            sums += [octets[:full].view(torch.int64).sum()] if full else []
+            sums += [octets[full:].view(torch.int16).sum()] if full < len(octets) else []
         total = torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=self.master_device)
         return torch.stack([total & 0xFFFFFFFF, total >> 32]).double()
 
@@ -196,9 +204,9 @@ class StageOwner:
         if self._fused and unit not in self._not_fused:
             self._fused.predict(unit, self._applied, scale, self._factor, copy)
         else:
-            masters = [self.masters[n] for n in names]
+            masters, values = zip(*((self.masters.parameters[n], self.masters.value(n)) for n in names))
             options = [{k: v for k, v in g.items() if k not in self._kept_by_optimizer} for g in self._applied]
-            ahead = self._corrector.predict(masters, self._early_gradients(unit, step, tied), options)
+            ahead = self._corrector.predict(masters, self._early_gradients(unit, step, tied), options, values)
             self._write(self._corrected[copy], dict(zip(names, ahead)), True)
 
     def _early_gradients(self, unit: Hashable, step: int, tied: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

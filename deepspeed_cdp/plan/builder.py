@@ -71,7 +71,7 @@ class Builder:
         message: dict[str, Any] = {}
         if self.stage == unit.stage:
             place: dict[str, Any] = dict(
-                region=plan.published_region(-version), offset=plan.published_offsets(unit.stage, -version)[i]
+                region=plan.published_region(-version, unit.stage), offset=plan.published_offsets(unit.stage, -version)[i]
             )
         else:
             place = dict(zip(("region", "offset"), self._window(i, backward)))
@@ -97,7 +97,7 @@ class Builder:
                     time = self._not_before_published(time, step, m, version, i, backward)
                 stream = plan.published_stream(stage, step - version)
                 place = (stream, s.owner(stage), *self._window(i, backward), plan.unit(i).p_bytes)
-                origin = plan.published_region(step - version), plan.published_offsets(stage, step - version)[i]
+                origin = plan.published_region(step - version, stage), plan.published_offsets(stage, step - version)[i]
                 post = Post(*place, step - self.step, m, i, backward, origin, version - step)
                 yield Action(time, START, Kind.PULL_PARAM, m, i, backward, post.src, post.stream, posts=(post,))
 
@@ -188,8 +188,9 @@ class Builder:
     def _predict(self, version: int) -> Iterator[Action]:
         """Predict the version after this one of the owned stage from the running sums of this step."""
         plan, s, stage = self.plan, self.schedule, self.stage
+        region = plan.published_region(1, stage)
         for i, offset in plan.v_layout(stage)[0].items():
-            place: dict[str, Any] = dict(region="W", offset=offset, nbytes=plan.unit(i).p_bytes, version=version - self.step)
+            place: dict[str, Any] = dict(region=region, offset=offset, nbytes=plan.unit(i).p_bytes, version=version - self.step)
             yield Action(plan.predict_time(version, i), START, Kind.PREDICT_PARAM, s.rounds - 1, i, True, **place)
 
     # ---- this rank as an owner ------------------------------------------------------------------------------------------
@@ -231,7 +232,7 @@ class Builder:
                     yield from self._publish_to(m, reader, version, step - version)
 
     def _publish_to(self, m: int, reader: int, version: int, lag: int) -> Iterator[Action]:
-        region, offsets = self.plan.published_region(lag), self.plan.published_offsets(self.stage, lag)
+        region, offsets = self.plan.published_region(lag, self.stage), self.plan.published_offsets(self.stage, lag)
         stream = self.plan.published_stream(self.stage, lag)
         messages = [v for v in self.plan.messages if v[0] in offsets]
         for i, backward in ([(PERSISTENT, False)] if PERSISTENT in offsets else []) + messages:

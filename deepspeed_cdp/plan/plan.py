@@ -21,6 +21,7 @@ T       the global squared norm, rank N-1 to every owner (dp and v1 only)
 Regions: ``Plan.regions``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
@@ -64,10 +65,6 @@ class Plan(UnitSchedule):
         """Offsets of the units in one published copy of the stage, and its bytes."""
         return _stacked({i: self.unit(i).p_bytes for i in self.members(stage)})
 
-    def copy_region(self, version: int) -> str:
-        """The region in which owners publish this version (counted from the last flush)."""
-        return f"V{version % self.copies}"
-
     @property
     def corrects(self) -> bool:
         """Whether stale readers read a correction of their version, published in a region of its own."""
@@ -77,9 +74,14 @@ class Plan(UnitSchedule):
         """Whether readers in step version + ``lag`` read the version's correction."""
         return lag > 0 and self.corrects
 
-    def published_region(self, lag: int) -> str:
-        """The region of published versions that are read in step version + ``lag``, as actions name it."""
-        return "W" if self.is_corrected(lag) else "V"
+    def published_region(self, lag: int, stage: int) -> str:
+        """The region of the stage's published versions that are read in step version + ``lag``, as actions name it.
+
+        ``V`` and ``W`` mean two copies by turns, which ``region_of`` tells apart.
+        """
+        if self.is_corrected(lag):
+            return "W" if self.corrected_copies(stage) == 2 else "W0"
+        return "V" if self.copies(stage) == 2 else "V0"
 
     def published_stream(self, stage: int, lag: int) -> str:
         """The stream on which those of the stage are pulled."""
@@ -90,32 +92,25 @@ class Plan(UnitSchedule):
         return self.v_layout(stage)[0] if self.is_corrected(lag) else self.copy_offsets(stage)
 
     def region_of(self, region: str, version: int) -> str:
-        """The region that an action means by ``V`` (a published version) or ``W`` (its correction); others are as they are."""
-        if region == "V":
-            return self.copy_region(version)
-        return f"W{version % self.corrected_copies}" if region == "W" else region
+        """The region that an action means by ``V`` (a version published by turns) or ``W`` (its correction); others stay."""
+        return f"{region}{version % 2}" if region in ("V", "W") else region
 
     def written(self, version: int, stage: int) -> list[tuple[str, dict[int, int]]]:
         """Regions that the update to ``version`` writes, and the units' offsets in each."""
-        lags = (0, 1) if self.corrects and not self.predicts else (0,)
-        return [(self.region_of(self.published_region(x), version), self.published_offsets(stage, x)) for x in lags]
+        lags = (0, 1) if self.corrected_copies(stage) and not self.predicts else (0,)
+        return [(self.region_of(self.published_region(x, stage), version), self.published_offsets(stage, x)) for x in lags]
 
-    @cached_property
-    def corrected_copies(self) -> int:
-        """Copies of corrections: 1 if every use of one ends before the next one is written, else 2."""
-        written = self.predict_time if self.predicts else self._update_start
-        later = 4 if self.predicts else 3
-        for i in self.every_unit if self.corrects else ():
-            if self.schedule.is_read_stale(self.unit(i).stage) and any(
-                use >= (written(later, i), START) for use in self._last_uses(3, i, 1)
-            ):
-                return 2
-        return 1
+    def copies(self, stage: int) -> int:
+        """Published copies its owner keeps: 1 if every use of a version ends before the next one is published, else 2."""
+        return self._copies[stage]
 
-    @property
-    def slots(self) -> int:
-        """1 if all updates write the same places, else 2, by turns."""
-        return max(self.copies, 1 if self.predicts or not self.corrects else self.corrected_copies)
+    def corrected_copies(self, stage: int) -> int:
+        """Copies of its corrections: 1 if every use of one ends before the next one is written, else 2; without readers 0."""
+        return self._corrected_copies[stage]
+
+    def slots(self, stage: int) -> int:
+        """1 if all updates of the stage write the same places, else 2, by turns."""
+        return max(self.copies(stage), 1 if self.predicts else self.corrected_copies(stage))
 
     @property
     def sums_apart(self) -> bool:
@@ -128,18 +123,25 @@ class Plan(UnitSchedule):
 
     def extents(self, stage: int) -> dict[str, int]:
         """Bytes of the regions that are addressed by offset, on the owner of ``stage``."""
-        published, corrected = self.v_layout(stage)[1], [f"W{c}" for c in range(self.corrected_copies)]
-        regions = {"PG": self.windows.nbytes, "V": published, "W": published, "O": self.x_layout(stage)[1]}
-        return regions | dict.fromkeys(corrected, published)
+        published = dict.fromkeys(("V", "V0", "V1", "W", "W0", "W1"), self.v_layout(stage)[1])
+        return {"PG": self.windows.nbytes, "O": self.x_layout(stage)[1]} | published
 
     @cached_property
-    def copies(self) -> int:
-        """Published copies the owners keep: 1 if every use of a version ends before the next one is published, else 2."""
-        lags = (0,) if self.corrects else (0, 1)
+    def _copies(self) -> list[int]:
+        lags, found = (0,) if self.corrects else (0, 1), [1] * self.schedule.ranks
         for i in self.every_unit:
-            if any(use >= (self._update_start(3, i), START) for lag in lags for use in self._last_uses(3, i, lag)):
-                return 2
-        return 1
+            if any(self._used_after(i, lag, self._update_start(3, i)) for lag in lags):
+                found[self.unit(i).stage] = 2
+        return found
+
+    @cached_property
+    def _corrected_copies(self) -> list[int]:
+        found = [int(self.corrects and self.schedule.is_read_stale(stage)) for stage in range(self.schedule.ranks)]
+        for i in self.every_unit:
+            written, step = (self.predict_time(4, i), 4) if self.predicts else (self._update_start(3, i), None)
+            if found[self.unit(i).stage] and self._used_after(i, 1, written, step):
+                found[self.unit(i).stage] = 2
+        return found
 
     def _update_start(self, step: int, unit: int) -> int:
         """Ticks from which the owner may write the unit's version step + 1."""
@@ -148,17 +150,34 @@ class Plan(UnitSchedule):
             return self.sum_finished(step, unit)
         return self.schedule.update_time(step, stage) * self.scale
 
-    def _last_uses(self, version: int, unit: int, lag: int) -> list[tuple[int, int]]:
-        """Keys of the uses of a published version in step version + ``lag``: readers' pulls, ends of the owner's own passes."""
-        s, uses, stage = self.schedule, [], self.unit(unit).stage
+    def _used_after(self, unit: int, lag: int, written: int, step: int | None = None) -> bool:
+        """Whether some use of version 3 in step 3 + ``lag`` is not earlier than the owner's action that overwrites it.
+
+        Uses are readers' pulls, and ends of the owner's own passes. A user may put a barrier between two steps, so the program of
+        a reader's pull must not be of a later step either.
+
+        Args:
+            written: ticks of that action.
+            step: of its program; None: the one under way then.
+        """
+        s, stage = self.schedule, self.unit(unit).stage
+        owner = s.owner(stage)
+        step = self._under_way(owner, written) if step is None else step
         pull = self.pull_ticks(unit, unit != PERSISTENT and not self.kept(unit))  # the last one of a round
         end = 2 * s.ranks * self.scale if unit == PERSISTENT else self.spans[unit, True][1]
         for m in {0, s.rounds - 1}:  # the last use is in one of these
             for r in range(s.ranks):
-                if s.version(version + lag, m, r, stage) == version:
-                    start = s.start(version + lag, m, r) * self.scale
-                    uses.append((start + end, END) if r == s.owner(stage) else (start + pull, START))
-        return uses
+                if s.version(3 + lag, m, r, stage) != 3:
+                    continue
+                start = s.start(3 + lag, m, r) * self.scale
+                use = (start + end, END) if r == owner else (start + pull, START)
+                if use >= (written, START) or r != owner and self._under_way(r, use[0]) > step:
+                    return True
+        return False
+
+    def _under_way(self, rank: int, time: int) -> int:
+        """The step that the rank is in at these ticks."""
+        return (time // self.scale - self.schedule.start(0, 0, rank)) // self.schedule.period
 
     # ---- closed forms ---------------------------------------------------------------------------------------------------
     def received_bytes(self, rank: int) -> dict[str, int]:
@@ -182,42 +201,38 @@ class Plan(UnitSchedule):
             total["G"] += (s.rounds - (rank == 0)) * unit.g_bytes
         return total
 
-    @cached_property
-    def regions(self) -> dict[str, int]:
-        """Bytes of every region. They are the same on all ranks, since one-sided transports address a peer's memory by offset.
+    def regions(self, rank: int) -> dict[str, int]:
+        """Bytes of every region of a rank, in the order in which they lie in its buffers.
 
         =========  ==================================================================================
         PG         parameters and running sums that visit the rank (windows.py)
         H0, H1     persistent parameters, of two rounds in turn; a post names them as ``H``
         GH         their running gradient sum
-        O          gradient sums of the owned stage
-        V0 (, V1)  published versions of the owned stage; an action names them as ``V``
-        W0 (, W1)  their corrections, if stale readers read these; an action names them as ``W``
-        X          gradient sums of several rings so far, then of all of them; under v1, finished sums
         S          scalars
+        O          gradient sums of the owned stage
+        V0 (, V1)  published versions of the owned stage; an action names both as ``V``
+        W0 (, W1)  their corrections, if stale readers read these; an action names both as ``W``
+        X          gradient sums of several rings so far, then of all of them; under v1, finished sums
         =========  ==================================================================================
         """
-        stages = range(self.schedule.ranks)
-        sizes = {"PG": self.windows.nbytes}
+        sizes, stage = {"PG": self.windows.nbytes}, self.schedule.owned(rank)
         if self.persistent and self.schedule.ranks > 1:
             sizes |= {
                 "H0": aligned(self.persistent.p_bytes),
                 "H1": aligned(self.persistent.p_bytes),
                 "GH": aligned(self.persistent.g_bytes),
             }
-        sizes |= {f"V{c}": max(self.v_layout(s)[1] for s in stages) for c in range(self.copies)}
-        return self._with_common_regions(sizes)
+        return sizes | self._owned_regions(rank, [f"V{c}" for c in range(self.copies(stage))])
 
-    def _with_common_regions(self, sizes: dict[str, int]) -> dict[str, int]:
-        """Add the regions of every type of plan: ``O``, ``W``, ``X``, and ``S`` for a vector of scalars and the global norm."""
-        sums = max(self.x_layout(s)[1] for s in range(self.schedule.ranks))
-        sizes["O"] = sums
-        if self.corrects:
-            largest = max(self.v_layout(s)[1] for s in range(self.schedule.ranks))
-            sizes |= {f"W{c}": largest for c in range(self.corrected_copies)}
+    def _owned_regions(self, rank: int, published: Sequence[str]) -> dict[str, int]:
+        """``S``, for a vector of scalars and the global norm, and the regions of the owned stage."""
+        stage = self.schedule.owned(rank)
+        sums, copy = self.x_layout(stage)[1], self.v_layout(stage)[1]
+        sizes = {"S": 2 * aligned(8 * self.scalars), "O": sums} | dict.fromkeys(published, copy)
+        sizes |= {f"W{c}": copy for c in range(self.corrected_copies(stage))}
         if self.rings > 1 or self.sums_apart:
             sizes["X"] = sums + (aligned(self.across_nbytes) if self.rings > 1 else 0)
-        return sizes | {"S": 2 * aligned(8 * self.scalars)}
+        return sizes
 
     @property
     def scalars(self) -> int:
@@ -229,8 +244,12 @@ class Plan(UnitSchedule):
         """Bytes that the owners of several rings add up once a step: loss sum and count; by ring, a checksum and options."""
         return 8 * (2 + self.rings * (CHECKSUM + OPTIONS))
 
-    def memory(self) -> dict[str, int]:
-        """Bytes that the runtime allocates on each rank, by use; masters and optimizer state come on top.
+    def kept_by_owner(self, stage: int) -> int:
+        """How often an owner keeps something of the stage's size: copies, corrections, sums."""
+        return self.copies(stage) + self.corrected_copies(stage) + 1
+
+    def memory(self, rank: int) -> dict[str, int]:
+        """Bytes that the runtime allocates on a rank, by use; masters and optimizer state come on top.
 
         =========  ==================================================================================
         in flight  parameters and running sums that visit the rank, some units each
@@ -242,7 +261,7 @@ class Plan(UnitSchedule):
         published = dict.fromkeys("VW", "published")
         kinds = dict.fromkeys("PGH", "in flight") | {"O": "sums", "X": "sums"} | published | {"S": "scalars"}
         total = dict.fromkeys(kinds.values(), 0)
-        for name, nbytes in self.regions.items():
+        for name, nbytes in self.regions(rank).items():
             total[kinds[name[0]]] += nbytes
         return total
 

@@ -151,15 +151,15 @@ class ReplicatedPlan(Plan):
                 return True
         return False
 
-    @property
-    def copies(self) -> int:
-        """Of corrections; what fresh readers read has one place. Rules that stall update before stale readers have pulled."""
-        return 2 if self.corrects and self.schedule.stalls and not self.predicts else 1
+    def copies(self, stage: int) -> int:
+        """What fresh readers read has one place."""
+        return 1
 
-    @property
-    def corrected_copies(self) -> int:
-        """A prediction is out of use before the next one is made."""
-        return 1 if self.predicts else self.copies
+    def corrected_copies(self, stage: int) -> int:
+        """Rules that stall update before stale readers have pulled. A prediction is out of use before the next one is made."""
+        if not (self.corrects and self.schedule.is_read_stale(stage)):
+            return 0
+        return 2 if self.schedule.stalls and not self.predicts else 1
 
     @cached_property
     def replica(self) -> tuple[dict[int, int], tuple[int, ...], int]:
@@ -173,11 +173,8 @@ class ReplicatedPlan(Plan):
             total += nbytes
         return offsets, tuple(starts), total
 
-    def copy_region(self, version: int) -> str:
-        return "V0" if self.publishes_separate_copy else "R"
-
-    def published_region(self, lag: int) -> str:
-        return super().published_region(lag) if self.publishes_separate_copy or self.is_corrected(lag) else "R"
+    def published_region(self, lag: int, stage: int) -> str:
+        return super().published_region(lag, stage) if self.publishes_separate_copy or self.is_corrected(lag) else "R"
 
     def copy_offsets(self, stage: int) -> dict[int, int]:
         start = 0 if self.publishes_separate_copy else self.replica[1][stage]
@@ -190,20 +187,17 @@ class ReplicatedPlan(Plan):
     def extents(self, stage: int) -> dict[str, int]:
         return {**super().extents(stage), "L": self.v_layout(0)[1], "R": self.replica[2]}
 
-    @cached_property
-    def regions(self) -> dict[str, int]:
+    def regions(self, rank: int) -> dict[str, int]:
         """As ``Plan.regions``, with ``R``, ``L`` and perhaps ``V0`` in place of H and V."""
-        stages = range(self.schedule.ranks)
         sizes = {"R": self.replica[2], "PG": self.windows.nbytes}
         if self.schedule.ranks > 1:
             sizes["L"] = self.v_layout(0)[1]
             sizes |= {"GH": aligned(self.persistent.g_bytes)} if self.persistent else {}
-        sizes |= {"V0": max(self.v_layout(s)[1] for s in stages)} if self.publishes_separate_copy else {}
-        return self._with_common_regions(sizes)
+        return sizes | self._owned_regions(rank, ["V0"] if self.publishes_separate_copy else [])
 
-    def memory(self) -> dict[str, int]:
+    def memory(self, rank: int) -> dict[str, int]:
         """As ``Plan.memory``, with the ``replica``."""
-        regions = self.regions
+        regions = self.regions(rank)
         return {
             "replica": regions["R"],
             "in flight": sum(regions.get(x, 0) for x in ("L", "PG", "GH")),
@@ -253,7 +247,9 @@ class ReplicaBuilder(Builder):
     def _refresh_own(self, time: int, phase: int, m: int, i: int, backward: bool, version: int, lag: int) -> Action:
         """The owner copies one unit of its published version into its replica, and reads it ``lag`` steps after the version."""
         plan, offsets = self.plan, self.plan.published_offsets(self.stage, lag)
-        place: dict[str, Any] = dict(region=plan.published_region(lag), offset=offsets[i], nbytes=plan.unit(i).p_bytes)
+        place: dict[str, Any] = dict(
+            region=plan.published_region(lag, self.stage), offset=offsets[i], nbytes=plan.unit(i).p_bytes
+        )
         into = ("R", plan.replica[0][i], m)
         return Action(time, phase, Kind.REFRESH_PARAM, m, i, backward, version=version, into=into, **place)
 
@@ -332,7 +328,7 @@ class ReplicaBuilder(Builder):
                 pass_start = 0 if i == PERSISTENT else plan.spans[i, False][0]
                 time = (s.start(step, m, self.rank) - 2) * plan.scale + pass_start
                 time = self._not_before_published(time, step, 0, version, i, False)
-                origin = plan.published_region(step - version), plan.published_offsets(stage, step - version)[i]
+                origin = plan.published_region(step - version, stage), plan.published_offsets(stage, step - version)[i]
                 ahead = step - self.step
                 place = (src, *plan.landing_place(i), plan.unit(i).p_bytes)
                 post = Post(plan.published_stream(stage, step - version), *place, ahead, m, i, False, origin, version - step)
@@ -353,7 +349,7 @@ class ReplicaBuilder(Builder):
             ahead, m = plan.first_reads[reader, stage, corrected]
             if predicted != (ahead > 0 and plan.is_predicted(stage)):
                 continue
-            offsets, region = plan.published_offsets(stage, ahead), plan.published_region(ahead)
+            offsets, region = plan.published_offsets(stage, ahead), plan.published_region(ahead, stage)
             stream = plan.published_stream(stage, ahead)
             for i in plan.members(stage) if version + ahead else ():
                 place = (region, offsets[i], plan.unit(i).p_bytes, version - self.step)

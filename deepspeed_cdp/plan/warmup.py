@@ -26,7 +26,9 @@ class Phases:
         self.plan = plan
         self.steps = warmup_steps if plan.schedule.threshold else 0
         self.plans: Sequence[Plan] = (plan.under(0), plan) if self.steps else (plan,)
-        assert all(p.regions[name] <= plan.regions[name] for p in self.plans for name in p.regions), "one allocation serves both"
+        for rank in range(plan.schedule.ranks):
+            room = plan.regions(rank)
+            assert all(p.regions(rank).items() <= room.items() for p in self.plans), "one allocation serves both"
 
     def at(self, step: int) -> Plan:
         """The plan of ``step``, counted from the start of training."""

@@ -39,10 +39,10 @@ class CrossRing:
         self._links = chain(ring, plan.rings, order)
         stage = plan.schedule.owned(transport.rank)
         offsets, own = plan.x_layout(stage)[0], plan.o_layout(stage)
-        end = plan.regions["X"] - aligned(plan.across_nbytes)
+        end = plan.regions(transport.rank)["X"] - aligned(plan.across_nbytes)
         self._x, self._o, self._at = {}, {}, {}
         for i, offset, nbytes in [*((i, offsets[i], plan.unit(i).g_bytes) for i in order), (PAIR, end, plan.across_nbytes)]:
-            self._x[i], self._at[i] = buffers.view("X", offset, nbytes), buffers.address("X", offset)
+            self._x[i], self._at[i] = buffers.view("X", offset, nbytes), buffers.address(transport.rank, "X", offset)
             if i != PAIR:
                 self._o[i] = buffers.view("O", own[i], nbytes)
         self.total = self._x[PAIR].view(torch.float64)

@@ -117,7 +117,7 @@ class Messages:
         origin = -1
         if post.origin[0]:
             there = self.state.plan.region_of(post.origin[0], step + post.version)
-            origin = self.buffers.address(there, post.origin[1])
+            origin = self.buffers.address(post.src, there, post.origin[1])
         view = self.buffers.view(region, post.offset, post.nbytes) if into is None else into
 
         def begin() -> Ticket:
@@ -161,7 +161,7 @@ class Messages:
         assert a.peer is not None
         into = -1
         if a.into[0]:
-            into = self.buffers.address(self._region(a.into[0], self.state.step, a.into[2], 0), a.into[1])
+            into = self.buffers.address(a.peer, self._region(a.into[0], self.state.step, a.into[2], 0), a.into[1])
         ticket = self.transport.push(a.stream, a.peer, view, after, into)
         self.reads.add(region, a.offset, a.nbytes, ticket)
 

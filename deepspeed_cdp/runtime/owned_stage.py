@@ -38,13 +38,13 @@ class OwnedStage:
             flats = {i: buffers.view(region, offsets[i], plan.unit(i).p_bytes) for i in units}
             return {s.name: s.value(flats[i]) for i in units for s in layouts[i].slots}
 
-        copies = [[values(*place) for place in plan.written(version, stage)] for version in range(plan.slots)]
+        copies = [[values(*place) for place in plan.written(version, stage)] for version in range(plan.slots(stage))]
         self.published = [written[0] for written in copies]
-        self.corrected = [written[1] for written in copies] if plan.corrects and not plan.predicts else None
+        self.corrected = [written[1] for written in copies] if plan.corrected_copies(stage) and not plan.predicts else None
         self.early: dict[int, dict[str, torch.Tensor]] | None = None
         own = views("O", plan.o_layout(stage))
         if plan.is_predicted(stage):
-            self.corrected = [values(f"W{copy}", units) for copy in range(plan.corrected_copies)]
+            self.corrected = [values(f"W{copy}", units) for copy in range(plan.corrected_copies(stage))]
             self.early = {i: own[i] for i in units if layouts[i].trained}
         self.sums = views("X", plan.x_layout(stage)[0]) if plan.rings > 1 or plan.sums_apart else own
         self.ring_sums = {i: list(sums.values()) for i, sums in own.items()}

@@ -73,7 +73,8 @@ class OwnerExecutor:
         state = self.state
         self._reduced_late = () if state.plan.eager_units(state.rank) else self._finishing  # units that GRAD_NORM reduces
         offsets = state.plan.o_layout(state.owned_stage)
-        self._written = [state.plan.written(version, state.owned_stage) for version in range(state.plan.slots)]
+        self._slots, self._predictions = state.plan.slots(state.owned_stage), state.plan.corrected_copies(state.owned_stage)
+        self._written = [state.plan.written(version, state.owned_stage) for version in range(self._slots)]
         self._sum_places = [(offsets[i], state.plan.unit(i).g_bytes) for i in self.trained]
         self._step_end = self._own_read_end = self.transport.record_event()
         self._published_at: dict[tuple[int, int], Any] = {}  # unit, slot -> event behind its last write
@@ -124,10 +125,10 @@ class OwnerExecutor:
     def wait_published(self, unit: int, version: int, region: str) -> None:
         """Make the current stream wait until this region has this version (relative to the step) of an owned unit."""
         state = self.state
-        if state.plan.predicts and region == "W":
-            self.transport.wait_event(self._predicted_at.get((unit, (state.step + version) % state.plan.corrected_copies)))
+        if state.plan.predicts and region in ("W", "W0"):
+            self.transport.wait_event(self._predicted_at.get((unit, (state.step + version) % self._predictions)))
             return
-        self.transport.wait_event(self._published_at.get((unit, (state.step + version) % state.plan.slots)))
+        self.transport.wait_event(self._published_at.get((unit, (state.step + version) % self._slots)))
 
     def own_added(self, unit: int) -> None:
         """A pass of this rank has added to an owned unit's sum."""
@@ -149,11 +150,11 @@ class OwnerExecutor:
         readers = self.messages.reads.take(region, a.offset, a.nbytes)
         if a.unit not in self.trained:
             return
-        copy, step = (state.step + a.version) % state.plan.corrected_copies, state.global_step + a.version
+        copy, step = (state.step + a.version) % self._predictions, state.global_step + a.version
         waits = [
             self.messages.coming_back(a, a.unit),
             self._added_at.get(a.unit),
-            self._published_at.get((a.unit, (state.step + a.version) % state.plan.slots)),  # the update before
+            self._published_at.get((a.unit, (state.step + a.version) % self._slots)),  # the update before
             self._own_read_end,
             *readers,
         ]
@@ -269,7 +270,7 @@ class OwnerExecutor:
 
     def _copy(self, a: Action) -> int:
         """The slot that the update of the action's step writes: one of ``OwnedStage.published``."""
-        return (self.state.step + a.version + 1) % self.state.plan.slots
+        return (self.state.step + a.version + 1) % self._slots
 
     def _wait_copy(self, a: Action, units: list[int]) -> None:
         """Wait for the readers of the published copies that these units' update overwrites. A flush overwrites none."""

@@ -19,6 +19,7 @@ from deepspeed_cdp.model.discover import Example, FoundUnits, Trace, join, misfi
 from deepspeed_cdp.model.make_plan import Settings, find, make_plan
 from deepspeed_cdp.model.materialize import Initial
 from deepspeed_cdp.optim.loss_scale import LossScale
+from deepspeed_cdp.optim.masters import Masters
 from deepspeed_cdp.optim.offload import OffloadedOwner
 from deepspeed_cdp.optim.stage_owner import StageOwner
 from deepspeed_cdp.optim.state import take_over
@@ -96,7 +97,8 @@ class Runtime:
         found = found or find(module, transport.size, settings)
         self.plan, layouts = make_plan(module, trained, settings, transport.size, transport.rings, found)
         residency = RESIDENCIES[type(self.plan)]
-        state = RankState(self.plan, transport.rank, transport, Buffers(self.plan.regions, transport))
+        layouts_of_ranks = [self.plan.regions(r) for r in range(transport.size)]
+        state = RankState(self.plan, transport.rank, transport, Buffers(layouts_of_ranks, transport.rank, transport))
         self.scale = LossScale(self.plan.schedule, settings.loss_scale)
         with torch.no_grad():
             stage = OwnedStage(state, layouts)
@@ -114,6 +116,7 @@ class Runtime:
                 correction=settings.delay_correction,
                 early=stage.early,
                 early_divisor=lambda step: self.plan.early_share(state.owned_stage) / settings.summed_ranks * self.scale.of(step),
+                in_halves=Masters.suit_halves(device) and not settings.offload and not settings.replicated,
             )
         compares = settings.check_divergence and transport.size * transport.rings > 1
         self.divergence = Divergence(state, self.owner, settings.check_divergence) if compares else None

@@ -42,7 +42,7 @@ class StepMetrics:
         self._incoming, self._incoming_total = (
             buffers.view("S", at, 8 * n).view(torch.float64) for at, n in ((0, length), (room, 1))
         )
-        self._lands = {"S": buffers.address("S", 0), "T": buffers.address("S", room)}
+        self._buffers, self._lands = buffers, {"S": 0, "T": room}
         self.vector, self.total = torch.zeros_like(self._incoming), torch.zeros_like(self._incoming_total)
         self.kept, self.busy = self.vector[: self.size + 5], 0.0
         self._posted: dict[str, Ticket] = {}
@@ -72,7 +72,8 @@ class StepMetrics:
         self._posted[stream] = self.transport.post(stream, src, into.view(torch.uint8))
 
     def _push(self, stream: str, dst: int, source: torch.Tensor) -> None:
-        self._sent.append(self.transport.push(stream, dst, source.view(torch.uint8), None, self._lands[stream]))
+        place = self._buffers.address(dst, "S", self._lands[stream])
+        self._sent.append(self.transport.push(stream, dst, source.view(torch.uint8), None, place))
 
     def receive(self, src: int, where: Where) -> None:
         """Receive the vector from the previous owner."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-# Environment variables that allow several ranks on one GPU, by transport: torch's symmetric memory, and NCCL 2.30 or newer.
+# Environment variables that allow several ranks on one GPU, by transport: ours, and that of NCCL 2.30 or newer.
 # They serve trials, not speed.
-SHARED_GPU_VARIABLES = {"peer": "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "nccl": "NCCL_MULTI_RANK_GPU_ENABLE"}
+SHARED_GPU_VARIABLES = {"peer": "DEEPSPEED_CDP_SHARE_GPU", "nccl": "NCCL_MULTI_RANK_GPU_ENABLE"}
 ALLOWED = "allowed are 'gloo' on CPUs, 'peer' on GPUs that reach each other's memory, 'nccl' on GPUs, and 'auto'"
 
 
@@ -24,7 +24,7 @@ class DeviceFacts:
         device: the GPU's UUID; "" on CPUs.
         sees: UUIDs of the GPUs that the process sees.
         reaches: UUIDs of the GPUs whose memory the rank's GPU can access.
-        peer_trouble: why the rank cannot allocate symmetric memory; "" if it can.
+        peer_trouble: why the rank cannot share memory with other processes; "" if it can.
         nccl_trouble: why the rank cannot use NCCL; "" if it can.
         permits: transports that the environment allows between ranks on one GPU (SHARED_GPU_VARIABLES).
     """
@@ -135,7 +135,7 @@ def host() -> str:
 
 
 def observe(device: torch.device) -> DeviceFacts:
-    """This rank's observation; on GPUs it allocates 1 KiB of symmetric memory as a trial."""
+    """This rank's observation; on GPUs it shares some memory as a trial."""
     if device.type != "cuda":
         return DeviceFacts(host(), device.type)
     index = device.index if device.index is not None else torch.cuda.current_device()
@@ -149,12 +149,19 @@ def observe(device: torch.device) -> DeviceFacts:
 
 
 def _peer_trouble(device: torch.device) -> str:
-    try:
-        import torch.distributed._symmetric_memory as symmetric
+    from deepspeed_cdp.transport.cuda_bindings import CudaBindings
 
-        symmetric.empty(1024, dtype=torch.uint8, device=device)
-    except (ImportError, AttributeError, RuntimeError) as error:
-        return f"no symmetric memory ({str(error).splitlines()[0]})"
+    try:
+        driver = CudaBindings()
+        with torch.cuda.device(device):
+            torch.cuda.synchronize()  # makes the context
+            address = driver.allocate(1024)
+        try:
+            driver.share(address)
+        finally:
+            driver.free(address)
+    except (OSError, AttributeError, RuntimeError) as error:
+        return f"no memory shared between processes ({str(error).splitlines()[0]})"
     return ""
 
 

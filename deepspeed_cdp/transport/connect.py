@@ -79,7 +79,7 @@ def _try_peer(exchange: StoreExchange, device: torch.device, where: str) -> tupl
         transport = PeerTransport(rank, exchange.size, exchange.timeout_seconds, device)
     except HandoffError as error:  # a consequence: the peer that failed tells the cause below, unless it is gone
         failure = f"~{error}"
-    except (ImportError, OSError, RuntimeError) as error:  # no symmetric memory between these GPUs, or an old driver
+    except (ImportError, OSError, RuntimeError) as error:  # these GPUs share no memory, or an old driver
         failure = f"rank {rank}: {first_line(error)}"
     try:
         failures = sorted(text for text in exchange.exchange(failure, where) if text)  # "~" sorts consequences last

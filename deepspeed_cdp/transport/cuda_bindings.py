@@ -1,10 +1,16 @@
-"""ctypes bindings of CUDA driver calls that torch does not offer: stream memory operations, and copies between addresses.
+"""ctypes bindings of CUDA driver calls that torch does not offer: stream memory operations, copies by address, shared memory.
 
 ``cuStreamWaitValue32`` makes a stream wait until a 32-bit word in memory reaches a value. ``cuStreamWriteValue32`` writes a word
 once the stream's earlier work is done. Neither occupies a multiprocessor, and the word may be in a peer GPU's memory.
 """
 
 import ctypes
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle."""
+
+    _fields_ = [("reserved", ctypes.c_char * 64)]
 
 
 class CudaBindings:
@@ -36,6 +42,15 @@ class CudaBindings:
         )
         self._new_stream.argtypes = [ctypes.POINTER(stream), ctypes.c_uint, ctypes.c_int]
         self._end_stream.argtypes = self._idle.argtypes = [stream]
+        self._allocate, self._free = library.cuMemAlloc_v2, library.cuMemFree_v2
+        self._share, self._open, self._close = (
+            library.cuIpcGetMemHandle,
+            library.cuIpcOpenMemHandle_v2,
+            library.cuIpcCloseMemHandle,
+        )
+        self._allocate.argtypes, self._share.argtypes = [ctypes.POINTER(address), size], [ctypes.POINTER(_Handle), address]
+        self._open.argtypes = [ctypes.POINTER(address), _Handle, ctypes.c_uint]
+        self._free.argtypes = self._close.argtypes = [address]
         self._name = library.cuGetErrorName
         self._name.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
 
@@ -60,6 +75,32 @@ class CudaBindings:
     def fill(self, stream: int, to: int, value: int, nbytes: int) -> None:
         """Set ``nbytes`` bytes at a device address to ``value``. Unlike a torch kernel, this loads no module on first use."""
         self._check(self._fill(to, value, nbytes, stream), "cuMemsetD8Async")
+
+    def allocate(self, nbytes: int) -> int:
+        """Address of new memory on the current device."""
+        found = ctypes.c_uint64()
+        self._check(self._allocate(ctypes.byref(found), nbytes), f"cuMemAlloc of {nbytes} bytes")
+        return found.value
+
+    def free(self, address: int) -> None:
+        """Free memory of ``allocate``, once all work of the device is done. An error is ignored: the process may be ending."""
+        self._free(address)
+
+    def share(self, address: int) -> bytes:
+        """A handle with which other processes of the host open this memory of ``allocate``."""
+        handle = _Handle()
+        self._check(self._share(ctypes.byref(handle), address), "cuIpcGetMemHandle")
+        return ctypes.string_at(ctypes.byref(handle), ctypes.sizeof(handle))
+
+    def open_shared(self, handle: bytes) -> int:
+        """Address of another process's memory, mapped for the current device."""
+        found = ctypes.c_uint64()
+        self._check(self._open(ctypes.byref(found), _Handle.from_buffer_copy(handle), 1), "cuIpcOpenMemHandle")  # peer access
+        return found.value
+
+    def close_shared(self, address: int) -> None:
+        """Unmap memory of ``open_shared``."""
+        self._check(self._close(address), "cuIpcCloseMemHandle")
 
     def create_stream(self, priority: int = -1) -> int:
         """A new non-blocking stream that nothing else uses; torch's pool gives each of its 32 streams to several users."""

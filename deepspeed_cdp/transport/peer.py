@@ -1,7 +1,6 @@
 """Messages between GPUs of one host that can access each other's memory: copy engines move the bytes, words in memory order them.
 
-Every rank's buffers are one symmetric allocation, so an offset means the same place on all ranks. Each edge has two 32-bit
-words, one on each side:
+Every rank opens the other ranks' buffers and words (peer_memory.py). Each edge has two 32-bit words, one on each side:
 
   - Pushed streams: the receiver writes the *credit* word on the sender, the number of messages whose region is free. The sender
     copies, and then writes the *arrival* word on the receiver, the number of messages that have landed.
@@ -14,14 +13,15 @@ The host only enqueues. CUDA streams wait for words (``cuStreamWaitValue32``) in
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
-import torch.distributed._symmetric_memory as symmetric
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport.base import PULLED, Ticket, Where
 from deepspeed_cdp.transport.cuda_common import CudaTransport, EventTicket, StreamTicket, Watchdog
+from deepspeed_cdp.transport.peer_memory import PeerMemory
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 from deepspeed_cdp.transport.stream_selection import select_wait_streams
 
@@ -66,7 +66,7 @@ class PeerTransport(CudaTransport):
         stream_report: how the CUDA streams were selected, for the log.
     Raises:
         HandoffError: not all ranks called.
-        OSError, RuntimeError: the GPUs cannot share symmetric memory; transport "nccl" needs none.
+        OSError, RuntimeError: the GPUs cannot share memory; transport "nccl" shares none.
     """
 
     name = "peer"
@@ -85,7 +85,8 @@ class PeerTransport(CudaTransport):
             rank, size, timeout_seconds, store, name, f"rank {rank}, connecting the {size} ranks of {name!r}"
         )
         try:
-            self._words, self._word_bases = self._symmetric(4 * 2 * len(STREAMS) * size)
+            self._word_memory = PeerMemory(4 * 2 * len(STREAMS) * size, device, self.driver, self._store_exchange)
+            self._words, self._word_bases = self._word_memory.own, self._word_memory.addresses
             streams, self.stream_report = select_wait_streams(len(_CUDA_STREAMS), device, self.driver)
             self._streams = dict(zip(_CUDA_STREAMS, streams))
             self._streams["S"], self._relay_stream = self._owner, self._streams["relay"]
@@ -96,28 +97,18 @@ class PeerTransport(CudaTransport):
             self._counts: dict[tuple[str, int, bool], int] = {}  # (stream, peer, incoming) -> messages posted or pushed
             self._waits: deque[tuple[_WordTicket, Where]] = deque(maxlen=512)  # the latest, for ``diagnose``
             self._bases: list[int] = []  # by rank: address of its allocation, as mapped here
-            self._memory: torch.Tensor | None = None
+            self._memory: PeerMemory | None = None
             self._abort_stream = torch.cuda.Stream(device, priority=-1)  # nothing else uses it, so nothing blocks it
             self._watchdog = Watchdog(self)
         except BaseException:
             self._store_exchange.close(None)  # the other ranks need not wait
             raise
 
-    def _symmetric(self, nbytes: int) -> tuple[torch.Tensor, list[int]]:
-        """Collective: zeroed symmetric memory, and its address on each rank as mapped here."""
-        where = f"rank {self.rank}, allocating"
-        memory = symmetric.empty(max(nbytes, 1024), dtype=torch.uint8, device=self.device)
-        self._store_exchange.exchange(None, where)  # with our timeout, unlike rendezvous: a rank may lack the memory
-        assert dist.group.WORLD is not None
-        handle = symmetric.rendezvous(memory, dist.group.WORLD)  # holds the GIL, so no thread could watch a deadline
-        memory.zero_()
-        torch.cuda.synchronize(self.device)
-        self._store_exchange.exchange(None, where)  # no rank writes before all have zeroed
-        return memory, list(handle.buffer_ptrs)
-
     def allocate(self, nbytes: int) -> torch.Tensor:
-        self._memory, self._bases = self._symmetric(nbytes)
-        return self._memory[:nbytes]
+        assert self._memory is None, "a transport allocates once"
+        self._memory = PeerMemory(nbytes, self.device, self.driver, self._store_exchange)
+        self._bases = self._memory.addresses
+        return self._memory.own
 
     # ---- words and counts -----------------------------------------------------------------------------------------------
     def _word(self, at: int, stream: str, peer: int, arrival: bool) -> int:
@@ -248,7 +239,7 @@ class PeerTransport(CudaTransport):
         """
         side, memory = self._abort_stream, self._memory
         if poison and not self._failure and memory is not None:
-            self.driver.fill(side.cuda_stream, memory.data_ptr(), 0xFF, memory.numel())
+            self.driver.fill(side.cuda_stream, memory.own.data_ptr(), 0xFF, memory.own.numel())
         self._failure = self._failure or reason
         for stream in STREAMS:
             for peer in range(self.size):
@@ -273,10 +264,18 @@ class PeerTransport(CudaTransport):
             except HandoffError:
                 pass  # a peer has failed, and raises the cause itself
             finally:
-                self._store_exchange.close(None)
+                if not done:
+                    self._store_exchange.close(None)
             self.abort(f"{where}: the transport is closed", not done)
             torch.cuda.synchronize(self.device)  # meanwhile the watchdog repeats the abort
+            for memory in (self._memory, self._word_memory):
+                if memory:
+                    memory.close()
+            if done:  # no rank frees its memory before all others have closed it
+                with suppress(HandoffError):
+                    self._store_exchange.exchange(None, where)
         finally:
+            self._store_exchange.close(None)
             self._watchdog.stop()
             self._memory = None
             self._bases, self._handles, self._streams = [], {}, {}

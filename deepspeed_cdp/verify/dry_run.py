@@ -99,7 +99,7 @@ class DryRun:
         for rank in self.ranks:
             self._new_version(rank, 0)
             if plan.is_predicted(owned := self.schedule.owned(rank.number)):
-                for copy in range(plan.corrected_copies):
+                for copy in range(plan.corrected_copies(owned)):
                     rank.content.update({(f"W{copy}", at): ("corrected", i, 0) for i, at in plan.v_layout(owned)[0].items()})
             for post in posts(rank.number) if posts else initial_posts(plan, rank.number):
                 self._post(rank, BEFORE, post, None)
@@ -423,7 +423,7 @@ class DryRun:
         step, place, owned = rank.step + a.version, self._at(rank, a), self.schedule.owned(rank.number)
         if a.version or (a.round, a.backward) != (self.schedule.rounds - 1, True):
             raise self._error(rank, "predicts from other sums than the schedule says")
-        if (a.region, a.offset) != ("W", self.plan.v_layout(owned)[0].get(a.unit)):
+        if (a.region[0], a.offset) != ("W", self.plan.v_layout(owned)[0].get(a.unit)):
             raise self._error(rank, "predicts into another place than its readers'")
         if rank.predicted.get(a.unit, 0) != step:
             raise self._error(rank, f"predicts version {step + 1} after version {rank.predicted.get(a.unit, 0)}")
@@ -567,7 +567,7 @@ class DryRun:
 
     def _publish_param(self, rank: Rank, a: Action) -> bool:
         version = rank.step + a.version
-        self._check_content(rank, a, self._params(a.unit, version + (a.region == "W"), version))
+        self._check_content(rank, a, self._params(a.unit, version + (a.region[0] == "W"), version))
         self._push(rank, a)
         return True
 

@@ -122,26 +122,26 @@ def test_damage_is_named_and_changes_nothing(pool, tmp_path):
 
 def fails_while_saving(rank: int, world: int, job: Job, folder: str) -> str:
     """Rank 1 raises in its second save; all learn of it, training goes on, the first checkpoint is still the one loaded."""
-    from deepspeed_cdp.checkpoint import save_load
+    from deepspeed_cdp.checkpoint import saving
 
     engine = start(job, world)
     train(engine, job, rank, 0, 2)
     engine.save_checkpoint(folder)
     want = whole(engine)
     train(engine, job, rank, 2, 4)
-    stock = save_load.save_tensors
+    stock = saving.save_tensors
 
     def full(*args: Any) -> dict:
         if rank == 1:
             raise OSError(28, "No space left on device")
         return stock(*args)
 
-    save_load.save_tensors = full
+    saving.save_tensors = full
     try:
         with pytest.raises(CheckpointError) as caught:
             engine.save_checkpoint(folder)
     finally:
-        save_load.save_tensors = stock
+        saving.save_tensors = stock
     train(engine, job, rank, 4, 5)
     path, _ = engine.load_checkpoint(folder)
     assert path.endswith("global_step2")
@@ -152,19 +152,19 @@ def fails_while_saving(rank: int, world: int, job: Job, folder: str) -> str:
 
 def killed_while_saving(rank: int, world: int, job: Job, folder: str) -> None:
     """Rank 1 is killed in the middle of a save over the tag that is there."""
-    from deepspeed_cdp.checkpoint import save_load
+    from deepspeed_cdp.checkpoint import saving
 
     engine = start(job, world)
     engine.load_checkpoint(folder)
     train(engine, job, rank, 2, 3)
-    stock = save_load.save_tensors
+    stock = saving.save_tensors
 
     def kill(directory: str, name: str, *rest: Any) -> dict:
         if rank == 1 and name.startswith("buffers"):
             os.kill(os.getpid(), signal.SIGKILL)
         return stock(directory, name, *rest)
 
-    save_load.save_tensors = kill
+    saving.save_tensors = kill
     engine.save_checkpoint(folder, tag="global_step2")
 
 

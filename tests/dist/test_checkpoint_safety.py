@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from deepspeed_cdp.checkpoint import common
+from deepspeed_cdp.checkpoint import saving
 from deepspeed_cdp.checkpoint.files import existing_folder, file_entry
 from deepspeed_cdp.checkpoint.format import MANIFEST, manifest_text
 from deepspeed_cdp.errors import CheckpointError
@@ -51,16 +51,16 @@ def failing_saves(rank: int, world: int, folder: str) -> dict[str, str]:
     texts["outside"] = refused(lambda: engine.save_checkpoint(folder, tag="../t"), ValueError)
     texts["client"] = refused(lambda: engine.save_checkpoint(folder, tag="good", client_state={"x": models.MLP()}))
     texts["file"] = refused(lambda: engine.save_checkpoint(os.path.join(folder, "latest")))  # a file where a folder must be made
-    stock = common.replace_folder
+    stock = saving.replace_folder
 
     def broken(*_: Any) -> None:
         raise OSError(5, "Input/output error")
 
-    common.replace_folder = broken  # on rank 0 only, last of all: the others wait for it
+    saving.replace_folder = broken  # on rank 0 only, last of all: the others wait for it
     try:
         texts["finish"] = refused(lambda: engine.save_checkpoint(folder, tag="good"))
     finally:
-        common.replace_folder = stock
+        saving.replace_folder = stock
     train(engine, MLP, rank, 4, 5)
     texts["name"] = refused(lambda: engine.save_checkpoint(folder, tag="latest"), ValueError)
     texts["link"] = refused(lambda: engine.save_checkpoint(folder, tag="linked"))

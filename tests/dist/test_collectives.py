@@ -70,7 +70,7 @@ def memory(rank: int, world: int, job: Job) -> dict[str, Any]:
     }
     result = {
         "buffers": runtime.executor.buffers.nbytes(),
-        "plan": engine.cyclic_plan.memory(),
+        "plan": engine.cyclic_plan.memory(runtime.executor.rank),
         "masters": sum(m.numel() * m.element_size() for m in runtime.owner.masters.values()),
         "grads": sum(m.grad.numel() for m in runtime.owner.masters.values() if m.grad is not None),
         "optimizer": sum(optimizer.values()),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from deepspeed_cdp.checkpoint import save_load
+from deepspeed_cdp.checkpoint import saving
 from support import engine_work, models
 from support.engine_work import Job, pack, start, train, whole
 
@@ -99,7 +99,7 @@ def kill_in_save(engine: Any, folder: str) -> None:
         Path(where, name).write_bytes(b"half of a file")
         kill()
 
-    save_load.save_tensors = half
+    saving.save_tensors = half
     engine.save_checkpoint(folder, tag="good")
 
 

@@ -1,7 +1,7 @@
 """Which GPU a rank of the scripts here computes on. There may be more ranks than GPUs: then ranks share them, which shows whether
 the code is right and nothing about its speed.
 
-Sharing needs what torch and NCCL permit only when asked: ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` (set here) for the peer
+Sharing is permitted only when asked for: ``DEEPSPEED_CDP_SHARE_GPU=1`` (set here) for the peer
 transport, ``NCCL_MULTI_RANK_GPU_ENABLE=1`` (NCCL 2.30 or newer; set by whoever has it) for everything over NCCL. Without the
 second, torch's own collectives go over gloo.
 """
@@ -22,7 +22,7 @@ def take_gpu() -> tuple[torch.device, str]:
     assert gpus, "no GPU is here"
     shared = shares_gpu()
     if shared:
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+        os.environ["DEEPSPEED_CDP_SHARE_GPU"] = "1"
     os.environ["LOCAL_RANK"] = str(local % gpus)  # DeepSpeed looks there too
     torch.cuda.set_device(local % gpus)
     over_nccl = not shared or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"

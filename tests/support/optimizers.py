@@ -25,6 +25,14 @@ def two_groups(named: Named) -> torch.optim.Optimizer:
     )
 
 
+class Foreign(torch.optim.AdamW):
+    """One whose module is not torch's."""
+
+
+def foreign(named: Named) -> torch.optim.Optimizer:
+    return Foreign([p for _, p in named], lr=1e-2)
+
+
 def muon(named: Named) -> torch.optim.Optimizer:
     """Matrices only; what is not in the optimizer stays as it is. From torch 2.9 on."""
     return torch.optim.Muon([p for _, p in named if p.dim() == 2], lr=1e-2)

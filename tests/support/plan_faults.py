@@ -154,8 +154,9 @@ def wrong_version(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program
 
 def wrong_copy(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:
     """The correction in the place of the version, or the other way round."""
-    if p.corrects and good[i].region in ("V", "W"):
-        yield put(good, i, good[i]._replace(region="W" if good[i].region == "V" else "V"))
+    region, stage = good[i].region, p.schedule.owned(rank)
+    if region and region[0] in "VW" and p.corrected_copies(stage):
+        yield put(good, i, good[i]._replace(region=p.published_region(int(region[0] == "V"), stage)))
 
 
 def wrong_pass(p: Plan, rank: int, good: Program, i: int) -> Iterator[Program]:

@@ -41,6 +41,7 @@ def row(engine: str, step_ms: float, window: int = 0, **others) -> dict:
         "build": "full",
         "python": "3.11.2",
         "transformers": "5.24.0",
+        "accumulation": 1,
     }
     return {**values, **others}
 
@@ -75,6 +76,33 @@ def test_table_has_medians_spread_and_ratios(some):
     assert second.startswith("### llama-tiny, micro-batch 1, 2 x NVIDIA H100 80GB HBM3, each rank late by U(0, 50) ms a step")
     assert "of compute-only speed" not in body(second)["cdp-v2"]
     assert "python 3.11.2, torch 2.13.0, deepspeed 0.19.8, transformers 5.24.0, commit abc" in first
+
+
+def test_the_fastest_variant_of_fsdp2_is_the_rival_and_a_rival_that_wins_is_told():
+    def table(**ms: float) -> str:
+        made = [row(name.replace("_", "-"), t) for name, t in ms.items()]
+        return report.tables([{f: str(r.get(f, rows.SINCE.get(f, ""))) for f in rows.FIELDS} for r in made])
+
+    slow = table(compute=90, fsdp2=300, fsdp2_prefetch2=240, fsdp2_keep=260, cdp_v2=200)
+    assert body(slow)["cdp-v2"]["x fsdp2-prefetch2"] == "1.20" and "x fsdp2 " not in slow and "wins" not in slow
+    fast = table(compute=90, fsdp2=300, fsdp2_prefetch2_symm=160, cdp_v2=200, cdp_v1=210)
+    assert "A rival wins here: `cdp-v2` takes 25.0 % longer than `fsdp2-prefetch2-symm`." in fast
+
+
+def test_unlike_lengths_are_summed_up_over_all_windows(tmp_path):
+    """Windows have unlike work: mean times, and all tokens by all seconds."""
+    unlike = {"lengths": "2048:1 packed", "sequence": 8192, "accumulation": 4}
+    made = [
+        row(name, ms, w, tokens_by_rank=f"{t} {t}", tokens_per_s_per_gpu=t / (8 * ms) * 1000, **unlike)
+        for name, each in (("fsdp2", ((200, 1000), (100, 900), (900, 5000))), ("cdp-v2", ((100, 1000), (90, 900), (500, 5000))))
+        for w, (ms, t) in enumerate(each)
+    ]
+    rows.write(tmp_path / "results.csv", made)
+    text = report.tables(rows.read(tmp_path / "results.csv"))
+    assert "4 micro-batches a step, log-normal lengths of median 2048 and sigma 1 up to 8192 (packed)\n" in text
+    cells = body(text)
+    assert cells["cdp-v2"]["ms per step"] == "230.0" and cells["cdp-v2"]["x fsdp2"] == f"{1200 / 690:.2f}"
+    assert cells["cdp-v2"]["tokens/s/GPU"] == f"{6900 / (8 * 0.69):.0f}"
 
 
 def test_received_bytes_of_others_are_unknown_not_zero(some):
@@ -125,6 +153,12 @@ def test_plots(some, tmp_path):
         (["--models", "llama-1.3b,llama-2b"], "--models has 'llama-2b'; allowed are llama-tiny"),
         (["--layer-ms", "5"], "--layer-ms is 5, but GPUs compute by themselves; use it with --cpu"),
         (["--windows", "0"], "must each be at least 1"),
+        (["--engines", "fsdp2-prefetch3"], "--engines has 'fsdp2-prefetch3'; allowed are compute"),
+        (["--engines", "fsdp2-zerocta,cdp-v2"], "use one call for each"),
+        (["--lengths", "2048"], "--lengths is '2048'; give MEDIAN:SIGMA"),
+        (["--lengths", "4096:1"], "--lengths is '4096:1' with --sequence 2048; the median must be above 0 and at most"),
+        (["--packed"], "--packed is given without --lengths"),
+        (["--lengths", "99:1", "--packed", "--micro-batch", "4"], "use --micro-batch 1 without --no-host-sync"),
     ],
 )
 def test_wrong_command_lines_are_told_in_a_sentence(arguments, told, capsys):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from deepspeed_cdp.checkpoint import common, files
+from deepspeed_cdp.checkpoint import common, files, saving
 from deepspeed_cdp.checkpoint.files import existing_folder, read_latest, write_text
 from deepspeed_cdp.checkpoint.format import MANIFEST
 from deepspeed_cdp.errors import CheckpointError
@@ -18,14 +18,14 @@ from deepspeed_cdp.errors import CheckpointError
 def save(folder: Path, tag: str, content: str, save_latest: bool = True) -> None:
     """A save of one rank, as the engines do it."""
 
-    def write(working: str) -> dict[str, Any]:
-        write_text(os.path.join(working, "data"), content)
+    place, tag = saving.save_location(str(folder), tag, 0)
+    one = saving.Saving(place, tag, 0, lambda value, where: [value], "here", save_latest)
+
+    def write(files: saving.Files) -> dict[str, Any]:
+        write_text(os.path.join(one.working, "data"), content)
         return {}
 
-    where, tag = common.save_location(str(folder), tag, 0)
-    common.save_on_all_ranks(
-        where, tag, 0, lambda value, where: [value], "here", save_latest, write, lambda everyone: {"content": content}
-    )
+    saving.save_on_all_ranks(one, write, lambda everyone: {"content": content})
 
 
 def content(folder: Path, tag: str | None = None) -> tuple[str, str]:

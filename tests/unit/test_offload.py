@@ -45,7 +45,7 @@ def both(rule, size=3, kind="mlp", make=two_groups, steps=6, rounds=1, clip=0.0,
         train(
             kind,
             size,
-            Settings(rule, rounds=rounds, clip=clip, sum_dtype=sum_dtype, offload=offload),
+            Settings(rule, "parameters", rounds=rounds, clip=clip, sum_dtype=sum_dtype, offload=offload),
             make,
             steps,
             {2},

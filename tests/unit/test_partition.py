@@ -57,6 +57,20 @@ def test_boundaries_have_a_least(costs, data):
 
 
 @settings(max_examples=300, deadline=None)
+@given(numbers, st.data())
+def test_parts_have_weights(costs, data):
+    parts = data.draw(st.integers(1, len(costs)))
+    weights = data.draw(st.lists(st.integers(1, 5), min_size=parts, max_size=parts))
+
+    def weighted(bounds):
+        sums = [w * sum(map(Fraction, costs[a:b])) for w, (a, b) in zip(weights, pairwise(bounds))]
+        return max(sums), sum(s * s for s in sums)
+
+    cuts = itertools.combinations(range(1, len(costs)), parts - 1)
+    assert weighted(contiguous(costs, parts, (), weights)) == min(weighted((0, *cut, len(costs))) for cut in cuts)
+
+
+@settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9), st.data())
 def test_by_memory_the_first_stages_have_half_of_their_share_of_the_work(items, data):
     sizes, work = zip(*items)

@@ -46,10 +46,10 @@ def test_random_large_rings_pass(plan: Plan) -> None:
     validate(plan, steps=3)
 
 
-COPIES = [  # rule, what stale readers read, copies of versions, and of corrections; on two ranks one of each may do
-    ("dp", "", 1, 1),
-    ("cdp-v2", "", 2, 1),
-    ("cdp-v1", "", 2, 1),
+COPIES = [  # rule, what stale readers read, copies of stage 0's versions, and of its corrections, on five ranks
+    ("dp", "", 1, 0),
+    ("cdp-v2", "", 2, 0),
+    ("cdp-v1", "", 2, 0),
     ("cdp-v2", "extrapolate", 1, 2),
     ("cdp-v1", "extrapolate", 1, 2),
     ("cdp-v2", "predict", 1, 2),
@@ -66,17 +66,20 @@ def test_published_copies_are_as_few_as_can_be(rule: str, correction: str, publi
             persistent = PERSISTENT_UNIT if rounds == 2 else None
             options = dict(persistent=persistent, corrected=bool(correction), predicts=correction == "predict")
             plan = make(ranks, threshold(rule, ranks), rounds, **options)
-            needs.add((plan.copies, plan.corrected_copies))
-            assert ("V1" in plan.regions, "W1" in plan.regions) == (plan.copies == 2, plan.corrected_copies == 2)
-            for name in ("copies", "corrected_copies"):
-                if getattr(plan, name) == 2:
-                    fewer = dataclasses.replace(plan)
-                    fewer.__dict__[name] = 1
-                    with pytest.raises(PlanError) as error:
-                        validate(fewer)
-                    messages.append(str(error.value))
-    assert max(needs) == (published, corrected) and needs <= {(published, corrected), (1, 1)}
-    assert rule == "cdp-v1" or published == corrected or any("waits for a reader that is not earlier" in m for m in messages)
+            for stage in range(ranks):
+                counts = plan.copies(stage), plan.corrected_copies(stage)
+                needs.add(counts)
+                names = set(plan.regions(plan.schedule.owner(stage)))
+                assert names & {"V0", "V1", "W0", "W1"} == {f"{x}{c}" for x, n in zip("VW", counts) for c in range(n)}
+                for name, count in zip(("_copies", "_corrected_copies"), counts):
+                    if count == 2:
+                        fewer = dataclasses.replace(plan)
+                        fewer.__dict__[name] = [1 if s == stage else n for s, n in enumerate(getattr(plan, name))]
+                        with pytest.raises(PlanError) as error:
+                            validate(fewer)
+                        messages.append(str(error.value))
+    assert max(needs) == (published, corrected) and (rule == "cdp-v1" or (1, 0) in needs), "the last stage has no stale reader"
+    assert rule in ("cdp-v1", "dp") or any("waits for a reader that is not earlier" in m for m in messages)
 
 
 # ---- programs repeat ----------------------------------------------------------------------------------------------------
@@ -233,7 +236,7 @@ def test_with_keep_after_forward_only_stage_0_travels_twice(rule: str, rounds: i
 def test_alone_nothing_travels() -> None:
     plan = make(1, 0, 2, per_stage=3, persistent=PERSISTENT_UNIT)
     assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0}
-    assert plan.regions["PG"] == plan.memory()["in flight"] == 0 and plan.memory()["sums"] == 3 * 2048 + 192
+    assert plan.regions(0)["PG"] == plan.memory(0)["in flight"] == 0 and plan.memory(0)["sums"] == 3 * 2048 + 192
     assert {a.kind for a in build(plan, 0, False)} == {
         Kind.WAIT_PARAM,
         Kind.RELEASE_PARAM,
@@ -252,11 +255,8 @@ def test_held_parameters_travel_once() -> None:
     more = {k: persistent.received_bytes(1)[k] - v for k, v in bare.received_bytes(1).items()}
     assert more == {"F": 320, "B": 0, "G": 192, "O": 0}  # rank 2 owns them
     assert persistent.received_bytes(2)["O"] == bare.received_bytes(2)["O"] + 2 * 192
-    assert (
-        persistent.regions["H0"] == persistent.regions["H1"] == 320
-        and persistent.regions["GH"] == 192
-        and "H0" not in bare.regions
-    )
+    regions = persistent.regions(1)
+    assert regions["H0"] == regions["H1"] == 320 and regions["GH"] == 192 and "H0" not in bare.regions(1)
 
 
 # ---- memory -------------------------------------------------------------------------------------------------------------
@@ -265,35 +265,42 @@ def test_held_parameters_travel_once() -> None:
 def test_memory_is_a_few_units_and_what_the_owner_has(ranks: int, rule: str) -> None:
     """8 equal units a stage: in flight are the same few of them under every rule, on any number of ranks."""
     per_stage, p, g = 8, 1024, 2048
-    total = make(ranks, threshold(rule, ranks), per_stage=per_stage).memory()
-    assert 3 * p + 4 * g <= total["in flight"] <= 4 * p + 4 * g
-    copies = 1 if rule == "dp" else 2
-    finished = per_stage * g * (rule == "cdp-v1")  # apart, until all norms are known
-    assert total["sums"] == per_stage * g + finished and total["published"] == copies * per_stage * p
-    regions = make(ranks, threshold(rule, ranks), per_stage=per_stage).regions
-    assert sum(total.values()) == sum(regions.values()) and ("X" in regions) == (rule == "cdp-v1")
+    plan = make(ranks, threshold(rule, ranks), per_stage=per_stage)
+    for rank in range(ranks):
+        total, regions = plan.memory(rank), plan.regions(rank)
+        assert 3 * p + 4 * g <= total["in flight"] <= 4 * p + 4 * g
+        copies = 1 if rule == "dp" or (rule, rank) == ("cdp-v2", 0) else 2  # nobody reads the last stage stale
+        finished = per_stage * g * (rule == "cdp-v1")  # apart, until all norms are known
+        assert total["sums"] == per_stage * g + finished and total["published"] == copies * per_stage * p
+        assert sum(total.values()) == sum(regions.values()) and ("X" in regions) == (rule == "cdp-v1")
 
 
 @pytest.mark.parametrize("per_stage", [1, 2, 4, 8])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_with_keep_after_forward_all_stages_but_one_are_in_flight(ranks: int, per_stage: int) -> None:
-    """At the turn, with what is pulled ahead and the sums; nothing else changes."""
+    """At the turn, with what is pulled ahead and the sums."""
     plan, without = (make(ranks, ranks - 1, per_stage=per_stage, keep=keep) for keep in (True, False))
     kept = (ranks - 1) * per_stage * 1024
-    assert kept < plan.regions["PG"] <= kept + without.regions["PG"]
-    assert plan.regions | {"PG": 0} == without.regions | {"PG": 0}
+    for rank in range(ranks):
+        assert kept < plan.regions(rank)["PG"] <= kept + without.regions(rank)["PG"]
+        changed = {name for name, _ in plan.regions(rank).items() ^ without.regions(rank).items()}
+        assert changed <= {"PG", "V1"} and len(plan.regions(rank)) <= len(without.regions(rank)), "early pulls save copies"
 
 
 @settings(max_examples=30, derandomize=True, deadline=None)
 @given(plans(st.integers(1, 8)))
 def test_regions_hold_all_that_is_placed_in_them(plan: Plan) -> None:
+    def inside(rank: int, region: str, offset: int, nbytes: int) -> bool:
+        names = [f"{region}0", f"{region}1"] if region in ("V", "W", "H") else [region]
+        return all(0 <= offset <= plan.regions(rank)[name] - nbytes for name in names)
+
     for rank in range(plan.schedule.ranks):
         for first in (True, False):
-            actions = build(plan, rank, first)
-            for x in [*actions, *(post for a in actions for post in a.posts)]:
-                if x.region:
-                    regions = [r for r in plan.regions if r in (x.region, f"{x.region}0", f"{x.region}1")]
-                    assert regions and all(0 <= x.offset <= plan.regions[r] - x.nbytes for r in regions), x
+            for a in build(plan, rank, first):
+                for x in (a, *a.posts):
+                    assert not x.region or inside(rank, x.region, x.offset, x.nbytes), x
+                assert not a.into[0] or inside(rank if a.peer is None else a.peer, *a.into[:2], a.nbytes), a
+                assert all(inside(x.src, *x.origin, x.nbytes) for x in a.posts if x.origin[0]), a
 
 
 # ---- the rest -----------------------------------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ def test_what_a_plan_takes_from_few_rounds_is_true_of_all(ranks, kind, monkeypat
             with monkeypatch.context() as patch:
                 patch.setattr(program_module, "FEW", 10**6)
                 assert edges(plan) == found
-            assert plan.copies == few_rounds(plan).copies and plan.regions == few_rounds(plan).regions
+            assert all(plan.regions(r) == few_rounds(plan).regions(r) for r in range(ranks))
             assert plan.windows is few_rounds(plan).windows or plan.windows == few_rounds(plan).windows
             for rank in range(ranks) if kind is Plan else ():
                 reads = [a for a in build(plan, rank, False) if a.kind == Kind.WAIT_PARAM and a.peer is not None]
@@ -149,7 +149,7 @@ def test_making_programs_does_no_work_per_round(monkeypatch):
         made.clear()
         for rank in range(3):
             IndexedProgram(Program(plan, rank, False))
-        edges(plan), plan.regions, plan.received_bytes(1), initial_posts(few_rounds(plan), 1)
+        edges(plan), plan.regions(1), plan.received_bytes(1), initial_posts(few_rounds(plan), 1)
         counts.append(len(made))
     assert counts[0] == counts[1] > 0
 

@@ -152,15 +152,16 @@ def test_no_second_copy_of_the_model(ranks: int) -> None:
         other = make(ranks, threshold(rule, ranks), per_stage=4)
         sums = plan.windows.nbytes
         assert 3 * 2048 <= sums <= 4 * 2048, "two pulled ahead, the one in use, and one on its way back"
-        assert plan.memory() == {
-            "replica": ranks * stage,
-            "in flight": stage + sums,
-            "sums": other.x_layout(0)[1] * (2 if rule == "cdp-v1" else 1),
-            "published": stage if rule == "cdp-v1" else 0,
-            "scalars": other.regions["S"],
-        }
-        assert sum(plan.regions.values()) == sum(plan.memory().values())
-        assert {"H0", "H1", "V1"}.isdisjoint(plan.regions)
+        for rank in range(ranks):
+            assert plan.memory(rank) == {
+                "replica": ranks * stage,
+                "in flight": stage + sums,
+                "sums": other.x_layout(0)[1] * (2 if rule == "cdp-v1" else 1),
+                "published": stage if rule == "cdp-v1" else 0,
+                "scalars": other.regions(rank)["S"],
+            }
+            assert sum(plan.regions(rank).values()) == sum(plan.memory(rank).values())
+            assert {"H0", "H1", "V1"}.isdisjoint(plan.regions(rank))
 
 
 @settings(max_examples=20, derandomize=True, deadline=None)
@@ -173,13 +174,13 @@ def test_regions_hold_all_that_is_placed_in_them(plan: Plan) -> None:
             for x in [*actions, *(post for a in actions for post in a.posts)]:
                 if x.region:
                     region = f"{x.region}0" if x.region in ("V", "W") else x.region
-                    assert 0 <= x.offset <= plan.regions[region] - x.nbytes, x
+                    assert 0 <= x.offset <= plan.regions(rank)[region] - x.nbytes, x
 
 
 def test_alone_nothing_travels() -> None:
     for k in (0, 1):
         plan = make(1, k, 2, per_stage=3, persistent=PERSISTENT_UNIT, kind=ReplicatedPlan)
-        assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0} and "L" not in plan.regions
+        assert plan.received_bytes(0) == {"F": 0, "B": 0, "G": 0, "O": 0} and "L" not in plan.regions(0)
         kinds = {a.kind for a in build(plan, 0, False)}
         assert kinds == {
             Kind.WAIT_PARAM,
@@ -293,7 +294,7 @@ def test_bytes_collectives_and_memory_are_as_planned():
                 for kind, row in runtime.counters.traffic().items():
                     assert row["counted"] == row["closed form"], (size, rule, rounds, runtime.executor.rank, kind, row)
                 assert runtime.counters.collectives() == 0
-                assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory().values())
+                assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory(runtime.executor.rank).values())
 
 
 def test_parameters_stay_where_they_are():

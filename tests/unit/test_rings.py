@@ -131,7 +131,7 @@ def test_bytes_are_the_closed_form_and_there_are_no_collectives():
             crossed.add(traffic["X"]["counted"])
             psi = sum(u.g_bytes for u in runtime.plan.units) + runtime.plan.persistent.g_bytes
             assert traffic["X"]["counted"] <= 2 * (psi + 16)
-            assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory().values())
+            assert runtime.executor.buffers.nbytes() == sum(runtime.plan.memory(runtime.executor.rank).values())
         assert len(crossed) > 2, "the test needs stages of different sizes, and a ring in the middle"
 
 

@@ -31,6 +31,7 @@ def made(size: int = 2) -> tuple[StepMetrics, list[SimpleNamespace]]:
         0,
     )
     scalars._entered_busy = 0.0
+    scalars._buffers = SimpleNamespace(address=lambda rank, region, offset: offset)
     scalars._sent, scalars._lands, scalars.step, scalars._first_step = [], {"S": 0}, None, 0
     return scalars, marks
 

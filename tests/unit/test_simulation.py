@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks import lengths_simulated
+from benchmarks.lengths import Lengths
 from benchmarks.pauses import SlowLinear
 from deepspeed_cdp.analysis.timing.baselines import baselines
 from deepspeed_cdp.analysis.timing.events import Simulation, _reserve, simulate
@@ -212,7 +214,7 @@ def test_the_first_sum_of_a_step_waits_until_the_last_steps_is_used(rule):
 
 def test_an_owner_overwrites_nothing_that_is_still_to_be_pulled(monkeypatch):
     """With one copy for two versions, it waits for readers that wait for it."""
-    monkeypatch.setattr(Plan, "copies", 1)
+    monkeypatch.setattr(Plan, "_copies", [1] * 4)
     plan = plan_of(4, rule="cdp-v1")
     with pytest.raises(AssertionError, match="deadlocks"):
         simulate(plan, bare(plan))
@@ -341,3 +343,27 @@ def test_the_order_of_a_recorded_run_is_the_simulations(rule):
                 wrong += seen[a] > seen[b]
     assert compared > 1000
     assert wrong / compared < 0.01, f"{wrong} of {compared} pairs came in another order"
+
+
+def test_loads_stretch_the_passes_of_a_micro_batch():
+    """Everyone half as slow again: so is the step. One rank twice as slow: all follow it. Every second step so: their mean."""
+    plan, given = plan_of(2), bare(plan_of(2))
+    alone = simulate(plan, given).period()
+    assert simulate(plan, given, loads=lambda rank, step, round: 1.5).period() == pytest.approx(1.5 * alone, rel=1e-6)
+    assert simulate(plan, given, loads=lambda rank, step, round: 1 + rank).period() == pytest.approx(2 * alone, rel=1e-6)
+    both = simulate(plan, given, 24, loads=lambda rank, step, round: 1 + step % 2)
+    assert both.period() == pytest.approx(1.5 * alone, rel=0.02)
+
+
+def test_what_unlike_lengths_cost(monkeypatch):
+    """Nothing if all are alike; else a ring loses less than an engine that meets in every layer, and packs lose little."""
+    monkeypatch.setitem(lengths_simulated.SPEED, "llama-tiny", (0.1, 8192))
+    alike = lengths_simulated.costs("llama-tiny", "cdp-v2", 4, 2, Lengths(512, 0, 512), 8, 0.0)
+    assert alike[1:] == pytest.approx((1, 1, 1, 1), abs=1e-9)
+    some = Lengths(512, 1.0, 4096)
+    cost = lengths_simulated.costs("llama-tiny", "cdp-v2", 4, 2, some, 24, 0.0)
+    assert 1 < cost.ring_by_step < cost.by_step < cost.ring < cost.by_layer
+    packed = lengths_simulated.costs("llama-tiny", "cdp-v2", 4, 2, some._replace(packed=True), 24, 0.0)
+    assert 1 < packed.by_layer < 1 + 0.2 * (cost.by_layer - 1) and packed.ring < packed.by_layer
+    least = lengths_simulated.seconds("llama-tiny", [512], False, 9.0)
+    assert least == 9.0 and lengths_simulated.seconds("llama-tiny", [2048], False, 0.0) == pytest.approx(0.1 / 4)

@@ -66,5 +66,5 @@ def test_more_ranks_are_expected_to_need_less_memory_and_no_more_time():
 
     two, eight = (scaling.expected("llama-1.3b", 4, n) for n in (2, 8))
     rings = scaling.two_rings("llama-1.3b", 4)
-    assert eight.memory < 0.75 * two.memory and eight.passes < eight.step < two.step < two.late
+    assert eight.memory < 0.8 * two.memory and eight.passes < eight.step < two.step < two.late
     assert eight.step < rings.step < 1.02 * eight.step, "the exchange between rings of one host is short"

@@ -303,7 +303,7 @@ def walked(
     size = plan.schedule.ranks
     transport = Noting(rank + ring * size, size * plan.rings, like)
     seen = RingView(transport, size) if plan.rings > 1 else transport
-    state = RankState(plan, rank, seen, Buffers(plan.regions, seen))
+    state = RankState(plan, rank, seen, Buffers([plan.regions(r) for r in range(size)], rank, seen))
     owner, observer = Owning(state, transport, clipped, updates_per_unit), Observer(state, transport)
 
     def added(unit: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -612,7 +612,7 @@ def test_rank_0_starts_the_next_sums_behind_its_copy_of_the_finished_ones(rings:
 def test_an_owner_alone_does_not_sum_where_it_still_reads() -> None:
     """One rank under cdp-v1: its passes do not wait for the update before. (It was wrong once.)"""
     plan = Plan(Schedule(1, 1, 1), (Unit("u0", 0, ("w",), (), 256, 256), Unit("u1", 0, ("w",), (), 256, 256)))
-    assert plan.copies == 2
+    assert plan.copies(0) == 2
     assert not walked(plan, 0, 0, "peer", False, True, 0)[0].wrong
 
 

@@ -63,7 +63,7 @@ def isolated() -> list[DeviceFacts]:
 CASES = [
     ([*gpus(2), *gpus(2, "b")], "ranks 0 and 2 are on different hosts"),
     (without_access(), "the GPU of rank 1 does not reach the memory of rank 2's"),
-    ([gpus(2)[0], replace(gpus(2)[1], peer_trouble="no symmetric memory (x)")], "rank 1: no symmetric memory (x)"),
+    ([gpus(2)[0], replace(gpus(2)[1], peer_trouble="no memory shared (x)")], "rank 1: no memory shared (x)"),
 ]
 
 
@@ -110,7 +110,7 @@ def test_ranks_share_a_gpu_only_where_the_environment_permits_it():
     both = replace(one, permits=("peer", "nccl"))
     assert choose("auto", [both, both], "rank 1: CUDA error") == ("nccl", "rank 1: CUDA error")
     assert choose("nccl", [replace(one, permits=("nccl",))] * 3)[0] == "nccl"
-    assert "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1" in refusal("peer", [one, replace(one, permits=())])
+    assert "DEEPSPEED_CDP_SHARE_GPU=1" in refusal("peer", [one, replace(one, permits=())])
 
 
 def test_facts_travel_as_json():

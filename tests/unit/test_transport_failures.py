@@ -13,6 +13,7 @@ from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport import connect, cuda_common, gloo, nccl, nccl_group, peer
 from deepspeed_cdp.transport.base import Transport
 from deepspeed_cdp.transport.local import Hub, LocalTransport
+from deepspeed_cdp.transport.peer_memory import PeerMemory
 from deepspeed_cdp.transport.store_exchange import StoreExchange
 
 CPU = torch.device("cpu")
@@ -168,7 +169,7 @@ def make_nccl_group(monkeypatch):
 
 def make_peer(monkeypatch):
     fake_cuda(monkeypatch)
-    monkeypatch.setattr(peer.PeerTransport, "_symmetric", lambda self, nbytes: (None, [0]))
+    monkeypatch.setattr(peer, "PeerMemory", lambda *_: SimpleNamespace(own=None, addresses=[0]))
     monkeypatch.setattr(peer, "select_wait_streams", raises(RuntimeError("cuStreamWaitValue32: CUDA_ERROR_NOT_SUPPORTED")))
     return lambda: peer.PeerTransport(0, 1, 5.0, CPU), "deepspeed_cdp"
 
@@ -191,20 +192,70 @@ def test_a_transport_that_cannot_be_made_tells_the_others(one_store, monkeypatch
 
 
 # ---- memory -----------------------------------------------------------------------------------------------------------------
-def test_no_rank_waits_in_torch_for_one_that_lacks_the_memory(monkeypatch):
-    """``rendezvous`` of symmetric memory has torch's timeout, so all ranks must have allocated before."""
+class Memory:
+    """Allocations of a driver, and what is opened of other processes'; memory of the host in the place of a GPU's."""
+
+    def __init__(self, rank: int):
+        self.rank, self.held, self.opened = rank, {}, []
+
+    def allocate(self, nbytes: int) -> int:
+        held = torch.full((nbytes,), 7, dtype=torch.uint8)
+        self.held[held.data_ptr()] = held
+        return held.data_ptr()
+
+    def free(self, address: int) -> None:
+        del self.held[address]
+
+    def share(self, address: int) -> bytes:
+        return f"{self.rank}:{address}".encode()
+
+    def open_shared(self, handle: bytes) -> int:
+        self.opened.append(handle.decode())
+        return int(handle.split(b":")[1])
+
+    def close_shared(self, address: int) -> None:
+        self.opened = [text for text in self.opened if not text.endswith(f":{address}")]
+
+
+@pytest.fixture
+def on_hosts(monkeypatch):
+    """``PeerMemory`` with ``Memory`` as its driver."""
+    fake_cuda(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    wrapped, kept = torch.as_tensor, []
+
+    def as_tensor(allocation, device):
+        assert allocation.__cuda_array_interface__["data"] == (allocation.address, False)
+        kept.append(allocation)  # as torch does
+        return wrapped(allocation.driver.held[allocation.address])
+
+    monkeypatch.setattr(torch, "as_tensor", as_tensor)
+
+
+def test_ranks_open_each_other_s_memory_of_any_size(on_hosts):
+    exchanges, made = pair(dist.HashStore()), {}
+    drivers = [Memory(0), Memory(1)]
+
+    def make(rank: int) -> None:
+        made[rank] = PeerMemory((5000, 100)[rank], CPU, drivers[rank], exchanges[rank])
+
+    thread = threading.Thread(target=make, args=(1,))
+    thread.start()
+    make(0)
+    thread.join()
+    assert [made[r].own.numel() for r in (0, 1)] == [5000, 100] and not any(made[r].own.any() for r in (0, 1))
+    assert made[0].addresses == made[1].addresses == [made[r].own.data_ptr() for r in (0, 1)]
+    assert [len(driver.opened) for driver in drivers] == [1, 1]
+    made[0].close()
+    assert drivers[0].opened == [] and len(drivers[1].opened) == 1
+
+
+def test_no_rank_waits_for_one_that_lacks_the_memory(on_hosts):
     mine, others = pair(dist.HashStore(), 20.0)
     made = object.__new__(peer.PeerTransport)
     Transport.__init__(made, 0, 2, 20.0)
-    made.device, made._store_exchange = CPU, mine
-    monkeypatch.setattr(
-        peer,
-        "symmetric",
-        SimpleNamespace(
-            empty=lambda nbytes, dtype, device: torch.empty(nbytes, dtype=dtype),
-            rendezvous=raises(AssertionError("rank 1 never comes")),
-        ),
-    )
+    made.device, made._store_exchange, made.driver, made._memory = CPU, mine, Memory(0), None
     others.close(None)  # as its engine does when it ran out of memory
     with pytest.raises(HandoffError, match="rank 0, allocating: rank 1 has closed its transport"):
         made.allocate(100)
@@ -218,6 +269,7 @@ def test_a_close_that_fails_tells_the_others(monkeypatch, kind):
     made, stopped = object.__new__(kind), []
     Transport.__init__(made, 0, 2, 20.0)
     made._failure, made._closed, made._store_exchange, made.device = None, False, mine, CPU
+    made._memory = made._word_memory = None
     made._watchdog = SimpleNamespace(stop=lambda: stopped.append(True))
     made._streams = {"P": SimpleNamespace(query=raises(RuntimeError("CUDA error: an illegal memory access")))}
     made.reset = raises(RuntimeError("CUDA error: an illegal memory access"))

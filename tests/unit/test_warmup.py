@@ -116,7 +116,7 @@ def test_one_allocation_serves_both_plans(rule, copies):
     units = tuple(Unit(f"u{i}", i // 2, (f"u{i}.w",), (), 512 * (i + 1), 1024 * (i + 1)) for i in range(6))
     phases = Phases(Plan(Schedule(3, threshold(rule, 3), 2), units), 4)
     first, later = phases.plans
-    assert (first.schedule.threshold, first.copies, later.copies) == (0, 1, copies)
+    assert (first.schedule.threshold, first.copies(0), later.copies(0)) == (0, 1, copies)
     assert [first.o_layout(s) for s in range(3)] == [later.o_layout(s) for s in range(3)], "owners do not look elsewhere"
     assert first.windows is later.windows and first.windows == dataclasses.replace(first).windows, "searched for once"
     assert [phases.at(t) is first for t in range(6)] == [True] * 4 + [False] * 2

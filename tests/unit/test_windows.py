@@ -130,7 +130,7 @@ def test_rules_that_take_turns_share_windows_and_so_do_numbers_of_rounds() -> No
     for kind in (Plan, ReplicatedPlan):
         plan = make(3, 5, 9, 2, persistent=PERSISTENT_UNIT, kind=kind)
         assert with_rounds(plan, 7).windows is plan.windows
-        assert plan.under(0).windows == plan.windows and plan.under(0).regions["PG"] == plan.regions["PG"]
+        assert plan.under(0).windows == plan.windows and plan.under(0).regions(0)["PG"] == plan.regions(0)["PG"]
         assert kind is ReplicatedPlan or validate(plan.under(0)) is None
     assert make(3, 5, per_stage=2).under(0).windows.params == make(3, 0, per_stage=2).windows.params
 

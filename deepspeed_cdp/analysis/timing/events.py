@@ -28,6 +28,7 @@ from deepspeed_cdp.plan.program import build, initial_posts
 
 GRANTS = {Kind.GRANT_CREDIT: "relay", Kind.GRAD_NORM: "owner", Kind.OPTIMIZER_STEP: "owner"}  # clocks of credits; else passes
 Delays = Callable[[int, int], float]  # (rank, step) -> seconds by which the step starts late
+Loads = Callable[[int, int, int], float]  # (rank, step, round) -> factor of the durations of a micro-batch's passes
 
 
 class TimedPass(NamedTuple):
@@ -138,8 +139,18 @@ def _marked(actions: tuple[Action, ...]) -> tuple[tuple[Action, tuple[int, int, 
 class Simulation:
     """See ``simulate``."""
 
-    def __init__(self, plan: Plan, times: Times, steps: int, delays: Delays, overlap: bool, clipped: bool, host_ahead: bool):
-        self.plan, self.times, self.steps, self.delays = plan, times, steps, delays
+    def __init__(
+        self,
+        plan: Plan,
+        times: Times,
+        steps: int,
+        delays: Delays,
+        overlap: bool,
+        clipped: bool,
+        host_ahead: bool,
+        loads: Loads = lambda rank, step, round: 1.0,
+    ):
+        self.plan, self.times, self.steps, self.delays, self.loads = plan, times, steps, delays, loads
         self.overlap, self.host_ahead = overlap, host_ahead
         self.updates_eagerly = not clipped and not plan.schedule.exact_norm
         self.handlers: dict[Kind, Callable[[_RankClocks, Action], bool]] = {
@@ -273,7 +284,7 @@ class Simulation:
 
     def _compute(self, rank: _RankClocks, round: int, unit: int, backward: bool) -> None:
         begin = rank.passes
-        rank.passes += self.times.passes[unit, backward]
+        rank.passes += self.times.passes[unit, backward] * self.loads(rank.number, rank.step, round)
         self.run.passes.append(TimedPass(rank.number, rank.step, round, unit, backward, begin, rank.passes, begin - rank.blocked))
         rank.blocked = rank.passes
         if (round, unit, backward) == (0, 0, False):
@@ -299,7 +310,7 @@ class Simulation:
 
     def _published(self, rank: _RankClocks, a: Action) -> float:
         """The time at which the owner has written the parameters that the action names."""
-        predicted = self.plan.predicts and a.region == "W"
+        predicted = self.plan.predicts and a.region in ("W", "W0")
         return rank.written.get((predicted, rank.step + a.version, a.unit), 0.0)
 
     def _predicted(self, rank: _RankClocks, unit: int) -> float:
@@ -478,6 +489,7 @@ def simulate(
     overlap: bool = True,
     clipped: bool = False,
     host_ahead: bool = True,
+    loads: Loads = lambda rank, step, round: 1.0,
 ) -> Run:
     """Run all ranks for ``steps`` steps after a start or a flush.
 
@@ -486,5 +498,6 @@ def simulate(
         overlap: the owner's work overlaps with the passes (GPUs); else the host does one after the other.
         clipped: gradients are clipped, so an owner updates its whole stage once all sums have arrived, not unit by unit.
         host_ahead: the host enqueues work long before the device reaches it.
+        loads: how much longer than usual a micro-batch takes, as samples of unlike lengths do.
     """
-    return Simulation(plan, times, steps, delays, overlap, clipped, host_ahead).go()
+    return Simulation(plan, times, steps, delays, overlap, clipped, host_ahead, loads).go()
