@@ -2,6 +2,12 @@
 
     deepspeed --num_gpus 2 examples/hf_trainer.py --deepspeed examples/hf_ds_config.json --output_dir out --bf16 \
         --max_steps 200 --eval_strategy steps --eval_steps 50 --save_steps 50 --load_best_model_at_end
+
+On four ranks with sequence groups of two (docs/parallelism.md; the position ids are for this):
+
+    export ACCELERATE_USE_PARALLELISM_CONFIG=true PARALLELISM_CONFIG_SP_SIZE=2 PARALLELISM_CONFIG_DP_SHARD_SIZE=2 \
+        PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION=sdpa
+    deepspeed --num_gpus 4 examples/hf_trainer.py ...
 """
 
 import argparse
@@ -16,7 +22,7 @@ def windows(folder: Path, length: int, count: int) -> Dataset:
     """The first ``count`` windows of ``length`` bytes."""
     text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:20])
     ids = [list(text[i * length : (i + 1) * length]) for i in range(count)]
-    return Dataset.from_dict({"input_ids": ids, "labels": ids})
+    return Dataset.from_dict({"input_ids": ids, "labels": ids, "position_ids": [list(range(length))] * count})
 
 
 def main() -> None:

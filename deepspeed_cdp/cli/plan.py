@@ -47,7 +47,8 @@ def check(args: argparse.Namespace) -> int:
     """Dry-run the plan and print one line; exit code 1 if the dry-run fails."""
     planned = prediction.planned_in_order(args)
     try:
-        summary = check_rings(Phases(planned.plan, planned.config.settings.warmup_steps).plans)
+        plans = Phases(planned.plan, planned.config.settings.warmup_steps).plans
+        summary = check_rings(plans, planned.config.sequence)
     except PlanError as error:
         complain(f"the plan fails its dry-run: {error}", args.json)
         return 1
@@ -78,6 +79,7 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
         "ranks": s.ranks,
         "rounds": s.rounds,
         "rings": plan.rings,
+        "sequence_parallel": p.config.sequence,
         "across": [across_bytes(plan, r, plan.rings // 2) for r in range(s.ranks)],
         "exchange": max(p.exchange()) if plan.rings > 1 else 0.0,
         "units": [{"name": u.name, "stage": u.stage, "bytes": u.p_bytes, "flops": w.forward} for u, w in zip(plan.units, p.work)],
@@ -217,7 +219,7 @@ def _baselines(p: Prediction, activations: int) -> list[dict[str, Any]]:
 def _activations(p: Prediction) -> tuple[int, list[str]]:
     """Bytes that one micro-batch saves for its backward; 0 and a warning if they are unknown."""
     try:
-        return track(p.loaded.module, p.loaded.example).peak, []
+        return track(p.loaded.module, p.loaded.example).peak // p.config.sequence, []
     except Exception as error:  # a user's model may raise anything
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return 0, [
@@ -321,10 +323,11 @@ def text(r: dict[str, Any]) -> str:
     m, time, h = r["model"], r["time"], r["hardware"]
     persistent = f" and {human(r['persistent']['bytes'])} persistent" if r["persistent"] else ""
     rings = f" in each of {r['rings']} rings" if r["rings"] > 1 else ""
+    groups = f" ({r['sequence_parallel']} ranks work on a sequence)" if r["sequence_parallel"] > 1 else ""
     lines = [
         f"{m['name']}: {m['parameters']:,} parameters, {human(m['bytes'])} in {m['dtype']}, {len(r['units'])} units{persistent}; "
         f"micro-batch {m['batch']}",
-        f"{r['ranks']} ranks{rings}, rule {r['rule']} (K = {r['threshold']}), delay correction {r['delay_correction']}, "
+        f"{r['ranks']} ranks{rings}{groups}, rule {r['rule']} (K = {r['threshold']}), delay correction {r['delay_correction']}, "
         f"{r['rounds']} micro-batch(es) per rank and step",
         "",
     ]
@@ -361,6 +364,7 @@ def text(r: dict[str, Any]) -> str:
             if r["rings"] > 1
             else []
         ),
+        *(["the collectives of sequence-parallel attention are not in the step's time"] if groups else []),
         "",
         f"predicted step: {milliseconds(time['step'])}, {time['of_compute']:.3f} of compute-only speed; beyond the passes, "
         f"{r['dominates']} is most",

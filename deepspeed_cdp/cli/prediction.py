@@ -109,7 +109,14 @@ def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
         "--ring-size",
         type=whole,
         metavar="R",
-        help="ranks per ring, in the place of cyclic.ring_size; default: all ranks are one ring",
+        help="ranks per ring, in the place of cyclic.ring_size; default: all ranks are one ring, or one per member of a "
+        "sequence group",
+    )
+    parser.add_argument(
+        "--sequence-parallel",
+        type=whole,
+        metavar="S",
+        help="ranks that work on one sequence, in the place of sequence_parallel_size; --sequence is the whole length",
     )
     parser.add_argument(
         "--ring-bandwidth",
@@ -141,18 +148,20 @@ class Planned(NamedTuple):
     layouts: dict[int, FlatLayout]
 
 
-def planned(args: argparse.Namespace, ranks: int, rule: str | int | None = None, ring_size: int | None = None) -> Planned:
+def planned(
+    args: argparse.Namespace, ranks: int, rule: str | int | None = None, ring_size: int | None = None, sequence: int | None = None
+) -> Planned:
     """The config and the model of the options, and the engine's plan after a batch of the model.
 
     Args:
         ranks: of all rings.
-        rule, ring_size: in the place of the config's.
+        rule, ring_size, sequence: in the place of the config's.
     Raises:
         UserError, ValueError: the model or config cannot be planned.
     """
     with contextlib.redirect_stdout(io.StringIO()):
-        config = settings.read(args.config, ranks, rule, ring_size)
-        ring = ranks if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
+        config = settings.read(args.config, ranks, rule, ring_size, sequence)
+        ring = ranks // config.sequence if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
         micro_batch = args.micro_batch or config.micro_batch or 1
         loaded = models.load(args.model, config.dtype, micro_batch, args.sequence, args.class_name)
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
@@ -164,7 +173,7 @@ def planned(args: argparse.Namespace, ranks: int, rule: str | int | None = None,
 
 def planned_in_order(args: argparse.Namespace) -> Planned:
     """As ``planned``, by the options; raises UserError for ``any_order``, of which times and memory are not predicted."""
-    result = planned(args, args.ranks, args.rule, args.ring_size)
+    result = planned(args, args.ranks, args.rule, args.ring_size, args.sequence_parallel)
     if result.found.any_order:
         raise UserError(
             "with cyclic.any_order, which this model or its ds_config needs, times and memory are not predicted; "
@@ -193,7 +202,8 @@ def predict(args: argparse.Namespace) -> Prediction:
     for i, unit in enumerate(plan.units):
         elements = sum(s.shape.numel() for s in layouts[i].trained)
         every = sum(s.shape.numel() for s in layouts[i].slots)
-        work.append(Work(sum(flops.get(p, 0) for p in unit.modules) if traced else 2.0 * every, elements, fused[i]))
+        forward = sum(flops.get(p, 0) for p in unit.modules) if traced else 2.0 * every
+        work.append(Work(forward / config.sequence, elements, fused[i]))
     persistent = sum(s.shape.numel() for s in layouts[PERSISTENT].trained) if plan.persistent else 0
     compute = None if args.step_ms is None else args.step_ms / 1e3
     writes = plan.corrects and not plan.predicts  # the update writes corrections, too

@@ -30,6 +30,7 @@ class Config:
         offload: masters and optimizer state are in host memory.
         cyclic: the block, or its defaults.
         assumed: batch keys that are "auto", which count as 1.
+        sequence: ranks that work on one sequence.
     """
 
     dtype: torch.dtype
@@ -40,6 +41,7 @@ class Config:
     offload: bool
     cyclic: CyclicConfig
     assumed: tuple[str, ...]
+    sequence: int
 
 
 def _number(config: dict[str, Any], key: str, default: Any) -> Any:
@@ -77,12 +79,15 @@ def _without_auto(value: Any) -> Any:
     return {k: _without_auto(v) for k, v in value.items() if v != "auto"} if isinstance(value, dict) else value
 
 
-def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size: int | None = None) -> Config:
+def read(
+    path: str | None, ranks: int, rule: str | int | None = None, ring_size: int | None = None, sequence: int | None = None
+) -> Config:
     """Read a ds_config file; without one: bf16, AdamW, no clipping, and defaults.
 
     Args:
         ranks: of all rings.
         rule, ring_size: override the cyclic block's.
+        sequence: overrides sequence_parallel_size.
     Raises:
         UserError, ValueError: the file cannot be read, or has a wrong value.
     """
@@ -110,7 +115,11 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
         block["rule"] = rule
     if ring_size is not None:
         block["ring_size"] = ring_size
-    cyclic = parse_cyclic({CYCLIC: block}, ranks)
+    sequence = sequence or int(_number(config, "sequence_parallel_size", 1) or 1)
+    if ranks % sequence:
+        raise UserError(f"sequence_parallel_size is {sequence}, which does not divide --ranks {ranks}; choose a divisor")
+    groups = ranks // sequence
+    cyclic = parse_cyclic({CYCLIC: block}, groups)
     dtype = next((DTYPES[k] for k in ("bf16", "fp16") if _block(config, k).get("enabled") is True), torch.float32)
     sums = _block(config, "data_types").get("grad_accum_dtype")
     if sums not in (None, "auto", *DTYPES):
@@ -138,7 +147,7 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
     )
     micro = _number(config, "train_micro_batch_size_per_gpu", None)
     if micro is None and (batch := _number(config, "train_batch_size", None)):
-        micro = batch // (ranks * settings.rounds) or None
+        micro = batch // (groups * settings.rounds) or None
     return Config(
         dtype,
         settings,
@@ -148,4 +157,5 @@ def read(path: str | None, ranks: int, rule: str | int | None = None, ring_size:
         isinstance(offload, dict) and offload.get("device") == "cpu",
         cyclic,
         tuple(k for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps") if config.get(k) == "auto"),
+        sequence,
     )

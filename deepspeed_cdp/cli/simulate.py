@@ -52,7 +52,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
-    ring = args.ring_size or args.ranks
+    ring = args.ring_size or args.ranks // (args.sequence_parallel or 1) or 1
     if args.ranks % ring:
         raise UserError(f"--ring-size is {ring}, which does not divide --ranks {args.ranks}; choose a divisor")
     rings = args.ranks // ring

@@ -207,7 +207,8 @@ def _per_rank(found: list[dict[str, Any]], passes: list[list[dict[str, Any]]]) -
         sums = {
             cat: sum(e["dur"] for e in one["traceEvents"] if e.get("cat") == cat) / len(t) for cat in ("passes", "waits", "owner")
         }
-        both = [by_step[x] - starts[rank - 1][x] for x in t if rank and x in starts[rank - 1]]
+        before = one["deepspeed_cdp"].get("before", rank - 1 if rank else None)  # in its ring
+        both = [] if before is None else [by_step[x] - starts[before][x] for x in t if x in starts[before]]
         ranks.append(
             {
                 "rank": rank,

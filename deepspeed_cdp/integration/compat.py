@@ -112,6 +112,8 @@ PRESENT: tuple[str, ...] = (
     "deepspeed.runtime.zero.config:ZERO_OPTIMIZATION",
     "deepspeed.runtime.zero.parameter_offload:ZeROOrderedDict",
     "deepspeed.runtime.zero.partition_parameters:ZeroParamStatus",
+    "deepspeed.utils.groups:_get_sequence_parallel_world_size",
+    "deepspeed.utils.groups:_get_sequence_parallel_group",
     "deepspeed.utils.timer:TIME_EPSILON",
     "torch.distributed:ProcessGroup._get_sequence_number_for_group",
 )

@@ -97,8 +97,9 @@ class CyclicConfig(DeepSpeedConfigModel):
         Words('"auto" or an integer of at least 1', 'use "auto" for a ring per host'),
     ] = Field(
         "auto",
-        description="Ranks per ring; it must divide the number of ranks. Several rings average their gradients stage by stage. "
-        "`auto`: one ring per host if every host has the same number of ranks (at least 2); otherwise one ring.",
+        description="Ranks per ring; it must divide the number of data-parallel ranks. Several rings average their gradients "
+        "stage by stage. `auto`: one ring per host if every host has the same number of ranks (at least 2); otherwise one ring. "
+        "With sequence parallelism read sequence groups for ranks, and as many rings as a group has ranks.",
     )
     transport: Annotated[
         Literal["auto", "gloo", "nccl", "peer"],
@@ -240,15 +241,15 @@ def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> N
 
     Args:
         config: the parsed block; nothing is refused while it is disabled.
-        world_size: number of ranks, where it is known; rings divide it.
+        world_size: number of data-parallel ranks, where it is known; rings divide it. A sequence group counts as one.
     """
     if not config.enabled:
         return
     if config.ring_size != "auto" and world_size is not None and world_size % config.ring_size:
         sizes = ", ".join(str(r) for r in range(1, world_size + 1) if world_size % r == 0)
         raise ValueError(
-            f"{CYCLIC}.ring_size is {config.ring_size}, which does not divide the {world_size} ranks; allowed are "
-            f'"auto" and {sizes}; use "auto" for a ring per host.'
+            f"{CYCLIC}.ring_size is {config.ring_size}, which does not divide the {world_size} data-parallel ranks; "
+            f'allowed are "auto" and {sizes}; use "auto" for a ring per host.'
         )
 
 
@@ -257,7 +258,7 @@ def parse_cyclic(param_dict: dict[str, Any], world_size: int | None = None) -> C
 
     Args:
         param_dict: the whole ds_config.
-        world_size: number of ranks, where it is known.
+        world_size: number of data-parallel ranks, where it is known.
 
     Returns:
         The parsed block. Raises ValueError with one sentence for anything wrong in it.

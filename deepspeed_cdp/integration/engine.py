@@ -15,7 +15,7 @@ from deepspeed.utils import log_dist
 
 from deepspeed_cdp.checkpoint import save_load
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.integration import agreement
+from deepspeed_cdp.integration import agreement, sequence_parallel
 from deepspeed_cdp.integration.engine_base import EngineBase, check_loss, warn
 from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.integration.support import check_ring_size
@@ -47,6 +47,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     _initial: Initial | None = None
     _evaluating = False  # between eval() and train()
     _collectives = 0  # that the default process group had begun at the end of the last training forward
+    _sequence = 1  # ranks that work on one sequence
     _rehearsed = False  # the first training forward has been compared with the plan
     _loaded: tuple | None = None  # arguments of the last ``load_checkpoint``
 
@@ -57,10 +58,12 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         destroy_engines(model)
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
         self._agree(model)
-        self._transport = rings_of(self._transport, config.ring_size)
+        self._sequence = sequence_parallel.degree(self.mpu, self._config._param_dict)
+        self._transport = rings_of(self._transport, config.ring_size, self._sequence)
         check_ring_size(self._config, self._transport.size)
         self._initial = Initial(model, config.weights, self.device)
         super()._configure_distributed_model(model)
+        self.dp_world_size = dist.get_world_size() // self._sequence  # DeepSpeed's is None with an mpu of sequence groups
         self._initial.make_placeholders()
 
     def _broadcast_model(self) -> None:
@@ -69,6 +72,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         for p in scalars:
             p.data = p.data.view(1)
         super()._broadcast_model()
+        sequence_parallel.broadcast(self.module)
         for p in scalars:
             p.data = p.data.view(())
 
@@ -125,6 +129,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             check_divergence=config.check_divergence,
             delay_correction=correction,
             any_order=config.any_order,
+            summed_ranks=sequence_parallel.summed_ranks(self._sequence, self._config),
         )
         self._make_runtime(optimizer, self._initial if self._initial and self._initial.elsewhere else None)
         self._initial = None
@@ -158,7 +163,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             found,
         )
         plans = self._runtime.executor.phases.plans
-        self._dry_run(sum(map(estimated_actions, plans)), lambda: check_rings(plans))
+        self._dry_run(sum(map(estimated_actions, plans)), lambda: check_rings(plans, self._sequence))
         self._access = Access(self._runtime, dist.group.WORLD, weakref.WeakMethod(self.destroy))
         self._access.attach()
 
@@ -342,7 +347,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         """
         executor, (waited, sent) = self._runtime.executor, self._runtime.counters.waited()
         step, loss, grad_norm = executor.metrics.read()
-        busy, first = executor.metrics.busy_ranks(), self._transport.world_rank - executor.rank  # of this rank's ring
+        busy = executor.metrics.busy_ranks()
         timing = self._transport.timing
         of = executor.global_step - 1 if timing is None else timing.latest and timing.latest.step
         return {
@@ -355,7 +360,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             "waited_sent": sent,
             "waited_total": None if waited is None or sent is None else sum(waited.values()) + sum(sent.values()),
             "busy": busy,
-            "slowest": None if busy is None else first + busy.index(max(busy)),
+            "slowest": None if busy is None else self._transport.world_rank_of(busy.index(max(busy))),
         }
 
     @contextmanager

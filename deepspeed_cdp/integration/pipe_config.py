@@ -42,6 +42,11 @@ def refuse(config: Any) -> None:
         )
     if config.torch_autocast_enabled and config.torch_autocast_dtype != torch.bfloat16:
         raise ValueError('torch_autocast.dtype is not bfloat16: a cyclic pipeline does not scale losses; set it to "bfloat16".')
+    if config._param_dict.get("sequence_parallel_size", 1) > 1:
+        raise ValueError(
+            f"sequence_parallel_size is {config._param_dict['sequence_parallel_size']}: a PipelineModule's stages work on whole "
+            "sequences; remove it."
+        )
     block, default = config.cyclic_config, CyclicConfig()
     for key, fix in _RING_ONLY.items():
         if getattr(block, key) != getattr(default, key):

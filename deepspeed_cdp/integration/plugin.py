@@ -79,8 +79,10 @@ def _with_cyclic_config(stock: Callable[..., None]) -> Callable[..., None]:
 
         written = dict(param_dict)  # before DeepSpeed fills in sections of its own
         stock(self, param_dict)
-        self.cyclic_config = parse_cyclic(written, getattr(self, "world_size", None))
+        world_size = int(self.world_size) if hasattr(self, "world_size") else None  # a float with sequence groups
+        self.cyclic_config = parse_cyclic(written, world_size)
         if self.cyclic_config.enabled:
+            self.world_size = world_size  # else batch sizes would be floats, too
             self.cyclic_ignored = check_supported(self, written)  # settings the user wrote to no effect
 
     setattr(_initialize_params, _STOCK, stock)
@@ -252,8 +254,9 @@ def _refuse_model(given: Mapping[str, Any], placement: str) -> None:
     for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
         if isinstance(module, MoE):
             raise refusal("model: deepspeed.moe.layer.MoE", f"at '{name}'")
-    mpu, mesh = given.get("mpu"), given.get("mesh_param")
-    degrees = [getattr(mpu, f"get_{kind}_parallel_world_size", int)() for kind in ("model", "tensor_model", "sequence")]
-    degrees += list(mesh[1:]) if mesh else []
-    if any(degree > 1 for degree in degrees):
-        raise refusal("model: mpu or mesh_param", f"of size {max(degrees)}")
+    mpu = given.get("mpu")
+    if hasattr(mpu, "initialize_sequence_parallel"):  # DeepSpeed's own, whose model parallel groups are the sequence groups
+        return
+    degrees = [getattr(mpu, f"get_{kind}_parallel_world_size", int)() for kind in ("model", "tensor_model")]
+    if max(degrees) > 1:
+        raise refusal("model: mpu", f"of size {max(degrees)}")

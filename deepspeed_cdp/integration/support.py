@@ -161,7 +161,6 @@ TABLE: tuple[Row, ...] = (
         "hybrid_engine.enabled", "true", _on, "it swaps the engine for one that generates from gathered parameters", "remove it"
     ),
     _refused("tensor_parallel.autotp_size", "above 1", _above_1, LATER, "remove it"),
-    _refused("sequence_parallel_size", "above 1", _above_1, LATER, "remove it"),
     _refused("expert_parallel.enabled", "true", _on, LATER, "keep whole experts on every rank and remove it"),
     _refused(
         "compile.deepcompile",
@@ -174,6 +173,13 @@ TABLE: tuple[Row, ...] = (
     _refused("sparse_gradients", "true", _on, "gradient sums are dense", "remove it"),
     _refused(
         "communication_data_type",
+        "set",
+        _given,
+        "gradient sums travel in the dtype in which they are kept",
+        "set data_types.grad_accum_dtype instead",
+    ),
+    _refused(
+        "seq_parallel_communication_data_type",
         "set",
         _given,
         "gradient sums travel in the dtype in which they are kept",
@@ -209,7 +215,7 @@ TABLE: tuple[Row, ...] = (
         "expert parallelism is " + LATER,
         "keep whole experts on every rank in ordinary modules",
     ),
-    _refused("model: mpu or mesh_param", "above 1 model or sequence parallel", None, LATER, "use data parallelism only"),
+    _refused("model: mpu", "above 1 model parallel", None, "tensor parallelism is " + LATER, "use data and sequence parallelism"),
     Row(
         (ZERO + "stage",),
         "supported",
@@ -221,6 +227,11 @@ TABLE: tuple[Row, ...] = (
         ("optimizer", "scheduler", "gradient_clipping"),
         "supported",
         "on whole tensors; clipping uses the exact global norm under cdp-v1 and last step's for unfinished stages under cdp-v2",
+    ),
+    Row(
+        ("sequence_parallel_size", "data_parallel_size", "model: mpu or mesh_param with sequence parallelism"),
+        "supported",
+        "Ulysses, as in ZeRO-3; see docs/parallelism.md",
     ),
     Row(
         ("managed_gradient_accumulation",),

@@ -97,7 +97,8 @@ class Access:
             for p in self._names:
                 p.data = p.data.clone()  # the buffers go
             return
-        sources = {p: self._owner[name] for p, name in self._names.items()}  # ranks of the first ring
+        first_ring = runtime.transport.ring_map.grid()[0]
+        sources = {p: first_ring[self._owner[name]] for p, name in self._names.items()}
         mine = [(p, name) for p, name in self._names.items() if sources[p] == runtime.transport.world_rank]
         values = {p: self._value(name).to(runtime.device, p.dtype) for p, name in mine}
         Remains(runtime.module, values, sources, runtime.device)
@@ -248,10 +249,11 @@ class Access:
         name = self._name(param)
         wanted = tuple(param.ds_shape) if self._owner[name] == self.runtime.executor.rank else (0,)
         if optim_state_key is None and tuple(value.shape) != wanted:
+            transport = self.runtime.transport
             raise ValueError(
-                f"{what} of {name!r} got a value of shape {tuple(value.shape)} on rank "
-                f"{self.runtime.transport.world_rank}, whose part has {wanted} (rank {self._owner[name]} owns the "
-                f"parameter); give what {what.replace('set', 'get')} returns"
+                f"{what} of {name!r} got a value of shape {tuple(value.shape)} on rank {transport.world_rank}, whose part has "
+                f"{wanted} (rank {transport.world_rank_of(self._owner[name])} owns the parameter); give what "
+                f"{what.replace('set', 'get')} returns"
             )
         self._flush_for(what)
         if optim_state_key is not None:

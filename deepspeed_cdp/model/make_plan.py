@@ -38,6 +38,7 @@ class Settings:
         pin: that memory is page-locked, for asynchronous copies.
         check_divergence: of the ``cyclic`` block: steps from one comparison of ranks to the next; 0: none.
         replicated: every rank keeps all parameters, under ZeRO stages 0, 1 and 2 (plan/replicated.py).
+        summed_ranks: the sum of all ranks' gradients is divided by the number of ranks over this (sequence parallelism).
     """
 
     rule: str | int = "cdp-v2"
@@ -58,6 +59,7 @@ class Settings:
     delay_correction: DelayCorrection = DelayCorrection()
     any_order: bool | str = "auto"
     prefetch_units: int = 2
+    summed_ranks: int = 1
 
 
 def find(module: torch.nn.Module, ranks: int, settings: Settings, seen: discover.Trace | None = None) -> discover.FoundUnits:

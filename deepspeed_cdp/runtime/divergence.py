@@ -34,7 +34,7 @@ class Divergence:
             every: steps from one comparison to the next.
         """
         self._owner, self._every, self._schedule = owner, every, state.schedule
-        self._rank, self._size, self._ring = state.rank, state.transport.size, state.transport.ring
+        self._rank, self._map, self._world_rank_of = state.rank, state.transport.ring_map, state.transport.world_rank_of
         self._own: dict[int, list[float]] = {}  # options by step, until they are compared
         self._mine: Difference | None = None  # found here
         self._entered = False  # it, or another rank's, is in the vector
@@ -93,16 +93,17 @@ class Divergence:
 
     def _compare(self, step: int, first: list[float], rows: list[list[float]]) -> Difference | None:
         for ring, row in enumerate(rows):
-            there = self._rank + ring * self._size
+            here, there = self._map.rank(0, self._rank), self._map.rank(ring, self._rank)
             place = options.first_difference(rows[0][CHECKSUM:], row[CHECKSUM:])
             if place is not None:
-                return [0, step, self._rank, there, place, rows[0][CHECKSUM + place], row[CHECKSUM + place]]
+                return [0, step, here, there, place, rows[0][CHECKSUM + place], row[CHECKSUM + place]]
             if row[:CHECKSUM] != rows[0][:CHECKSUM]:
-                return [0, step, self._rank, there, MASTERS, 0, 0]
+                return [0, step, here, there, MASTERS, 0, 0]
         mine = self._options(step) if self._rank else first
         place = options.first_difference(first, mine)
-        base = self._ring * self._size
-        return None if place is None else [0, step, base, base + self._rank, place, first[place], mine[place]]
+        if place is None:
+            return None
+        return [0, step, self._world_rank_of(0), self._world_rank_of(self._rank), place, first[place], mine[place]]
 
     def problem(self, at_once: bool = False) -> str | None:
         """What differs, in a sentence, once all ranks know it.
@@ -115,8 +116,9 @@ class Divergence:
             return None
         step, a, b, place = map(int, found[1:5])
         if place == MASTERS:
+            stage = self._schedule.owned(self._map.place(a))
             return (
-                f"the fp32 masters of stage {self._schedule.owned(a % self._size)} differ between rank {a} and rank {b} before "
+                f"the fp32 masters of stage {stage} differ between rank {a} and rank {b} before "
                 f"the update of step {step}; restart from a checkpoint before that step"
             )
         return options.sentence(self._owner.user_optimizer.param_groups, place, (a, found[5]), (b, found[6]), step)

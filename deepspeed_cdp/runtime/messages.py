@@ -101,7 +101,7 @@ class Messages:
 
     def _world(self, rank: int) -> int:
         """The rank among all of the job's, by which transports count."""
-        return self.transport.world_rank - self.state.rank + rank
+        return self.transport.world_rank_of(rank)
 
     # ---- messages -------------------------------------------------------------------------------------------------------
     def post(self, post: Post, where: Where, relayed: bool = False, into: torch.Tensor | None = None) -> None:

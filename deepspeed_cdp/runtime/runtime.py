@@ -109,13 +109,13 @@ class Runtime:
                 published=stage.published,
                 optimizer=optimizer,
                 make_optimizer=lambda whole, masters: take_over(whole, masters, names),
-                divisor=lambda step: self.plan.rings * self.plan.schedule.ranks * self.scale.of(step),
+                divisor=lambda step: self.plan.rings * self.plan.schedule.ranks / settings.summed_ranks * self.scale.of(step),
                 clip=settings.clip,
                 device=state.buffers.arena.device,
                 corrected=stage.corrected,
                 correction=settings.delay_correction,
                 early=stage.early,
-                early_divisor=lambda step: self.scale.of(step) * self.plan.early_share(state.owned_stage),
+                early_divisor=lambda step: self.plan.early_share(state.owned_stage) / settings.summed_ranks * self.scale.of(step),
                 in_halves=Masters.suit_halves(device) and not settings.offload and not settings.replicated,
             )
         compares = settings.check_divergence and transport.size * transport.rings > 1

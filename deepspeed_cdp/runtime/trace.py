@@ -62,7 +62,7 @@ class Recorder:
     def __init__(self, executor: Executor, device: torch.device):
         self.executor, self.cuda = executor, device.type == "cuda"
         self.rank = executor.transport.world_rank
-        self._base = self.rank - executor.rank
+        self._world_rank_of = executor.transport.world_rank_of
         self.steps = max(1, MOST_EVENTS // (EVENTS_PER_PASS * len(executor.plan.visits) * executor.schedule.rounds))
         self._until, self._full = executor.global_step + self.steps, False
         self._slices: list[tuple[str, str, Any, Any, dict[str, Any]]] = []  # track, name, begin, end, args
@@ -99,7 +99,7 @@ class Recorder:
             "unit": None if own else a.unit,
             "stage": executor.schedule.owned(executor.rank) if unit is None else unit.stage,
             "backward": a.backward,
-            "peer": None if a.peer is None else self._base + a.peer,
+            "peer": None if a.peer is None else self._world_rank_of(a.peer),
             "stream": a.stream,
             "bytes": a.nbytes,
             "version": executor.global_step + a.version,
@@ -139,7 +139,7 @@ class Recorder:
             self._offer(a, back)
             return
         offer, source = self._args(a), a.into[1]
-        came = {**offer, "stream": "G", "peer": self._base + source}
+        came = {**offer, "stream": "G", "peer": self._world_rank_of(source)}
         comes_back = a.kind == Kind.OFFER_GRAD and source != self.executor.rank
 
         def note() -> None:
@@ -225,6 +225,7 @@ class Recorder:
         messages = [{"side": side, "ts": self._microseconds(when), **args} for side, when, args in self._messages]
         about = {
             "rank": pid,
+            "before": self._world_rank_of(executor.rank - 1) if executor.rank else None,
             "ranks": executor.schedule.ranks * executor.plan.rings,
             "threshold": executor.schedule.threshold,
             "rounds": executor.schedule.rounds,

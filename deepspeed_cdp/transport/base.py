@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import torch
 
 from deepspeed_cdp.transport.relay_thread import RelayThread, relaying
+from deepspeed_cdp.transport.ring_map import RingMap
 from deepspeed_cdp.transport.wait_timing import WaitTiming
 
 Edge = tuple[str, int, int]  # (stream, source, destination)
@@ -102,6 +103,15 @@ class Transport(ABC):
     @property
     def world_rank(self) -> int:
         return self.rank
+
+    @property
+    def ring_map(self) -> RingMap:
+        """Which rank of the job is where."""
+        return RingMap(self.size, self.size)
+
+    def world_rank_of(self, rank: int) -> int:
+        """The rank among all of the job's, of a rank of this ring."""
+        return rank
 
     def count(self, edge: tuple[str, int], nbytes: int) -> None:
         """Count a received message of ``nbytes`` bytes on ``edge`` (stream, peer)."""

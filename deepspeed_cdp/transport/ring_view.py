@@ -1,16 +1,18 @@
 """Several rings: each sees the transport of all ranks as if it were alone (docs/algorithm.md#rings-of-rings).
 
-World rank w is rank w % R of ring w // R, R being the ring size. Streams X and Y connect the ranks of equal number in
-neighbouring rings; over them the owners of a stage, one per ring, average its gradient (runtime/cross_ring.py).
+``RingMap`` says which world rank is where. Streams X and Y connect the ranks of equal number in neighbouring rings; over them the
+owners of a stage, one per ring, average its gradient (runtime/cross_ring.py).
 """
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
 from deepspeed_cdp.transport.base import Edge, Ticket, Transport, Where
 from deepspeed_cdp.transport.choose import host
+from deepspeed_cdp.transport.ring_map import RingMap
 
 _FORWARDED = (  # attributes that are those of the inner transport
     "sent",
@@ -34,31 +36,33 @@ _FORWARDED = (  # attributes that are those of the inner transport
 )
 
 
-def ring_size(setting: str | int, hosts: Sequence[str]) -> int:
+def ring_size(setting: str | int, hosts: Sequence[str], sequence: int = 1) -> int:
     """The number of ranks per ring.
 
-    ``auto``: one ring per host if every host has the same number of consecutive ranks, at least 2; otherwise one ring.
+    ``auto``: the ranks of a ring are of one host if every host has the same number of consecutive ranks, and with them at least
+    two sequence groups; otherwise a ring has a rank of every sequence group.
 
     Args:
         setting: ``cyclic.ring_size``.
         hosts: name of each rank's host, in rank order.
+        sequence: ranks per sequence group.
     Raises:
-        ValueError: the ring size does not divide the number of ranks.
+        ValueError: the ring size does not divide the number of sequence groups.
     """
-    world = len(hosts)
+    world, groups = len(hosts), len(hosts) // sequence
     if setting == "auto":
         each = next((r for r in range(world) if hosts[r] != hosts[0]), world)
         blocks = [hosts[at : at + each] for at in range(0, world, each)]
         even = all(len(b) == each and len(set(b)) == 1 for b in blocks) and len({b[0] for b in blocks}) == len(blocks)
-        return each if even and each > 1 else world
-    if world % int(setting):
+        return each // sequence if even and each % sequence == 0 and each > sequence else groups
+    if groups % int(setting):
         raise ValueError(
-            f"cyclic.ring_size is {setting}, which does not divide the {world} ranks"
+            f"cyclic.ring_size is {setting}, which does not divide the {groups} data-parallel ranks"
         )  # integration/config.py says more
     return int(setting)
 
 
-def rings_of(transport: Transport, setting: str | int) -> Transport:
+def rings_of(transport: Transport, setting: str | int, sequence: int = 1) -> Transport:
     """Collective: the transport of this rank's ring; ``transport`` itself if there is one ring.
 
     Raises:
@@ -67,15 +71,17 @@ def rings_of(transport: Transport, setting: str | int) -> Transport:
     from deepspeed.utils import log_dist
 
     hosts = transport.gather(host(), f"rank {transport.rank}, looking for rings")
-    size = ring_size(setting, hosts)
+    size = ring_size(setting, hosts, sequence)
     if size == transport.size:
         return transport
+    groups = f" ({sequence} ranks work on a sequence)" if sequence > 1 else ""
     log_dist(
-        f"{transport.size // size} rings of {size} ranks, on {len(set(hosts))} host(s), average their gradients stage by stage",
+        f"{transport.size // size} rings of {size} ranks{groups}, on {len(set(hosts))} host(s), average their gradients stage by "
+        "stage",
         ranks=[0],
         level=logging.WARNING,
     )  # DeepSpeed hides lower levels
-    return RingView(transport, size)
+    return RingView(transport, size, sequence)
 
 
 class RingView(Transport):
@@ -84,41 +90,47 @@ class RingView(Transport):
     Attributes:
         inner: the transport of all ranks; counters are its own, by world rank.
         ring, rings: this rank's ring and the number of rings.
+        ring_map: of all ranks.
     """
 
-    def __init__(self, inner: Transport, size: int):
-        assert inner.size % size == 0, (inner.size, size)
+    def __init__(self, inner: Transport, size: int, sequence: int = 1):
+        assert inner.size % (size * sequence) == 0, (inner.size, size, sequence)
         # Transport.__init__ is not called: the counters are those of ``inner``
         self.inner, self.name, self.size, self.timeout_seconds = inner, inner.name, size, inner.timeout_seconds
-        self.ring, self.rank = divmod(inner.rank, size)
-        self.rings, self._base = inner.size // size, inner.rank - self.rank
+        self._ring_map = RingMap(inner.size, size, sequence)
+        self.ring, self.rank, self.rings = self._ring_map.ring(inner.rank), self._ring_map.place(inner.rank), self._ring_map.rings
         for name in _FORWARDED:
             setattr(self, name, getattr(inner, name))
 
     world_rank = property(lambda self: self.inner.rank)
     collectives = property(lambda self: self.inner.collectives)
+    ring_map = property(lambda self: self._ring_map)
+
+    def world_rank_of(self, rank: int) -> int:
+        return self._ring_map.rank(self.ring, rank)
 
     def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:
-        n, chain = self.size, range(self.inner.size - self.size)
-        inside = [(s, c * n + a, c * n + b) for c in range(self.rings) for s, a, b in edges]
-        self.inner.prepare(sorted([*inside, *(("X", r, r + n) for r in chain), *(("Y", r + n, r) for r in chain)]), deferred)
+        grid = self._ring_map.grid()
+        inside = [(s, ring[a], ring[b]) for ring in grid for s, a, b in edges]
+        up = [pair for ring, following in pairwise(grid) for pair in zip(ring, following)]
+        self.inner.prepare(sorted([*inside, *(("X", a, b) for a, b in up), *(("Y", b, a) for a, b in up)]), deferred)
 
     def post(
         self, stream: str, src: int, into: torch.Tensor, after: Sequence[Ticket] = (), where: Where = "", remote_offset: int = -1
     ) -> Ticket:
-        return self.inner.post(stream, self._base + src, into, after, where, remote_offset)
+        return self.inner.post(stream, self.world_rank_of(src), into, after, where, remote_offset)
 
     def push(self, stream: str, dst: int, source: torch.Tensor, after: Ticket | None = None, remote_offset: int = -1) -> Ticket:
-        return self.inner.push(stream, self._base + dst, source, after, remote_offset)
+        return self.inner.push(stream, self.world_rank_of(dst), source, after, remote_offset)
 
     def start_peer(self, stream: str, peer: int, incoming: bool) -> None:
-        self.inner.start_peer(stream, self._base + peer, incoming)
+        self.inner.start_peer(stream, self.world_rank_of(peer), incoming)
 
     def gather(self, value, where):
         return self.inner.gather(value, where)
 
     def broadcast(self, tensor, src, where):
-        self.inner.broadcast(tensor, src, where)  # ``src`` of ring 0, to all ranks
+        self.inner.broadcast(tensor, self._ring_map.rank(0, src), where)  # of ring 0, to all ranks
 
     def reset(self, where):
         self.inner.reset(where)

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 from deepspeed_cdp.plan.actions import Action
 from deepspeed_cdp.plan.cross_ring import PAIR, Link, LinkKind, chain, finishing, first_posts
 from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.verify.dry_run import CONDITIONS, DryRun
+from deepspeed_cdp.verify.replicated import ReplicaDryRun
 from deepspeed_cdp.verify.state import Key, Rank
 from deepspeed_cdp.verify.well_formed import PlanError
 
@@ -21,11 +23,24 @@ class _RingMessage(NamedTuple):
     rings: int = 0
 
 
-def validate(plan: Plan, steps: int = 4, links: Sequence[Sequence[Sequence[Link]]] | None = None) -> None:
+def lock_step(plan: Plan, sequence: int) -> list[list[tuple[int, int]]]:
+    """The sequence groups of ``sequence`` ranks, each as (ring, rank in the ring): the same rank of neighbouring rings."""
+    starts = range(0, plan.rings, sequence)
+    return [[(c, r) for c in range(start, start + sequence)] for start in starts for r in range(plan.schedule.ranks)]
+
+
+def validate(
+    plan: Plan,
+    steps: int = 4,
+    links: Sequence[Sequence[Sequence[Link]]] | None = None,
+    groups: Sequence[Sequence[tuple[int, int]]] = (),
+) -> None:
     """Run all rings of a plan together, under all ``CONDITIONS``.
 
     Args:
         links: by ring and rank; they replace those of ``chain``, in tests.
+        groups: of (ring, rank in the ring): members of a group meet before every action of their programs, relays apart. So they
+            may have collectives anywhere between two actions: in each attention layer, say.
     Raises:
         PlanError: naming rank, step, ring and link.
     """
@@ -34,7 +49,11 @@ def validate(plan: Plan, steps: int = 4, links: Sequence[Sequence[Sequence[Link]
     for condition in CONDITIONS:
         rings: list[_Ring] = []
         for c in range(plan.rings):
-            rings.append(_Ring(plan, steps, condition, links[c], rings))
+            rings.append(_RINGS[type(plan)](plan, steps, condition, links[c], rings))
+        for group in groups:
+            members = [rings[c].ranks[r] for c, r in group]
+            for c, r in group:
+                rings[c].groups[r] = members
         everyone = [(ring, rank) for ring in rings for rank in ring.ranks]
         for ring, rank in everyone:
             ring.open(rank, (-1,))
@@ -58,6 +77,7 @@ class _Ring(DryRun):
         posts, coming: (stream, rank) -> credits, and pushes of another ring.
         come: (stream, rank, item) -> the push that has landed.
         unsent: by rank, (stream, item) of pushes that still read.
+        groups: by rank, the ranks of all rings that it meets before every action.
     """
 
     def __init__(
@@ -73,6 +93,7 @@ class _Ring(DryRun):
         self.coming: dict[tuple[str, int], deque[_RingMessage]] = {}
         self.come: dict[tuple[str, int, int], _RingMessage] = {}
         self.unsent: list[set[tuple[str, int]]] = [set() for _ in range(n)]
+        self.groups: list[list[Rank]] = [[] for _ in range(n)]
 
     def wrong(self, rank: Rank, reason: str) -> PlanError:
         links, at = self.links[rank.number], self.at[rank.number]
@@ -109,6 +130,10 @@ class _Ring(DryRun):
             sender = self.rings[self.ring + (-1 if stream == "X" else 1)]
             sender.unsent[rank.number].discard((stream, push.item))
             sender.ranks[rank.number].blocked -= 1
+
+    def _may_act(self, rank: Rank) -> bool:
+        here = rank.step, rank.cursor
+        return super()._may_act(rank) and all((x.step, x.cursor) >= here for x in self.groups[rank.number])
 
     def _grad_norm(self, rank: Rank, a: Action) -> bool:
         links, r, step = self.links[rank.number], rank.number, rank.step + a.version
@@ -167,3 +192,10 @@ class _Ring(DryRun):
         self.x[rank.number].clear()
         self.open(rank, self._key(rank, a))
         return True
+
+
+class _ReplicaRing(_Ring, ReplicaDryRun):
+    """The same, of replicas."""
+
+
+_RINGS: dict[type[Plan], type[_Ring]] = {Plan: _Ring, ReplicatedPlan: _ReplicaRing}

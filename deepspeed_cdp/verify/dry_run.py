@@ -141,11 +141,7 @@ class DryRun:
         while rank.step <= self.steps and not (self.barrier and rank.step > floor):
             if rank.cursor == len(rank.program):
                 self._end_step(rank)
-            elif (
-                self.meeting
-                and not self._met(rank)
-                or not self._sensible(rank, lambda: self._try(rank, rank.program[rank.cursor]))
-            ):
+            elif not self._may_act(rank) or not self._sensible(rank, lambda: self._try(rank, rank.program[rank.cursor])):
                 break
             moved = True
         while rank.relays and self._relayed(rank):
@@ -160,6 +156,10 @@ class DryRun:
                 rank.step, rank.cursor, rank.program = place
                 yield self._key(rank, rank.program[rank.cursor]), str(self._error(rank, "waits"))
             rank.step, rank.cursor, rank.program = now
+
+    def _may_act(self, rank: Rank) -> bool:
+        """Whether all ranks that meet before the rank's next action have come there."""
+        return not self.meeting or self._met(rank)
 
     def _met(self, rank: Rank) -> bool:
         """Whether all ranks have come to the last meeting that this rank has come to."""

@@ -42,11 +42,13 @@ def _actions(plan: Plan) -> int:
     return _runs(plan) * sum(len(build(plan, r, True)) + (STEPS - 1) * len(build(plan, r, False)) for r in ranks)
 
 
-def check_rings(plans: Iterable[Plan]) -> Summary:
+def check_rings(plans: Iterable[Plan], sequence: int = 1) -> Summary:
     """Dry-run the plans that take turns in a training run.
 
     Of a plan with many rounds it runs the program with few rounds. The executor runs the same one, and repeats two equal rounds.
 
+    Args:
+        sequence: ranks of a sequence group, which work in lock-step.
     Raises:
         PlanError: naming rank, step and action.
     """
@@ -54,7 +56,7 @@ def check_rings(plans: Iterable[Plan]) -> Summary:
     for plan in map(few_rounds, plans):
         check.validate(plan, STEPS)
         if plan.rings > 1:
-            cross_ring.validate(plan, STEPS)
+            cross_ring.validate(plan, STEPS, groups=cross_ring.lock_step(plan, sequence) if sequence > 1 else ())
         actions += _actions(plan)
     return Summary(actions, STEPS, RING_WAYS, time.perf_counter() - began)
 

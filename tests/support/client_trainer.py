@@ -28,9 +28,10 @@ def windows() -> torch.Tensor:
     return torch.tensor(list(text[: LENGTH * (WINDOWS + HELD_OUT)])).view(-1, LENGTH)
 
 
-def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
+def model() -> LlamaForCausalLM:
+    """The example's, with its seed."""
     set_seed(42)
-    model = LlamaForCausalLM(
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=256,
             hidden_size=32,
@@ -40,6 +41,9 @@ def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
             num_key_value_heads=4,
         )
     ).train()
+
+
+def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
     data, schedulers = windows(), []
 
     def batch(step: int, rnd: int, rank: int) -> tuple[torch.Tensor, float]:
@@ -55,7 +59,7 @@ def oracle(rule: str, stages: list[list[str]]) -> reference.Trained:
         return optimizer
 
     return reference.train(
-        model,
+        model(),
         stages,
         threshold(rule, RANKS),
         batch,

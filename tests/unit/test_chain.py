@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from deepspeed_cdp.plan.cross_ring import PAIR, Link, LinkKind, chain, finishing
 from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.plan.schedule import Schedule
 from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.verify.cross_ring import validate
@@ -34,6 +35,14 @@ def test_every_rule_passes(ranks, rings):
 @given(plans(st.integers(1, 3)), st.integers(2, 4))
 def test_any_plan_passes(one, rings):
     validate(Plan(one.schedule, one.units, one.persistent, one.keep_after_forward, rings), steps=3)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_replicas_pass(ranks):
+    """ZeRO stages 0, 1 and 2."""
+    for k in range(2 * ranks):
+        one = plan(ranks, k, 3)
+        validate(ReplicatedPlan(one.schedule, one.units, one.persistent, False, 3))
 
 
 def links_of(one: Plan) -> list[list[tuple[Link, ...]]]:

@@ -64,6 +64,7 @@ SCHEMA = {
         "ranks": int,
         "rounds": int,
         "rings": int,
+        "sequence_parallel": int,
         "across": [int],
         "exchange": NUMBER,
         "units": [{"name": str, "stage": int, "bytes": int, "flops": NUMBER}],
@@ -255,7 +256,11 @@ WRONG = [
     ("plan --model hf:{bad}/text.json --ranks 2", "is no Hugging Face config"),
     (
         "plan --model python:support.cli_models:mlp --ranks 6 --ring-size 4",
-        "cyclic.ring_size is 4, which does not divide the 6 ranks",
+        "cyclic.ring_size is 4, which does not divide the 6 data-parallel ranks",
+    ),
+    (
+        "plan --model python:support.cli_models:mlp --ranks 6 --sequence-parallel 4",
+        "sequence_parallel_size is 4, which does not divide --ranks 6",
     ),
     ("simulate --ranks 4", "--parameters and --step-ms must say"),
     ("simulate --ranks 6 --ring-size 4 --parameters 1 --step-ms 1", "does not divide"),

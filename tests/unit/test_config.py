@@ -218,4 +218,4 @@ def test_ring_size_divides_the_world():
     assert parse_cyclic(block, world_size=2).ring_size == parse_cyclic(block, world_size=4).ring_size == 2
     assert parse_cyclic(block).ring_size == 2  # the world is not known yet
     text = error_of(parse_cyclic, block, world_size=3)
-    assert "cyclic.ring_size is 2, which does not divide the 3 ranks" in text and '"auto" and 1, 3;' in text
+    assert "cyclic.ring_size is 2, which does not divide the 3 data-parallel ranks" in text and '"auto" and 1, 3;' in text

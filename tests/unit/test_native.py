@@ -82,14 +82,16 @@ def plain(calls: list[tuple], inner: PeerTransport) -> list[tuple]:
     return out
 
 
-def trained(native: bool, library, kind: str, rank: int, size: int, settings: Settings, ring: int, steps: int, traced: bool):
+def trained(
+    native: bool, library, kind: str, rank: int, size: int, settings: Settings, ring: tuple[int, ...], steps: int, traced: bool
+):
     """All calls of a training with a flush in its middle, the counters, losses and masters."""
     # nothing arrives, so what a micro-batch out of order pulls stays as it was allocated
     zeros = mock.patch.object(torch, "empty", torch.zeros)
     with stubbed(library) as stub, mock.patch.object(cuda_common.Watchdog, "_watch", lambda self: None), zeros:
         stub.record(True)
         inner = connect(native, rank, size)
-        runtime = runtime_of(kind, RingView(inner, ring) if ring else inner, settings)
+        runtime = runtime_of(kind, RingView(inner, *ring) if ring else inner, settings)
         assert isinstance(runtime.executor.messages, NativeMessages) == native
         losses = []
         for number in range(steps):
@@ -110,25 +112,26 @@ def trained(native: bool, library, kind: str, rank: int, size: int, settings: Se
 
 PREDICT, EXTRAPOLATE = DelayCorrection("predict"), DelayCorrection("extrapolate")
 CASES = {
-    "one rank": ("mlp", 1, Settings(), 0),
-    "two ranks": ("mlp", 2, Settings(delay_correction=PREDICT), 0),
-    "three ranks": ("mlp", 3, Settings(delay_correction=EXTRAPOLATE), 0),
-    "four ranks": ("mlp", 4, Settings(), 0),
-    "accumulation": ("mlp", 2, Settings(rounds=2, delay_correction=PREDICT), 0),
-    "repeated rounds": ("mlp", 3, Settings(rounds=9, delay_correction=PREDICT), 0),
-    "kept": ("mlp", 2, Settings(keep_after_forward=True, delay_correction=PREDICT), 0),
-    "dp": ("mlp", 3, Settings("dp"), 0),
-    "v1": ("mlp", 3, Settings("cdp-v1", clip=0.1), 0),
-    "v1, corrected": ("mlp", 2, Settings("cdp-v1", delay_correction=PREDICT), 0),
-    "clipped": ("mlp", 2, Settings(clip=0.1), 0),
-    "warm-up": ("mlp", 2, Settings(warmup_steps=2, delay_correction=PREDICT), 0),
-    "persistent": ("rooted", 2, Settings(rounds=3, delay_correction=PREDICT), 0),
-    "persistent, four ranks": ("rooted", 4, Settings(), 0),
-    "replicas": ("mlp", 3, Settings(replicated=True, delay_correction=EXTRAPOLATE), 0),
-    "rings": ("mlp", 4, Settings(delay_correction=PREDICT), 2),
-    "out of order": ("strays", 2, Settings(), 0),
-    "any order": ("strays", 2, Settings(any_order=True), 0),
-    "dense prefetch": ("mlp", 2, Settings(prefetch_units=4), 0),
+    "one rank": ("mlp", 1, Settings(), ()),
+    "two ranks": ("mlp", 2, Settings(delay_correction=PREDICT), ()),
+    "three ranks": ("mlp", 3, Settings(delay_correction=EXTRAPOLATE), ()),
+    "four ranks": ("mlp", 4, Settings(), ()),
+    "accumulation": ("mlp", 2, Settings(rounds=2, delay_correction=PREDICT), ()),
+    "repeated rounds": ("mlp", 3, Settings(rounds=9, delay_correction=PREDICT), ()),
+    "kept": ("mlp", 2, Settings(keep_after_forward=True, delay_correction=PREDICT), ()),
+    "dp": ("mlp", 3, Settings("dp"), ()),
+    "v1": ("mlp", 3, Settings("cdp-v1", clip=0.1), ()),
+    "v1, corrected": ("mlp", 2, Settings("cdp-v1", delay_correction=PREDICT), ()),
+    "clipped": ("mlp", 2, Settings(clip=0.1), ()),
+    "warm-up": ("mlp", 2, Settings(warmup_steps=2, delay_correction=PREDICT), ()),
+    "persistent": ("rooted", 2, Settings(rounds=3, delay_correction=PREDICT), ()),
+    "persistent, four ranks": ("rooted", 4, Settings(), ()),
+    "replicas": ("mlp", 3, Settings(replicated=True, delay_correction=EXTRAPOLATE), ()),
+    "rings": ("mlp", 4, Settings(delay_correction=PREDICT), (2,)),
+    "sequence groups": ("mlp", 4, Settings(delay_correction=PREDICT), (2, 2)),
+    "out of order": ("strays", 2, Settings(), ()),
+    "any order": ("strays", 2, Settings(any_order=True), ()),
+    "dense prefetch": ("mlp", 2, Settings(prefetch_units=4), ()),
 }
 
 
@@ -145,7 +148,7 @@ def test_both_ask_the_driver_for_the_same(case, library):
 
 def test_a_recording_changes_nothing(library):
     settings = Settings(delay_correction=PREDICT)
-    plain_one, traced = (trained(True, library, "mlp", 0, 2, settings, 0, 5, x) for x in (False, True))
+    plain_one, traced = (trained(True, library, "mlp", 0, 2, settings, (), 5, x) for x in (False, True))
     assert plain_one == traced
 
 

@@ -233,11 +233,11 @@ def test_moe_layer_is_refused(world):
     assert type(deepspeed.initialize(model=given, config=dict(OFF))[0]) is StandInStock
 
 
-@pytest.mark.parametrize("kind", ["model", "tensor_model", "sequence"])
+@pytest.mark.parametrize("kind", ["model", "tensor_model"])
 def test_model_parallel_mpu_is_refused(world, kind):
     mpu = types.SimpleNamespace(get_data_parallel_world_size=lambda: 1)
     setattr(mpu, f"get_{kind}_parallel_world_size", lambda: 2)
-    with pytest.raises(ValueError, match="^model: mpu or mesh_param is of size 2: "):
+    with pytest.raises(ValueError, match="^model: mpu is of size 2: "):
         deepspeed.initialize(model=model(), mpu=mpu, config=dict(ON))
 
 

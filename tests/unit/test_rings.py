@@ -247,7 +247,7 @@ def test_ring_size(setting, hosts, size):
 
 @pytest.mark.parametrize(("setting", "world"), [(3, 4), (5, 4), (8, 4), (4, 6)])
 def test_a_ring_size_that_does_not_divide_the_ranks_is_refused(setting, world):
-    with pytest.raises(ValueError, match=f"cyclic.ring_size is {setting}, which does not divide the {world} ranks"):
+    with pytest.raises(ValueError, match=f"cyclic.ring_size is {setting}, which does not divide the {world} data-parallel ranks"):
         ring_size(setting, "a" * world)
 
 
