@@ -114,7 +114,8 @@ def train(
         steps: the number of updates.
         rounds: micro-batches per rank and step (gradient accumulation); each loss is divided by it before its backward.
         clip: the largest gradient norm; 0: no clipping. With K = 0 or K = 2N-1 the norm is that of the whole gradient. Otherwise
-            stage s is clipped by this step's norms of stages >= s and last step's norms of stages < s (zero in the first step).
+            stage s is clipped by this step's norms of stages >= s and last step's norms of stages < s: zero in the first step,
+            and behind a flush if they were not finite.
         flush_after: the steps at whose end the engine flushes; the next step reads one version everywhere.
         grad_dtype: the dtype in which micro-batch gradients are summed; default: each parameter's own.
         on_step: called with (step, optimizer) before each update, to set the learning rate.
@@ -223,6 +224,7 @@ def train(
         if step in flush_after or step == warmup_steps - 1:
             versions.stale = versions.corrected = versions.fresh
             versions.flushed_at = step + 1
+            last_squares = [x if math.isfinite(x) else 0.0 for x in last_squares]
             predicted, applied, factors = [], [], [1.0] * ranks
 
     result.masters = {name: master.detach().clone() for name, master in masters.items()}

@@ -16,6 +16,7 @@ from deepspeed_cdp.checkpoint.files import check_tag, read_latest
 from deepspeed_cdp.checkpoint.format import TensorSpec, pack_state
 from deepspeed_cdp.checkpoint.manifest import COUNTERS
 from deepspeed_cdp.errors import CheckpointError
+from deepspeed_cdp.optim.masters import Masters
 from deepspeed_cdp.optim.state import fit_counts, spread_counts
 
 Gather = Callable[[Any, str], list[Any]]  # collective: (this rank's value, where for the error) -> all ranks' values, in order
@@ -71,17 +72,17 @@ def scheduler_state(engine: EngineState) -> Any:
 
 # ---- saving -----------------------------------------------------------------------------------------------------------------
 def pack_stage(
-    masters: Mapping[str, torch.Tensor], frozen: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
+    masters: Masters, frozen: Mapping[str, torch.Tensor], optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """(tensors, metadata) of a stage's file.
 
     Args:
-        masters: fp32 master parameters by name; ``optimizer.state`` is keyed by them.
+        masters: ``optimizer.state`` is keyed by their parameters. Values go to the host one by one: those of halves are copies.
         frozen: frozen parameters by name.
     """
-    tensors: dict[str, torch.Tensor] = {f"param/{n}": p.detach() for n, p in masters.items()}
+    tensors: dict[str, torch.Tensor] = {f"param/{n}": masters.value(n).cpu() for n in masters}
     tensors |= {f"frozen/{n}": t for n, t in frozen.items()}
-    names = {p: n for n, p in masters.items()}
+    names: dict[torch.Tensor, str] = {p: n for n, p in masters.parameters.items()}
     spread_counts(optimizer)
     trees = {
         names[p]: {k: pack_state(v, f"state/{names[p]}/{k}", tensors) for k, v in state.items()}

@@ -188,7 +188,7 @@ def _read(engine: RingEngine, runtime: "Runtime", stored: CheckpointReader, opti
     """This rank's part of the checkpoint, checked and in memory; changes nothing."""
     owner, rank, folder = runtime.owner, runtime.transport.world_rank, stored.folder
     sources, duplicates = _match_names(runtime, stored, options.strict)
-    own = {n: p for n, p in {**owner.masters, **owner.frozen}.items() if n in sources}
+    own = {n: p for n, p in {**owner.masters.parameters, **owner.frozen}.items() if n in sources}
     specs = {**stored.trained, **stored.frozen}
     for name, mine in own.items():
         check_tensor(folder, f"parameter {name!r}", specs[sources[name]], mine)
@@ -216,7 +216,7 @@ def _read(engine: RingEngine, runtime: "Runtime", stored: CheckpointReader, opti
         "lr_scheduler": stored.lr_scheduler,
         "loss_scale": stored.loss_scale,
     }
-    adapt_states(folder, owner.optimizer, owner.masters, found["state"])
+    adapt_states(folder, owner.optimizer, owner.masters.parameters, found["state"])
     for group, saved in zip(groups, stored.groups or ()) if options.optimizer else ():
         check_group_options(folder, saved, group)
     if options.scheduler:
@@ -269,14 +269,14 @@ def _apply(engine: RingEngine, runtime: "Runtime", found: dict[str, Any], option
     owner = runtime.owner
     with torch.no_grad():
         for name, value in found["values"].items():
-            (owner.masters if name in owner.masters else owner.frozen)[name].copy_(value)
+            owner.put(name, value)
         buffers = dict(runtime.module.named_buffers())
         for name, value in found["buffers"].items():
             buffers[name].copy_(value)
     if options.optimizer:
         for group, saved in zip(owner.optimizer.param_groups, found["groups"]):
             restore_options(saved, group)
-        for name, master in owner.masters.items():
+        for name, master in owner.masters.parameters.items():
             owner.optimizer.state.pop(master, None)
             if state := found["state"].get(name):
                 owner.put_state(name, state)

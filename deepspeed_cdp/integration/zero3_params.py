@@ -305,11 +305,11 @@ class Access:
 
     def _value(self, name: str) -> torch.Tensor:
         owner = self.runtime.owner
-        return (owner.masters[name] if name in owner.masters else owner.frozen[name]).detach()
+        return owner.masters.value(name) if name in owner.masters else owner.frozen[name].detach()
 
     def _write(self, name: str, value: torch.Tensor) -> None:
         if self._owner[name] == self.runtime.executor.rank:
-            self._value(name).copy_(value)
+            self.runtime.owner.put(name, value)
 
     def _master_or_state(self, name: str, key: str | None) -> torch.Tensor | None:
         """On the owner: the fp32 master, or with a key an entry of its state."""

@@ -19,7 +19,7 @@ class Masters(Mapping[str, torch.nn.Parameter]):
     moves by its last bit. Arithmetic that rounds to fp32 moves it as far in every step.
 
     Attributes:
-        parameters: the optimizer's; without elements while they are in halves.
+        parameters: the optimizer's; nan without memory, which cannot be written, while they are in halves.
         lows: the lower halves of those kept so, int16.
         newest: of each of these, the published copy that has its upper half.
     """
@@ -38,6 +38,7 @@ class Masters(Mapping[str, torch.nn.Parameter]):
         self.parameters, self._published, self._whole = parameters, published, set(halved)
         self.lows = {n: torch.empty_like(parameters[n], dtype=torch.int16, requires_grad=False) for n in halved}
         self.newest = dict.fromkeys(halved, 0)
+        self._nan = {n: torch.full((), torch.nan, device=low.device).expand(low.shape) for n, low in self.lows.items()}
 
     @staticmethod
     def suit_halves(device: torch.device) -> bool:
@@ -45,7 +46,7 @@ class Masters(Mapping[str, torch.nn.Parameter]):
         return device.type == "cuda"
 
     def __getitem__(self, name: str) -> torch.nn.Parameter:
-        """The master. What is written to it must be published before the next update."""
+        """The master, to be written. What is written must be published before the next update; ``value`` is for reading."""
         parameter = self.parameters[name]
         if name in self.lows and name not in self._whole:
             parameter.data = self.value(name)
@@ -101,4 +102,4 @@ class Masters(Mapping[str, torch.nn.Parameter]):
         for name in names if self._whole else ():
             if name in self._whole:
                 self._whole.remove(name)
-                self.parameters[name].data = torch.empty(0, device=self.lows[name].device)
+                self.parameters[name].data = self._nan[name]

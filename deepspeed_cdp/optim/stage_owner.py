@@ -120,6 +120,13 @@ class StageOwner:
         """Whether each unit can be updated as soon as its own sum is finished: no norm of other units clips it."""
         return self.updates_per_unit and not self.clip
 
+    @torch.no_grad()
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Write a parameter; ``publish_all`` comes next."""
+        (self.masters if name in self.masters else self.frozen)[name].copy_(value)
+        if name in self.masters.lows:
+            self.publish(0, [name])  # so no other masters need be whole meanwhile
+
     def put_state(self, name: str, state: dict[str, Any]) -> None:
         """Give the optimizer a parameter's saved state, perhaps of another optimizer class or device."""
         master, state = self.masters.parameters[name], dict(state)

@@ -57,7 +57,10 @@ class StepMetrics:
         self._copies_made, self._entered_busy = 0, 0.0
 
     def begin(self) -> None:
-        """After a reset of the transport: post the first receives; the last owner sends its vector to rank 0."""
+        """After a reset of the transport: post the first receives; the last owner sends its vector to rank 0.
+
+        There the norms of a skipped step become zero, since after a change to ``cdp-v2`` the next one clips with them.
+        """
         self._posted, self._sent = {}, []
         if self.size > 1:
             self._post("S", (self.rank - 1) % self.size, self._incoming)
@@ -66,6 +69,7 @@ class StepMetrics:
             if self.rank != self.size - 1:
                 self._post("T", self.size - 1, self._incoming_total)
             else:
+                self.vector[: self.size].nan_to_num_(nan=0.0, posinf=0.0)
                 self._push("S", 0, self.vector)
 
     def _post(self, stream: str, src: int, into: torch.Tensor) -> None:

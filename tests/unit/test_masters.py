@@ -25,7 +25,7 @@ def test_halves_hold_every_bit_but_a_tie_s_last(bits):
     """Numbers, infinities, and numbers that round to infinity; a nan stays one."""
     values = torch.tensor(bits, dtype=torch.int64).to(torch.int32).view(torch.float32)
     masters = halved(values)
-    assert masters.parameters["x"].numel() == 0 and masters.lows["x"].dtype == torch.int16
+    assert masters.parameters["x"].isnan().all() and masters.lows["x"].dtype == torch.int16
     before, after = values.view(torch.int32), masters["x"].detach().view(torch.int32)
     tie = (before & 0x1FFFF) == 0x8000  # half way, and the value below is even
     assert torch.equal(after[~tie & ~values.isnan()], before[~tie & ~values.isnan()])
@@ -59,7 +59,7 @@ def with_halves(*corrupt):
     def change(runtime):
         owner, rank, close = runtime.owner, runtime.transport.world_rank, runtime.close
         assert owner.masters.parameters.keys() == owner.masters.lows.keys() == owner.masters.newest.keys()
-        assert all(p.numel() == 0 for p in owner.masters.parameters.values())
+        assert all(p.untyped_storage().nbytes() == 4 for p in owner.masters.parameters.values())
 
         def kept(*arguments):
             found[rank] = {n: p.detach().clone() for n, p in owner.masters.items()}

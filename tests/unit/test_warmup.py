@@ -34,6 +34,13 @@ def test_with_clipping_schedules_held_parameters_and_flushes(rule):
     check("llama-tied", rule, 4, 3, two_groups, rounds=2, clip=0.3, on_step=schedule, flush_after={0, 4})
 
 
+@pytest.mark.parametrize("flush_after", [(), {2}])
+def test_a_skipped_last_step_does_not_spoil_the_next_one_s_clipping(flush_after):
+    """Its norms are nan, and the first step under the rule clips some stages with the last step's norms of the others."""
+    got, want = check("mlp-nan", "cdp-v2", 3, 3, clip=1.0, flush_after=flush_after)
+    assert want.overflows[2] and all(p.isfinite().all() for p in got["state"].values())
+
+
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
 def test_in_bf16(sum_dtype):
     check("llama-tied", "cdp-v2", 2, 2, two_groups, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5, keep=True)
