@@ -114,7 +114,7 @@ class Builder:
         return s.update_time(version - 1, stage) * plan.scale + later + lag * (s.rounds - 1) * round
 
     def _not_before_published(self, time: int, step: int, m: int, version: int, i: int, backward: bool) -> int:
-        """``time``, but not before the version is published, nor before this step begins if the owner publishes in this step.
+        """``time``, but not before the version is published, nor in the step before if the owner's passes of it are over.
 
         Predictions are pulled in the tick in which they are made: there, the order of kinds decides.
         """
@@ -123,7 +123,10 @@ class Builder:
         if step > version and self.plan.is_predicted(stage):
             return max(time, published)
         time = max(time, published + 1)
-        return max(time, s.start(step, 0, self.rank) * scale) if published >= s.start(step, 0, s.owner(stage)) * scale else time
+        for begin in ((step, 0), (step - 1, s.rounds)):  # the latter is the end of the step before, which may stall in between
+            if published >= s.start(*begin, s.owner(stage)) * scale:
+                return max(time, s.start(*begin, self.rank) * scale)
+        return time
 
     # ---- running sums ---------------------------------------------------------------------------------------------------
     def _add_grad(self, recv: Kind, send: Kind, start: tuple[int, int], end: int, m: int, i: int) -> Iterator[Action]:

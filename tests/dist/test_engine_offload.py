@@ -21,8 +21,9 @@ def offloaded(job: Job, **more: Any) -> Job:
     return replace(job, config={**job.config, "zero_optimization": zero, "zero_force_ds_cpu_optimizer": False})
 
 
+EVEN = {"partition_method": "parameters"}  # auto weighs what is on GPUs, so offloading moves units between stages
 JOBS = [
-    Job("mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda", flush_after=(2,), correction="predict"),
+    Job("mlp", "cdp-v2", 2, clip=0.3, optimizer="groups", schedule="lambda", flush_after=(2,), correction="predict", cyclic=EVEN),
     Job("llama-tied", "cdp-v1", 1, clip=0.5, bf16=True, style="accelerate", correction="extrapolate"),
     Job("rooted", "dp", 1, optimizer="sgd", eval_after=(1, 3)),
 ]

@@ -341,3 +341,10 @@ def test_actions_print_as_one_line() -> None:
     assert any(x.startswith("OPTIMIZER_STEP (stream -") for x in texts) and any(
         x.startswith("GRAD_NORM <- rank 0 (stream S") for x in texts
     )
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_pull_far_ahead_waits_for_an_owner_that_stalls(rounds):
+    """The owner publishes behind its last pass of a step, and its next step begins later. The reader's passes may go on then."""
+    units = tuple(Unit(f"u{i}", stage, (f"w{i}",), (), 64, 64) for i, stage in enumerate((0, 1, 2, 2, 3, 3, 3, 4, 4, 4)))
+    validate(Plan(Schedule(5, 3, rounds), units, prefetch_units=9))
