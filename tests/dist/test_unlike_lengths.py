@@ -39,7 +39,7 @@ def test_all_engines_do_the_same_work_and_learn_alike(pool, accumulation, packed
             steps = range(2 + 3 * window, 5 + 3 * window)
             tokens = [sum(sum(n) for t in steps for n in of_rank[t]) for of_rank in drawn]
             assert row["tokens_by_rank"] == " ".join(map(str, tokens)), name
-            assert row["tokens_per_s_per_gpu"] == pytest.approx(sum(tokens) / 2 / (3 * row["step_ms"] / 1000), rel=1e-3)
+            assert row["tokens_per_s_per_gpu"] == pytest.approx(sum(tokens) / 2 / (3 * row["step_ms"] / 1000), rel=1e-3, abs=0.06)
             assert row["loss"] == pytest.approx(by_name["ddp"][0][0][window]["loss"], abs=0.01), name
             assert (row["accumulation"], row["lengths"]) == (accumulation, "16:1 packed" if packed else "16:1")
 
