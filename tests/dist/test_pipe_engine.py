@@ -102,8 +102,10 @@ def test_dp_equals_stock_deepspeed(pool, job):
         (1, Job(3, clip=0.5, bf16=True, steps=6)),
         (2, Job(2, "cdp-v1", tied=True, steps=6, cyclic={"delay_correction": "extrapolate"})),
         (3, Job(2, clip=0.5, steps=6, cyclic={"delay_correction": "none"})),
+        (2, Job(2, config={"checkpoint": {"writer": {"type": "python", "decoupled": True}}})),
+        (1, Job(2, config={"checkpoint": {"writer": {"decoupled": True}}})),
     ],
-    ids=["pipeline", "pyramid", "single", "extrapolated", "uncorrected"],
+    ids=["pipeline", "pyramid", "single", "extrapolated", "uncorrected", "saved beside", "single, saved beside"],
 )
 def test_resuming_is_bitwise_continuing(pool, tmp_path, world, job):
     on = pool.run(world, work.resume, job, job, str(tmp_path / "a"), 3, False)
