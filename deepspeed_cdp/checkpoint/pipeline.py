@@ -92,17 +92,19 @@ def save(
     client_state: dict,
     save_latest: bool,
     exclude_frozen: bool,
-    later: tuple[int, float] | None,
+    later: bool,
 ) -> Pending | None:
     """Collective; see ``CyclicPipelineEngine.save_checkpoint``, and ``save_on_all_ranks`` for ``later``."""
     save_dir, tag = save_location(save_dir, tag, engine.global_steps)
     runtime.flush()
     where = f"rank {runtime.rank}, saving checkpoint {tag!r}"
+    transport = runtime.transport
+    ranks, timeout = (1, 0.0) if transport is None else (transport.size, transport.timeout_seconds)
     return save_on_all_ranks(
         Saving(save_dir, tag, runtime.rank, _gather(runtime), where, save_latest),
         lambda files: _write(engine, stages, runtime, files, client_state, exclude_frozen),
         lambda everyone: _manifest(engine, stages, runtime, everyone, exclude_frozen),
-        later,
+        (ranks, timeout) if later else None,
     )
 
 

@@ -406,7 +406,6 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
         self.flush()
         with self._noting_failure():
             self._finish_saving()
-            ranks, timeout = (1, 0.0) if self._transport is None else (self._transport.size, self._transport.timeout_seconds)
             self._pending = pipeline.save(
                 self,
                 self._stage_modules(),
@@ -416,7 +415,7 @@ class CyclicPipelineEngine(EngineBase, PipelineEngine):
                 client_state or {},
                 save_latest,
                 exclude_frozen_parameters,
-                (ranks, timeout) if self._saves_later else None,
+                self._saves_later,
             )
             return True
 

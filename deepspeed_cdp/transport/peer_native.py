@@ -6,7 +6,6 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.native.load import load
@@ -25,24 +24,15 @@ class NativePeerTransport(PeerTransport):
         streams_by_name: numbers of streams.
     """
 
-    def __init__(
-        self,
-        native: ModuleType,
-        rank: int,
-        size: int,
-        timeout_seconds: float,
-        device: torch.device,
-        store: dist.Store | None = None,
-        name: str = "deepspeed_cdp",
-    ):
+    streams_by_name = {name: code for code, name in enumerate(STREAMS)}
+
+    def __init__(self, native: ModuleType, *arguments: Any, **options: Any):
         """
         Args:
-            native: the extension (native/load.py). The others as of ``PeerTransport``.
+            native: the extension (native/load.py). The others are those of ``PeerTransport``.
         """
         self.native = native
-        super().__init__(rank, size, timeout_seconds, device, store, name)
-
-    streams_by_name = {name: code for code, name in enumerate(STREAMS)}
+        super().__init__(*arguments, **options)
 
     def _connected(self) -> None:
         self.links = self.native.Links(
