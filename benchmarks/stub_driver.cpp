@@ -57,11 +57,18 @@ int cuStreamCreateWithPriority(uint64_t* stream, unsigned, int) { *stream = ++ha
 int cuStreamDestroy_v2(uint64_t) { return 0; }
 int cuStreamQuery(uint64_t) { return 0; }
 // the transport's memory is not the driver's here: stub_cuda.py
-int cuMemAlloc_v2(uint64_t*, size_t) { return 2; }
-int cuMemFree_v2(uint64_t) { return 0; }
-int cuIpcGetMemHandle(void*, uint64_t) { return 2; }
-int cuIpcOpenMemHandle_v2(uint64_t*, void*, unsigned) { return 2; }
-int cuIpcCloseMemHandle(uint64_t) { return 0; }
+int cuCtxGetDevice(int* device) { *device = 0; return 0; }
+int cuMemGetAllocationGranularity(size_t*, void*, int) { return 2; }
+int cuMemCreate(uint64_t*, size_t, void*, uint64_t) { return 2; }
+int cuMemRelease(uint64_t) { return 0; }
+int cuMemRetainAllocationHandle(uint64_t*, uint64_t) { return 2; }
+int cuMemAddressReserve(uint64_t*, size_t, size_t, uint64_t, uint64_t) { return 2; }
+int cuMemAddressFree(uint64_t, size_t) { return 0; }
+int cuMemMap(uint64_t, size_t, size_t, uint64_t, uint64_t) { return 2; }
+int cuMemUnmap(uint64_t, size_t) { return 0; }
+int cuMemSetAccess(uint64_t, size_t, void*, size_t) { return 2; }
+int cuMemExportToShareableHandle(int*, uint64_t, int, uint64_t) { return 2; }
+int cuMemImportFromShareableHandle(uint64_t*, void*, int) { return 2; }
 int cuGetErrorName(int, const char** name) { *name = "CUDA_ERROR_STUB"; return 0; }
 
 void stub_record(int on) { recording = on; std::lock_guard<std::mutex> held(lock); calls.clear(); }

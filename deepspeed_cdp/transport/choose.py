@@ -155,11 +155,12 @@ def _peer_trouble(device: torch.device) -> str:
         driver = CudaBindings()
         with torch.cuda.device(device):
             torch.cuda.synchronize()  # makes the context
-            address = driver.allocate(1024)
-        try:
-            driver.share(address)
-        finally:
-            driver.free(address)
+            nbytes = driver.whole(1)
+            address = driver.allocate(nbytes)
+            try:
+                os.close(driver.share(address))
+            finally:
+                driver.unmap(address, nbytes)
     except (OSError, AttributeError, RuntimeError) as error:
         return f"no memory shared between processes ({str(error).splitlines()[0]})"
     return ""

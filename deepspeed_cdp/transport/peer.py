@@ -13,7 +13,6 @@ The host only enqueues. CUDA streams wait for words (``cuStreamWaitValue32``) in
 
 from collections import deque
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import product
 
 import torch
@@ -280,18 +279,13 @@ class PeerTransport(CudaTransport):
             except HandoffError:
                 pass  # a peer has failed, and raises the cause itself
             finally:
-                if not done:
-                    self._store_exchange.close(None)
+                self._store_exchange.close(None)
             self.abort(f"{where}: the transport is closed", not done)
             torch.cuda.synchronize(self.device)  # meanwhile the watchdog repeats the abort
             for memory in (self._memory, self._word_memory):
                 if memory:
                     memory.close()
-            if done:  # no rank frees its memory before all others have closed it
-                with suppress(HandoffError):
-                    self._store_exchange.exchange(None, where)
         finally:
-            self._store_exchange.close(None)
             self._watchdog.stop()
             self._memory = None
             self._bases, self._handles, self._streams = [], {}, {}

@@ -1,7 +1,9 @@
 """What a transport that fails leaves behind: waits have a timeout, and the other ranks learn of it at once (no GPU needed)."""
 
+import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.transport import connect, cuda_common, gloo, nccl, nccl_group, peer, peer_native
 from deepspeed_cdp.transport.base import Transport
+from deepspeed_cdp.transport.descriptor_exchange import exchange_descriptors
 from deepspeed_cdp.transport.local import Hub, LocalTransport
 from deepspeed_cdp.transport.peer_memory import PeerMemory
 from deepspeed_cdp.transport.store_exchange import StoreExchange
@@ -19,18 +22,25 @@ from deepspeed_cdp.transport.store_exchange import StoreExchange
 CPU = torch.device("cpu")
 
 
-def pair(store: dist.Store, seconds: float = 20.0, name: str = "a") -> list[StoreExchange]:
-    """Both ranks' exchanges."""
+def ring(store: dist.Store, size: int = 2, seconds: float = 20.0) -> list[StoreExchange]:
+    """All ranks' exchanges."""
     made: dict[int, StoreExchange] = {}
 
     def make(rank: int) -> None:
-        made[rank] = StoreExchange(rank, 2, seconds, store, name, f"rank {rank}")
+        made[rank] = StoreExchange(rank, size, seconds, store, "a", f"rank {rank}")
 
-    thread = threading.Thread(target=make, args=(1,))
-    thread.start()
-    make(0)
-    thread.join()
-    return [made[0], made[1]]
+    in_threads(make, size)
+    return [made[rank] for rank in range(size)]
+
+
+def in_threads(work: Callable[[int], None], size: int) -> None:
+    """Call ``work(rank)`` for all ranks at once; rank 0 on this thread."""
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(1, size)]
+    for thread in threads:
+        thread.start()
+    work(0)
+    for thread in threads:
+        thread.join()
 
 
 def learns_at_once(exchange: StoreExchange, rank: int) -> None:
@@ -193,28 +203,35 @@ def test_a_transport_that_cannot_be_made_tells_the_others(one_store, monkeypatch
 
 # ---- memory -----------------------------------------------------------------------------------------------------------------
 class Memory:
-    """Allocations of a driver, and what is opened of other processes'; memory of the host in the place of a GPU's."""
+    """Allocations of a driver, and what is mapped of other processes'; memory of the host in the place of a GPU's."""
 
     def __init__(self, rank: int):
-        self.rank, self.held, self.opened = rank, {}, []
+        self.rank, self.held, self.mapped = rank, {}, {}
+
+    def whole(self, nbytes: int) -> int:
+        return -(-nbytes // 4096) * 4096
 
     def allocate(self, nbytes: int) -> int:
+        assert nbytes == self.whole(nbytes)
         held = torch.full((nbytes,), 7, dtype=torch.uint8)
         self.held[held.data_ptr()] = held
         return held.data_ptr()
 
-    def free(self, address: int) -> None:
-        del self.held[address]
+    def share(self, address: int) -> int:
+        descriptor = os.memfd_create("shared")
+        os.write(descriptor, f"{self.rank}:{address}".encode())
+        return descriptor
 
-    def share(self, address: int) -> bytes:
-        return f"{self.rank}:{address}".encode()
+    def map_shared(self, descriptor: int, nbytes: int) -> int:
+        rank, address = map(int, os.pread(descriptor, 100, 0).split(b":"))
+        self.mapped[address] = rank, nbytes
+        return address
 
-    def open_shared(self, handle: bytes) -> int:
-        self.opened.append(handle.decode())
-        return int(handle.split(b":")[1])
-
-    def close_shared(self, address: int) -> None:
-        self.opened = [text for text in self.opened if not text.endswith(f":{address}")]
+    def unmap(self, address: int, nbytes: int) -> None:
+        if address in self.held:
+            assert self.held.pop(address).numel() == nbytes
+        else:
+            assert self.mapped.pop(address)[1] == nbytes
 
 
 @pytest.fixture
@@ -233,26 +250,49 @@ def on_hosts(monkeypatch):
     monkeypatch.setattr(torch, "as_tensor", as_tensor)
 
 
-def test_ranks_open_each_other_s_memory_of_any_size(on_hosts):
-    exchanges, made = pair(dist.HashStore()), {}
-    drivers = [Memory(0), Memory(1)]
+def test_ranks_map_each_other_s_memory_of_any_size(on_hosts):
+    exchanges, made, sizes = ring(dist.HashStore(), 3), {}, (5000, 100, 0)
+    drivers, before = [Memory(rank) for rank in range(3)], set(os.listdir("/proc/self/fd"))
 
     def make(rank: int) -> None:
-        made[rank] = PeerMemory((5000, 100)[rank], CPU, drivers[rank], exchanges[rank])
+        made[rank] = PeerMemory(sizes[rank], CPU, drivers[rank], exchanges[rank])
 
-    thread = threading.Thread(target=make, args=(1,))
-    thread.start()
-    make(0)
-    thread.join()
-    assert [made[r].own.numel() for r in (0, 1)] == [5000, 100] and not any(made[r].own.any() for r in (0, 1))
-    assert made[0].addresses == made[1].addresses == [made[r].own.data_ptr() for r in (0, 1)]
-    assert [len(driver.opened) for driver in drivers] == [1, 1]
+    in_threads(make, 3)
+    assert [made[r].own.numel() for r in range(3)] == [5000, 100, 0] and not any(made[r].own.any() for r in range(3))
+    own = [next(iter(driver.held)) for driver in drivers]
+    assert made[0].addresses == made[1].addresses == made[2].addresses == own
+    for rank, driver in enumerate(drivers):
+        assert driver.mapped == {own[r]: (r, (8192, 4096, 4096)[r]) for r in range(3) if r != rank}
+    assert set(os.listdir("/proc/self/fd")) <= before  # no descriptor is left
     made[0].close()
-    assert drivers[0].opened == [] and len(drivers[1].opened) == 1
+    assert not drivers[0].mapped and len(drivers[1].mapped) == 2
+
+
+def test_a_rank_that_ends_before_it_hands_its_descriptor_over_is_told():
+    mine, others = ring(dist.HashStore())
+    thread = threading.Thread(target=lambda: others.exchange("\0nobody-listens", "there"))
+    thread.start()
+    with pytest.raises(HandoffError, match="^here: no memory of rank 1: .*refused"):
+        exchange_descriptors(0, mine, "here")
+    thread.join()
+
+
+def test_descriptors_go_to_no_other_user(monkeypatch):
+    exchanges, told = ring(dist.HashStore(), 2, 1.0), []
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+
+    def hand_over(rank: int) -> None:
+        try:
+            told.append(exchange_descriptors(0, exchanges[rank], "here"))
+        except HandoffError as error:
+            told.append(str(error))
+
+    in_threads(hand_over, 2)
+    assert told == ["here: not all ranks took this rank's memory: timed out"] * 2
 
 
 def test_no_rank_waits_for_one_that_lacks_the_memory(on_hosts):
-    mine, others = pair(dist.HashStore(), 20.0)
+    mine, others = ring(dist.HashStore())
     made = object.__new__(peer.PeerTransport)
     Transport.__init__(made, 0, 2, 20.0)
     made.device, made._store_exchange, made.driver, made._memory = CPU, mine, Memory(0), None
@@ -265,7 +305,7 @@ def test_no_rank_waits_for_one_that_lacks_the_memory(on_hosts):
 @pytest.mark.parametrize("kind", [peer.PeerTransport, nccl.NcclTransport])
 def test_a_close_that_fails_tells_the_others(monkeypatch, kind):
     """The device itself may fail while a transport drains."""
-    mine, others = pair(dist.HashStore())
+    mine, others = ring(dist.HashStore())
     made, stopped = object.__new__(kind), []
     Transport.__init__(made, 0, 2, 20.0)
     made._failure, made._closed, made._store_exchange, made.device = None, False, mine, CPU
