@@ -68,10 +68,13 @@ class Setting(NamedTuple):
         return ", ".join(p for p in self.parts if p not in (self.first["model"], hardware))
 
     def best(self, engine: str) -> str | None:
-        """The engine whose figures stand for ``engine``: of FSDP2 the fastest variant that ran; None if none did."""
-        if engine != "fsdp2":
-            return engine if engine in self.engines else None
-        return fastest(engine, {n: typical(some) for n, some in self.engines.items()})
+        """The engine whose figures stand for ``engine``; None if none ran.
+
+        Of FSDP2 it is the fastest variant, and ``cdp-v2`` without its correction where only that ran.
+        """
+        if engine == "fsdp2":
+            return fastest(engine, {n: typical(some) for n, some in self.engines.items()})
+        return next((n for n in (engine, f"{engine}-uncorrected") if n in self.engines), None)
 
     def variant(self, engine: str) -> str:
         """What to write beside a figure of an engine: the variant, if it is not the plain one."""
@@ -79,7 +82,7 @@ class Setting(NamedTuple):
         return f" (`{name}`)" if name not in (None, engine) else ""
 
     def times(self, engine: str) -> list[float]:
-        return [float(r["step_ms"]) for r in self.engines.get(engine, [])]
+        return [float(r["step_ms"]) for r in self.engines.get(self.best(engine) or "", [])]
 
     def ms(self, engine: str) -> float | None:
         """Of a step; None if the engine did not run."""
@@ -92,8 +95,10 @@ class Setting(NamedTuple):
         return overall(self.engines[name]) if name else None
 
     def gib(self, engine: str) -> float | None:
-        known = [float(r["peak_gib"]) for r in self.engines.get(self.best(engine) or "", []) if r["peak_gib"]]
-        return statistics.median(known) if known else None
+        """Peak memory; of FSDP2 that of the variant with the least, which need not be the fastest."""
+        names = [n for n in self.engines if n.startswith(engine)] if engine == "fsdp2" else [self.best(engine)]
+        known = [[float(r["peak_gib"]) for r in self.engines.get(n, []) if r["peak_gib"]] for n in names]
+        return min((statistics.median(some) for some in known if some), default=None)
 
 
 def settings(sources: Sequence[str]) -> list[Setting]:
@@ -151,7 +156,7 @@ def speed(sources: Sequence[str], page: Path) -> str:
                 s.place,
                 s.label,
                 _show(s.ms("compute"), ".1f"),
-                f"**{s.ms('cdp-v2'):.1f}** ({min(times):.0f} to {max(times):.0f})",
+                f"**{s.ms('cdp-v2'):.1f}** ({min(times):.0f} to {max(times):.0f})" + s.variant("cdp-v2"),
                 _ratio(s.ms("compute"), s.ms("cdp-v2"), ".1%").replace("%", " %"),
                 *(_ratio(s.ms(rival), s.ms("cdp-v2"), ".2f") + s.variant(rival) for rival in rivals),
                 _recorded(s.run, page),
@@ -161,18 +166,18 @@ def speed(sources: Sequence[str], page: Path) -> str:
 
 
 def memory(sources: Sequence[str], page: Path) -> str:
-    """Peak memory per GPU, one line per setting, without delay correction; delays and slow links do not change it."""
+    """Peak memory per GPU, one line per setting; delays and slow links do not change it."""
     names = ("cdp-v2", "fsdp2", "zero3-leaf", "zero3", "ddp")
     body = [
         [
             f"{MODELS[s.first['model']]}, {s.label}",
             s.place,
-            _show(s.gib("cdp-v2-uncorrected") or s.gib("cdp-v2"), ".1f"),
-            *(_show(s.gib(name), ".1f") + s.variant(name) for name in names[1:]),
+            _show(s.gib("cdp-v2"), ".1f") + s.variant("cdp-v2"),
+            *(_show(s.gib(name), ".1f") for name in names[1:]),
             _recorded(s.run, page),
         ]
         for s in settings(sources)
-        if s.plain and s.gib("cdp-v2-uncorrected" if "cdp-v2-uncorrected" in s.engines else "cdp-v2")
+        if s.plain and s.gib("cdp-v2")
     ]
     return table(["setting", "GPUs", *(f"{ENGINES[name]}, GiB" for name in names), "rows"], body)
 
