@@ -19,32 +19,31 @@ def exchange_descriptors(own: int, exchange: StoreExchange, where: Where) -> lis
     """
     others = [rank for rank in range(exchange.size) if rank != exchange.rank]
     found: list[int | None] = [None] * exchange.size
-    with ExitStack() as stack:
-        listener, name = stack.enter_context(_socket(exchange)), f"\0deepspeed_cdp-{uuid.uuid4().hex}"
+    with ExitStack() as sockets, ExitStack() as received:
+        listener, name = sockets.enter_context(_socket(exchange)), f"\0deepspeed_cdp-{uuid.uuid4().hex}"
         listener.bind(name)  # in Linux's abstract namespace: no file is left behind
         listener.listen(exchange.size)
         names = exchange.exchange(name, where)
-        calls = {rank: stack.enter_context(_socket(exchange)) for rank in others}
+        calls = {rank: sockets.enter_context(_socket(exchange)) for rank in others}
         trouble = ""
         try:
             for rank, call in calls.items():
                 trouble = f"no memory of rank {rank}"
                 call.connect(names[rank])  # needs no accept
+            trouble = "not all ranks took this rank's memory"
             for _ in others:
-                trouble = "not all ranks took this rank's memory"
                 with _accept(listener) as caller:
                     socket.send_fds(caller, [b"."], [own])
             for rank, call in calls.items():
                 trouble = f"no memory of rank {rank}"
                 _, descriptors, *_ = socket.recv_fds(call, 1, 1, socket.MSG_CMSG_CLOEXEC)
                 if not descriptors:
-                    raise ConnectionError("the connection ended")
+                    raise HandoffError(f"{where}: {trouble}: it has ended")
                 found[rank] = descriptors[0]
+                received.callback(os.close, descriptors[0])
         except OSError as error:
-            for descriptor in found:
-                if descriptor is not None:
-                    os.close(descriptor)
             raise HandoffError(f"{where}: {trouble}: {error}") from error
+        received.pop_all()  # the caller closes them
     return found
 
 

@@ -1,6 +1,7 @@
 """What a transport that fails leaves behind: waits have a timeout, and the other ranks learn of it at once (no GPU needed)."""
 
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -275,6 +276,33 @@ def test_a_rank_that_ends_before_it_hands_its_descriptor_over_is_told():
     with pytest.raises(HandoffError, match="^here: no memory of rank 1: .*refused"):
         exchange_descriptors(0, mine, "here")
     thread.join()
+
+
+def test_a_rank_that_ends_instead_of_sending_its_descriptor_is_told(monkeypatch):
+    exchanges, told, before = ring(dist.HashStore()), {}, set(os.listdir("/proc/self/fd"))
+    send, sent = socket.send_fds, threading.Event()
+
+    def send_or_end(*arguments) -> None:
+        if threading.current_thread() is threading.main_thread():  # rank 0
+            send(*arguments)
+            sent.set()
+        else:
+            sent.wait(10)
+            raise OSError("the process ends")
+
+    def hand_over(rank: int) -> None:
+        try:
+            exchange_descriptors(0, exchanges[rank], f"rank {rank}")
+        except HandoffError as error:
+            told[rank] = str(error)
+
+    monkeypatch.setattr(socket, "send_fds", send_or_end)
+    in_threads(hand_over, 2)
+    assert told == {
+        0: "rank 0: no memory of rank 1: it has ended",
+        1: "rank 1: not all ranks took this rank's memory: the process ends",
+    }
+    assert set(os.listdir("/proc/self/fd")) <= before
 
 
 def test_descriptors_go_to_no_other_user(monkeypatch):
