@@ -3,8 +3,6 @@
 import argparse
 from typing import Any, NamedTuple
 
-import torch
-
 from deepspeed_cdp.analysis.activations import track
 from deepspeed_cdp.analysis.timing import waves
 from deepspeed_cdp.analysis.timing.baselines import baselines
@@ -245,7 +243,7 @@ def _memory(p: Prediction, stages: list[dict], activations: int) -> list[dict[st
     rows = []
     for rank in range(p.plan.schedule.ranks):
         ours, stage = p.plan.memory(rank), stages[p.plan.schedule.owned(rank)]
-        master = 2 if p.config.dtype == torch.bfloat16 else 4  # in halves (optim/masters.py)
+        master = 2 if p.config.halves else 4
         state = 0 if p.config.offload else (master + 4 * p.config.states) * stage["trained"]
         row = {
             "in flight": ours["in flight"],

@@ -196,7 +196,7 @@ def predict(args: argparse.Namespace) -> Prediction:
             "the model's forward could not be followed with this batch, so its operations are not known; give a "
             "measured time with --step-ms, or a batch that works"
         )
-    hardware = hardware_of(args, settings.UPDATE_BYTES[config.states])
+    hardware = hardware_of(args, config.whole_update_bytes)
     fused = fused_bytes(loaded.module, layouts) if config.cyclic.gradient_accumulation_fusion else Counter[int]()
     work = []
     for i, unit in enumerate(plan.units):
@@ -207,7 +207,7 @@ def predict(args: argparse.Namespace) -> Prediction:
     persistent = sum(s.shape.numel() for s in layouts[PERSISTENT].trained) if plan.persistent else 0
     compute = None if args.step_ms is None else args.step_ms / 1e3
     writes = plan.corrects and not plan.predicts  # the update writes corrections, too
-    ours = replace(hardware, update_bytes=hardware.update_bytes + 2 * writes)
+    ours = replace(hardware, update_bytes=config.update_bytes + 2 * writes, prediction_bytes=config.prediction_bytes)
     given = times(plan, work, ours, persistent, compute)
     total = sum(w.forward for w in work) * 3
     what = "measured" if compute else f"{total / 1e12:.2f} TFLOP at {hardware.flops / 1e12:.0f} TFLOP/s"

@@ -14,7 +14,6 @@ from deepspeed_cdp.optim.delay_correction import chosen
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FAMILIES = {"adam": "adam", "adamw": "adam", "adamax": "adamax", "muon": "muon"}  # as optim.delay_correction.family
 STATES = {"adam": 2, "adamw": 2, "fusedadam": 2, "lamb": 2, "lion": 1, "muon": 1, "sgd": 1, "adagrad": 1, "rmsprop": 1}
-UPDATE_BYTES = {2: 28, 1: 20, 0: 12}  # per parameter: fp32 master and states read and written, the sum read, the copy written
 
 
 @dataclass(frozen=True)
@@ -42,6 +41,26 @@ class Config:
     cyclic: CyclicConfig
     assumed: tuple[str, ...]
     sequence: int
+
+    @property
+    def halves(self) -> bool:
+        """Whether owners on GPUs keep masters in halves (optim/masters.py)."""
+        return self.dtype == torch.bfloat16 and not self.offload
+
+    @property
+    def whole_update_bytes(self) -> int:
+        """Device memory traffic of an update per parameter: the sum, the fp32 master and states, the 16-bit copy."""
+        return 2 + 8 * (1 + self.states) + 2
+
+    @property
+    def update_bytes(self) -> int:
+        """The same of the engine's owners: of a master in halves the copy is read, and only the lower half written besides."""
+        return self.whole_update_bytes - 2 * self.halves
+
+    @property
+    def prediction_bytes(self) -> int:
+        """The same of a prediction, which writes the copy only."""
+        return 2 + 4 * (1 + self.states) + 2
 
 
 def _number(config: dict[str, Any], key: str, default: Any) -> Any:

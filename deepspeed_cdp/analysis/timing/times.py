@@ -19,8 +19,6 @@ from typing import NamedTuple
 
 from deepspeed_cdp.plan.plan import Plan
 
-UPDATE_BYTES, PREDICTION_BYTES = 28, 16  # Adam: an update moves sum, master, m, v and copy; a prediction writes the copy only
-
 
 @dataclass(frozen=True)
 class Hardware:
@@ -31,7 +29,9 @@ class Hardware:
         memory: bytes per second of device memory in kernels.
         bandwidth, latency: of a message between two ranks, in bytes per second (measured, copy engines) and seconds.
         collective, collective_latency: the same of ZeRO-3's and DDP's collectives (measured, stock all-gather).
-        update_bytes: device memory traffic of the optimizer per parameter; Adam in one pass reads and writes 28.
+        update_bytes: device memory traffic of the optimizer per parameter; Adam in one pass reads and writes 28, with
+            masters in halves 26.
+        prediction_bytes: the same of a prediction of its next step (``predict``), which writes nothing but the copy.
         contention: the fraction of overlapping traffic that slows the passes, 0 to 1.
     """
 
@@ -42,6 +42,7 @@ class Hardware:
     collective: float = 295e9
     collective_latency: float = 48e-6
     update_bytes: float = 28.0
+    prediction_bytes: float = 16.0
     contention: float = 1.0
 
 
@@ -118,7 +119,8 @@ def times(plan: Plan, work: Sequence[Work], hardware: Hardware, persistent: int 
     updates = {i: w.parameters * hardware.update_bytes / hardware.memory for i, w in enumerate(work)}
     if plan.persistent:
         updates[-1] = persistent * hardware.update_bytes / hardware.memory
-    made = {i: t * PREDICTION_BYTES / UPDATE_BYTES for i, t in updates.items() if plan.is_predicted(plan.unit(i).stage)}
+    share = hardware.prediction_bytes / hardware.update_bytes
+    made = {i: t * share for i, t in updates.items() if plan.is_predicted(plan.unit(i).stage)}
     beside = hardware.contention * (traffic(plan) / hardware.memory + (sum(updates.values()) + sum(made.values())) / ranks)
     stretch = 1 + beside / (alone + rounds * sum(adds.values())) if alone else 1.0
     full = {(i, backward): (seconds + (adds[i] if backward else 0)) * stretch for (i, backward), seconds in passes.items()}
