@@ -101,6 +101,13 @@ def test_rings_of_rings_and_the_warm_up(transport):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_sequence_parallelism(ranks, transport):
+    needs(ranks)
+    ranks_run(ranks, "rank_sequence.py", "--transport", transport)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_synchronize_read_and_empty_cache_in_every_step(ranks):
     needs(ranks)
     ranks_run(ranks, "rank_stress.py", "--steps", "60", "--always-sync")

@@ -45,6 +45,13 @@ class Job:
     cyclic: dict[str, Any] = field(default_factory=dict)
 
 
+def here() -> torch.device:
+    """Where this rank trains."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
 def build() -> nn.Module:
     """Four layers, four heads, two heads of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -88,7 +95,7 @@ def ulysses(model: nn.Module, sequence: int) -> Iterator[Any]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed("gloo" if here().type == "cpu" else "nccl")
     before = ALL_ATTENTION_FUNCTIONS["sdpa"]
     try:
         yield UlyssesSPAttentionHF.register_with_transformers(
@@ -151,7 +158,7 @@ def start(world: int, job: Job, mpu: Any) -> Any:
     if job.rule is not None:
         block = {"rule": job.rule, "timeout_seconds": 30.0, "delay_correction": "none"}
         config["cyclic"] = {"enabled": True, **block, **job.cyclic}
-    model = build()
+    model = build().to(here())
     if job.init:
         deepspeed.zero.Init(module=model, config_dict_or_path=config, mpu=mpu)
     if job.checkpointing:
@@ -182,7 +189,7 @@ def train(engine: Any, job: Job, mpu: Any, rank: int, first: int = 0) -> dict[tu
         [{"input_ids": x, "labels": labels_of(x), "position_ids": positions} for x in data], batch_size=None
     )
     adapted = UlyssesSPDataLoaderAdapter(
-        loader, sp_rank=mpu.get_sequence_parallel_rank(), sp_group=group, sp_world_size=job.sequence, device=torch.device("cpu")
+        loader, sp_rank=mpu.get_sequence_parallel_rank(), sp_group=group, sp_world_size=job.sequence, device=here()
     )
     for number, part in zip(range(begin, end), adapted):
         step, rnd = divmod(number, job.rounds)
