@@ -383,7 +383,8 @@ def headline(sources: Sequence[str], page: Path) -> str:
             best = min(known, key=known.get)
             cells = {n: format(v, form) for n, v in known.items()}
             shown = [f"**{cells[n]}**" if n == best else cells.get(n, "") for n in names]
-            body.append([label + what, *(cell + s.variant(n) * bool(cell) for n, cell in zip(names, shown))])
+            variants = [s.variant(n) * bool(cell) * (figure == s.ms) for n, cell in zip(names, shown)]
+            body.append([label + what, *map(str.__add__, shown, variants)])
             label = "its "
     gpt = _gpt(learned)["gpt", "1"]
     plain, cyclic, warm = (
@@ -392,11 +393,10 @@ def headline(sources: Sequence[str], page: Path) -> str:
     trained = gpt["dp"][0]
     label = f"small GPT from scratch, AdamW, {trained['steps']} steps: test loss"
     body.append([label, f"{warm:.2f} with `warmup_steps` ({cyclic:.2f} without)", *[f"**{plain:.2f}**"] * 3])
-    where = f"{s.place} of one host (NVLink), bf16, AdamW, sequence length {s.first['sequence']}, torch {s.first['torch']}, "
-    where += f"DeepSpeed {s.first['deepspeed']}, commit {s.first['commit']}, {_recorded(s.run, page)}; "
-    where += "empty cells were not recorded; "
-    where += "without delay correction, which takes up to 4 % of a step. "
-    where += "Today's code needs less memory ([performance](docs/performance.md#memory))."
+    where = f"{s.place} of one host (NVLink), bf16, AdamW, sequence length 2048 if not said, torch {s.first['torch']}, "
+    where += f"DeepSpeed {s.first['deepspeed']}, {_recorded(s.run, page)}; "
+    where += "of FSDP2's variants the fastest, and the least memory of all; empty cells were not recorded. "
+    where += "`cdp-v2-uncorrected` has no delay correction, which takes up to 4 % of a step."
     what = f"{int(trained['parameters']):,} parameters, {trained['ranks']} ranks, {len({r['seed'] for r in gpt['dp']})} seeds, "
     what += " and ".join(_recorded(run, page) for run in learned)
     what += '. FSDP2 and ZeRO-3 are plain data parallelism, recorded as `"rule": "dp"`.'
