@@ -211,7 +211,7 @@ class _DeepSpeedReader(CheckpointReader):
         self.dtype = next(iter(dtypes)) if len(dtypes) == 1 else torch.float32
         self.counters = {c: first[c] for c in COUNTERS if first.get(c) is not None}
         self.client_state = {k: v for k, v in first.items() if k not in _DEEPSPEED_KEYS}
-        self.lr_scheduler = first.get("lr_scheduler")
+        self.lr_scheduler, self.data_sampler = first.get("lr_scheduler"), first.get("data_sampler")
 
     def _read_groups(self, path: str, optimizer: dict[str, Any]) -> None:
         """Set ``groups``: the optimizer's param groups hold numbers of sub-groups; replace those by parameter names."""

@@ -188,9 +188,10 @@ def write_cyclic(
         for rank in range(stored.ranks):
             name = f"buffers_{rank:03d}.safetensors"
             files[name] = save_tensors(folder, name, {n: stored.buffer(n, rank) for n in stored.buffers}, {})
-        files["client.pt"] = save_plain(
-            folder, "client.pt", {"client_state": stored.client_state, "lr_scheduler": stored.lr_scheduler}, "client_state"
-        )
+        client = {"client_state": stored.client_state, "lr_scheduler": stored.lr_scheduler}
+        if stored.data_sampler is not None:
+            client["data_sampler"] = stored.data_sampler
+        files["client.pt"] = save_plain(folder, "client.pt", client, "client_state")
         groups = stored.groups or []
         manifest = {
             "deepspeed_cdp": __version__,
@@ -277,7 +278,6 @@ def _model_states(stored: CheckpointReader, shapes: list[dict[str, tuple]], rank
         "frozen_param_fragments": None if stored.frozen_left_out else {n: part(n) for n in stored.frozen},
         "shared_params": stored.shared,
         "lr_scheduler": stored.lr_scheduler,
-        "data_sampler": None,
         "random_ltd": None,
         "skipped_steps": stored.counters.get("skipped_steps", 0),
         "global_steps": stored.counters.get("global_steps", 0),

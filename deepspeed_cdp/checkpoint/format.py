@@ -50,6 +50,7 @@ class CheckpointReader(ABC):
         counters: those of ``COUNTERS`` that were saved.
         client_state: as given to ``save_checkpoint``; set by ``verify`` in this package's own format.
         lr_scheduler: the scheduler's state dict, or None; set by ``verify`` in this package's own format.
+        data_sampler: state of the curriculum's sampler, or None; set by ``verify`` in this package's own format.
         ranks: number of ranks that saved their buffers.
         dtype: dtype of the model's parameters in training.
         loss_scale: ``LossScale.state_dict()`` of an fp16 run; None if unknown.
@@ -70,6 +71,7 @@ class CheckpointReader(ABC):
     ranks: int
     dtype: torch.dtype
     loss_scale: dict[str, Any] | None = None
+    data_sampler: dict[str, Any] | None = None
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -255,6 +257,7 @@ class CyclicReader(CheckpointReader):
         if not (isinstance(client, dict) and isinstance(client.get("client_state"), dict) and "lr_scheduler" in client):
             raise CheckpointError(f"{path} has no client_state and lr_scheduler: it is not what save_checkpoint writes")
         self.client_state, self.lr_scheduler = client["client_state"], client["lr_scheduler"]
+        self.data_sampler = client.get("data_sampler")
 
     def _buffer_file(self, rank: int) -> str:
         return self._buffer_files[rank % len(self._buffer_files)]

@@ -7,7 +7,7 @@
     DIR/TAG/cyclic.json                     manifest: files (size, SHA-256, tensors), groups, stages, counters; written last
     DIR/TAG/stage_000.safetensors ...       param/NAME (fp32 masters), frozen/NAME, state/NAME/KEY (optimizer), scalars
     DIR/TAG/buffers_000.safetensors ...     each rank's buffers
-    DIR/TAG/client.pt                       client_state, lr scheduler; read by checkpoint/pickles.py
+    DIR/TAG/client.pt                       client_state, lr scheduler, curriculum; read by checkpoint/pickles.py
 
 Saving flushes first, so the files hold an ordinary synchronous state, and resuming is bitwise equal to continuing. Files are
 keyed by name, so any number of ranks, partition or rule can read them. Loading reads DeepSpeed's own formats, too
@@ -55,9 +55,11 @@ class RingEngine(EngineState, Protocol):
 
     Attributes:
         optimizer_group_names: names of the trained parameters of each param group, on every rank all of them.
+        curriculum_sampler: its state is saved and loaded (integration/curriculum.py); None without curriculum learning.
     """
 
     optimizer_group_names: list[list[str]]
+    curriculum_sampler: Any
 
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches per step."""
@@ -123,6 +125,8 @@ def _write(engine: RingEngine, runtime: "Runtime", files: Files, client_state: d
     files.add_tensors(f"buffers_{rank:03d}.safetensors", saved_buffers(runtime.module), {})
     if rank == 0:
         content = {"client_state": client_state, "lr_scheduler": scheduler_state(engine)}
+        if engine.curriculum_sampler is not None:
+            content["data_sampler"] = engine.curriculum_sampler.state_dict()
         files.add_plain("client.pt", content, "client_state or the lr scheduler's state")
     return {
         "options": [plain_options({k: v for k, v in g.items() if k != "params"}) for g in owner.optimizer.param_groups],
@@ -221,6 +225,8 @@ def _read(engine: RingEngine, runtime: "Runtime", stored: CheckpointReader, opti
         check_group_options(folder, saved, group)
     if options.scheduler:
         check_scheduler(engine, found["lr_scheduler"], folder)
+    if options.counters and engine.curriculum_sampler is not None:
+        found["load_sampler"] = engine.curriculum_sampler.prepare(stored.data_sampler, folder)
     return found
 
 
@@ -284,6 +290,8 @@ def _apply(engine: RingEngine, runtime: "Runtime", found: dict[str, Any], option
         vector.zero_() if found["scalars"] is None else vector.copy_(found["scalars"])
     if options.scheduler:
         load_scheduler(engine, found["lr_scheduler"])
+    if "load_sampler" in found:
+        found["load_sampler"]()
     if options.counters:
         for counter, value in found["counters"].items():
             setattr(engine, counter, value)

@@ -22,6 +22,7 @@ _CONFIG = "deepspeed.runtime.config:DeepSpeedConfig."
 _FRAGMENT = "deepspeed.utils.tensor_fragment:"
 _FP32 = "deepspeed.utils.zero_to_fp32:"
 _TIMER = "deepspeed.utils.timer:ThroughputTimer."
+_SAMPLER = "deepspeed.runtime.data_pipeline.data_sampling.data_sampler:DeepSpeedDataSampler."
 
 # Functions that this package overrides or wraps -> exactly these parameters. DeepSpeed calls ours in their place.
 OVERRIDDEN: dict[str, tuple[str, ...]] = {
@@ -43,6 +44,11 @@ OVERRIDDEN: dict[str, tuple[str, ...]] = {
     _ENGINE + "_broadcast_model": ("self",),
     _ENGINE + "destroy": ("self",),
     _FP32 + "_get_fp32_state_dict_from_zero_checkpoint": ("ds_checkpoint_dir", "exclude_frozen_parameters"),
+    _SAMPLER + "get_next_global_batch": ("self",),
+    _SAMPLER + "get_new_cluster": ("self", "previous_difficulties"),
+    _SAMPLER + "reshuffle_clusters": ("self", "cidx"),
+    _SAMPLER + "state_dict": ("self",),
+    _SAMPLER + "load_state_dict": ("self", "state_dict"),
     _TIMER + "start": ("self",),
     _TIMER + "stop": ("self", "global_step", "report_speed"),
 }
@@ -58,6 +64,11 @@ CALLED: dict[str, tuple[str, ...]] = {
     _MODULE + "_is_checkpointable": ("self", "funcs"),
     "deepspeed.runtime.zero.partition_parameters:_init_external_params": ("module",),
     "deepspeed.runtime.utils:maybe_loss_for_backward": ("value",),
+    _SAMPLER + "__init__": ("data_efficiency_config", "data_parallel_rank", "data_parallel_group", "global_rank", "drop_last"),
+    _SAMPLER + "sample_from_clusters": ("self",),
+    _SAMPLER + "get_sample_from_cluster": ("self", "cidx", "num_samples"),
+    _SAMPLER + "get_sample_based_on_metric_value": ("self", "metric", "value_start", "value_end"),
+    _SAMPLER + "get_sample_based_on_metric_percentile": ("self", "metric", "percentile_start", "percentile_end"),
     _TIMER + "__init__": ("self", "config", "batch_size", "start_step", "steps_per_output", "logging_fn"),
     _TIMER + "_init_timer": ("self",),
     _TIMER + "_is_report_boundary": ("self",),
@@ -69,6 +80,10 @@ MENTIONED: dict[str, tuple[str, ...]] = {
     _CONFIG + "__init__": ("_param_dict", "_initialize_params", "world_size"),
     _ENGINE + "__init__": ("_config", "tput_timer", "inside_no_sync_ctxt", "enable_backward_allreduce", *_HOOKS),
     _ENGINE + "_configure_optimizer": ("_configure_zero_optimizer", "_do_optimizer_sanity_check"),
+    _ENGINE + "deepspeed_io": ("DeepSpeedDataLoader", "curriculum_learning_enabled"),
+    _SAMPLER + "__init__": ("np_rng", "curriculum_schedulers", "difficulty_type", "clustering_type", "data_cluster_sizes"),
+    _SAMPLER + "get_sample_from_cluster": ("data_clusters", "data_cluster_current_position", "reshuffle_clusters"),
+    _SAMPLER + "__iter__": ("batch", "get_next_global_batch", "consumed_samples"),
     _MODULE + "__init__": ("_topo", "_layer_specs", "_local_start", "_local_stop", "is_checkpointable_results"),
     _FP32 + "get_fp32_state_dict_from_zero_checkpoint": ("_get_fp32_state_dict_from_zero_checkpoint",),
     "deepspeed.runtime.zero.partition_parameters:_init_external_params": (

@@ -16,6 +16,7 @@ from deepspeed.utils import log_dist
 from deepspeed_cdp.checkpoint import save_load
 from deepspeed_cdp.errors import HandoffError
 from deepspeed_cdp.integration import agreement, sequence_parallel
+from deepspeed_cdp.integration.curriculum import CurriculumSampler, shared_settings
 from deepspeed_cdp.integration.engine_base import EngineBase, check_loss, warn
 from deepspeed_cdp.integration.optimizer import CyclicOptimizer
 from deepspeed_cdp.integration.support import check_ring_size
@@ -50,6 +51,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     _sequence = 1  # ranks that work on one sequence
     _rehearsed = False  # the first training forward has been compared with the plan
     _loaded: tuple | None = None  # arguments of the last ``load_checkpoint``
+    _rewinds_data = True  # ``load_checkpoint`` sets the curriculum's sampler, too
 
     # ---- setting up -----------------------------------------------------------------------------------------------------
     def _configure_distributed_model(self, model: torch.nn.Module) -> None:
@@ -85,6 +87,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
                 "loss scale (fp16)": self._loss_scale(),
                 "torch_autocast.dtype": str(self.torch_autocast_dtype()) if self.torch_autocast_enabled() else None,
                 "number of parameters": len(named),
+                **shared_settings(self.data_efficiency_config()),
             },
             {
                 "parameter names, shapes and dtypes": agreement.parameters(named),
@@ -186,7 +189,9 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         self._make_runtime(optimizer, None, units)
         self.optimizer.follow(self._runtime)
         if self._loaded:
+            self._rewinds_data = False  # this forward's batch has been drawn
             self.load_checkpoint(*self._loaded)
+            self._rewinds_data = True
 
     def _on_gathered(self, whole: bool) -> None:
         if self._access is not None:
@@ -227,6 +232,20 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     def cyclic_plan(self) -> Plan:
         """Units, stages, owners and buffer offsets, equal on all ranks."""
         return self._runtime.plan
+
+    # ---- data -----------------------------------------------------------------------------------------------------------
+    def deepspeed_io(self, *args: Any, **kwargs: Any) -> Any:
+        """As DeepSpeed's; with curriculum learning each rank draws the batches that DeepSpeed's rank 0 broadcasts."""
+        loader = super().deepspeed_io(*args, **kwargs)
+        if self.curriculum_learning_enabled():
+            loader.data_sampler = CurriculumSampler(loader.data_sampler)
+        return loader
+
+    @property
+    def curriculum_sampler(self) -> CurriculumSampler | None:
+        """The sampler of ``training_data``, which checkpoints save and load; None without curriculum learning."""
+        on = self.curriculum_learning_enabled() and self._rewinds_data and self.training_dataloader is not None
+        return self.training_dataloader.data_sampler if on else None
 
     # ---- training -------------------------------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:

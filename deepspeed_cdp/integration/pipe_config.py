@@ -4,6 +4,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.runtime.data_pipeline.constants import CURRICULUM_LEARNING, CURRICULUM_LEARNING_ENABLED, DATA_SAMPLING
 
 from deepspeed_cdp.integration.config import CyclicConfig
 
@@ -46,6 +47,11 @@ def refuse(config: Any) -> None:
         raise ValueError(
             f"sequence_parallel_size is {config._param_dict['sequence_parallel_size']}: a PipelineModule's stages work on whole "
             "sequences; remove it."
+        )
+    if config.data_efficiency_config[DATA_SAMPLING][CURRICULUM_LEARNING][CURRICULUM_LEARNING_ENABLED]:
+        raise ValueError(
+            "data_efficiency.data_sampling.curriculum_learning.enabled is true: checkpoints of pipelines have no place for its "
+            "sampler; order the data set instead."
         )
     block, default = config.cyclic_config, CyclicConfig()
     for key, fix in _RING_ONLY.items():

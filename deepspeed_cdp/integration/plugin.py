@@ -252,8 +252,13 @@ def _refuse_model(given: Mapping[str, Any], placement: str) -> None:
             'deepspeed.PipelineModule; use "auto".'
         )
     for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
-        if isinstance(module, MoE):
-            raise refusal("model: deepspeed.moe.layer.MoE", f"at '{name}'")
+        if isinstance(module, MoE) and module.ep_size > 1:
+            raise refusal("model: deepspeed.moe.layer.MoE", f"at '{name}' with ep_size {module.ep_size}")
+        if isinstance(module, MoE) and isinstance(model, deepspeed.PipelineModule):
+            raise ValueError(
+                f"model: deepspeed.moe.layer.MoE is at '{name}' of a PipelineModule, where it has not been tried; keep whole "
+                "experts in ordinary modules."
+            )
     mpu = given.get("mpu")
     if hasattr(mpu, "initialize_sequence_parallel"):  # DeepSpeed's own, whose model parallel groups are the sequence groups
         return

@@ -36,10 +36,6 @@ def _above_1(value: Any, config: Any) -> bool:
     return value is not None and value > 1
 
 
-def _enabled(value: Any, config: Any) -> bool:
-    return bool(value.get("enabled")) if isinstance(value, dict) else bool(value)
-
-
 def _offloads(value: Any, config: Any) -> bool:
     return value is not None and getattr(value, "device", "none") != "none"
 
@@ -50,10 +46,6 @@ def _offloads_to_nvme(value: Any, config: Any) -> bool:
 
 def _below_1(value: Any, config: Any) -> bool:
     return value is not None and value < 1
-
-
-def _above_0(value: Any, config: Any) -> bool:
-    return value is not None and value > 0
 
 
 def _late(config: Any) -> bool:
@@ -111,6 +103,7 @@ def _refused(setting: str, when: str, refuses: Callable[[Any, Any], bool] | None
 ZERO = "zero_optimization."
 ON_DEVICE = "each rank passes every parameter on in every step, so all of them would cross the bus to host memory"
 LATER = "not supported in this version"
+OTHER_RINGS = "rings with other experts would have to average some parameters and not the rest"
 LATE = "a stage is updated before the step's last overflow is known"
 USE_V1 = 'use bf16, or cyclic.rule "cdp-v1"'
 NO_COLLECTIVE = "there is no collective to tune: parameters and gradient sums travel as one message per unit"
@@ -125,10 +118,6 @@ TABLE: tuple[Row, ...] = (
         _above_1,
         "a second copy within a node saves no all-gather, since there is none",
         "remove it",
-    ),
-    _refused(ZERO + "zeropp_loco_param", "set", _given, "it corrects quantized reductions and there are none", "remove it"),
-    _refused(
-        ZERO + "mics_shard_size", "above 0", _above_0, "parameters are kept by stage, not sharded over a group", "remove it"
     ),
     _refused(ZERO + "cpu_offload_param", "true", _on, ON_DEVICE, "remove it"),
     _refused(ZERO + "offload_param", "cpu, nvme", _offloads, ON_DEVICE, "remove it"),
@@ -156,12 +145,11 @@ TABLE: tuple[Row, ...] = (
         'set it to "bfloat16"',
     ),
     _refused("torch_autocast.dtype", "float16 under cdp-v2 and K other than 0 and 2N-1", _autocast_fp16_late, LATE, USE_V1),
-    _refused("amp", "enabled", _enabled, LATER, "use bf16"),
     _refused(
         "hybrid_engine.enabled", "true", _on, "it swaps the engine for one that generates from gathered parameters", "remove it"
     ),
     _refused("tensor_parallel.autotp_size", "above 1", _above_1, LATER, "remove it"),
-    _refused("expert_parallel.enabled", "true", _on, LATER, "keep whole experts on every rank and remove it"),
+    _refused("expert_parallel.enabled", "true", _on, OTHER_RINGS, "keep whole experts on every rank and remove it"),
     _refused(
         "compile.deepcompile",
         "true",
@@ -169,8 +157,6 @@ TABLE: tuple[Row, ...] = (
         "it compiles ZeRO's collectives into the graph and there are none",
         "call engine.compile() instead",
     ),
-    _refused("elasticity", "enabled", _enabled, "the ring's size is fixed while it trains", "remove it"),
-    _refused("sparse_gradients", "true", _on, "gradient sums are dense", "remove it"),
     _refused(
         "communication_data_type",
         "set",
@@ -190,30 +176,16 @@ TABLE: tuple[Row, ...] = (
         "data_efficiency.data_routing.random_ltd.enabled",
         "true",
         _on,
-        "it rewrites layers after the units are found",
+        "it puts layers into wrappers after initialize, which renames the plan's parameters; its kernels need a GPU",
         "remove it",
     ),
-    _refused(
-        "data_efficiency.data_sampling.curriculum_learning.enabled",
-        "true",
-        _on,
-        "its sampler broadcasts every batch, which makes the ranks wait for each other",
-        "order the data set instead",
-    ),
-    _refused(
-        "curriculum_learning", "enabled", _enabled, "the engine cuts the batch inside forward", "order the data set instead"
-    ),
-    _refused("progressive_layer_drop", "enabled", _enabled, LATER, "remove it"),
-    _refused("eigenvalue", "enabled", _enabled, "it reads every layer's parameters between steps", "remove it"),
-    _refused("quantize_training", "enabled", _enabled, "it rewrites parameters between steps", "remove it"),
-    _refused("compression_training", "set", _on, "it rewrites layers after the units are found", "remove it"),
     _refused("model: DualPipeVModule", "any", None, LATER, "pass a PipelineModule"),
     _refused(
         "model: deepspeed.moe.layer.MoE",
-        "any",
+        "ep_size above 1",
         None,
-        "expert parallelism is " + LATER,
-        "keep whole experts on every rank in ordinary modules",
+        OTHER_RINGS,
+        "set ep_size to 1, which keeps whole experts on every rank",
     ),
     _refused("model: mpu", "above 1 model parallel", None, "tensor parallelism is " + LATER, "use data and sequence parallelism"),
     Row(
@@ -256,6 +228,16 @@ TABLE: tuple[Row, ...] = (
         ("checkpoint.writer.decoupled",),
         "supported",
         "a thread of each rank writes the files, and training goes on; with any writer.type, and for as many steps as it takes",
+    ),
+    Row(
+        ("data_efficiency.data_sampling.curriculum_learning",),
+        "supported",
+        "DeepSpeed's batches, which every rank draws for itself; not in pipelines; see docs/limits.md#curriculum-learning",
+    ),
+    Row(
+        ("model: deepspeed.moe.layer.MoE of ep_size 1",),
+        "supported",
+        "whole experts on every rank, under every stage; see docs/limits.md#mixtures-of-experts",
     ),
     Row(("activation_checkpointing",), "supported", "a unit's parameters stay through its recomputation"),
     Row(
@@ -307,7 +289,6 @@ TABLE: tuple[Row, ...] = (
     Row(("gradient_predivide_factor",), "ignored", "the owner divides the sum over the ranks once"),
     Row(
         (
-            ZERO + "mics_hierarchical_params_gather",
             ZERO + "cpu_offload_use_pin_memory",
             ZERO + "save_muon_momentum_buffer_in_memory",
             "aio",

@@ -35,9 +35,20 @@ logger = logging.getLogger("deepspeed_cdp")
 _fakes_logger = logging.getLogger("torch._subclasses.fake_tensor")
 
 _OWN = vars(nn.Module()).keys()  # the attributes every module has
-# FlopCounterMode counts the CUDA attention kernels only; the CPU kernel does the same operations
-_MORE_FLOPS = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)}
 _MOST_KNOWN = 2**20  # elements of a tensor that a trace computes
+
+
+def _grouped_mm_flops(a: torch.Size, b: torch.Size, *_: Any, **__: Any) -> int:
+    """Of products of groups, as of experts: rows are in one group each, and so is the dimension that a product sums over."""
+    return 2 * a[-2] * a[-1] * b[-1] * (a[0] if len(a) == len(b) == 3 else 1)
+
+
+# What FlopCounterMode does not count: the CPU's attention kernel, and products of groups.
+_MORE_FLOPS: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v)
+}
+if hasattr(torch.ops.aten, "_grouped_mm"):  # not in torch 2.6
+    _MORE_FLOPS[torch.ops.aten._grouped_mm] = _grouped_mm_flops
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from support.optimizers import two_groups
 from support.pipe_threads import farthest
 from support.pipe_work import Job
 
+CURRICULUM = {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True, "curriculum_metrics": {}}}}}
 FREE = {"pipeline": {"use_reentrant": False}}  # reentrant checkpoints want floating-point inputs, in stock DeepSpeed too
 COVER: dict[int, list[Job]] = {
     1: [
@@ -185,6 +186,7 @@ def fail_to_start(rank: int, world: int, job: Job) -> str:
         (2, Job(2, config={"zero_optimization": {"stage": 2}}), "zero_optimization.stage is 2: "),
         (2, Job(2, config={"fp16": {"enabled": True}}), "fp16.enabled is true under cyclic.rule cdp-v2: "),
         (2, Job(2, "dp", config={"fp16": {"enabled": True}}), "fp16.enabled is true: "),
+        (2, Job(2, config=CURRICULUM), "data_efficiency.data_sampling.curriculum_learning.enabled is true: "),
         (2, Job(2, cyclic={"min_unit_mb": 1.0}), "cyclic.min_unit_mb is 1.0: it is about models that are no PipelineModule"),
         (
             2,

@@ -79,6 +79,24 @@ class Routed(nn.Module):
         return x
 
 
+class DeepSpeedMoE(nn.Module):
+    """Blocks with DeepSpeed's MoE layer: whole experts on every rank, a router's loss, and room for few tokens per expert."""
+
+    def __init__(self):
+        from deepspeed.moe.layer import MoE
+
+        super().__init__()
+        options = {"num_experts": 4, "k": 2, "min_capacity": 1, "top2_2nd_expert_sampling": False}
+        experts = (nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8)) for _ in range(3))
+        self.blocks = nn.ModuleList(MoE(8, expert, **options) for expert in experts)
+
+    def forward(self, x):
+        for block in self.blocks:
+            out, loss, _ = block(x)
+            x = x + out + 0.01 * loss
+        return x
+
+
 def llama(tied: bool, layers: int = 4):
     """A tiny Hugging Face Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -98,6 +116,27 @@ def llama(tied: bool, layers: int = 4):
     )
 
 
+def mixtral(implementation: str):
+    """A tiny Hugging Face Mixtral. Its experts are two parameters per layer, of which a micro-batch uses some slices."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(
+        MixtralConfig(
+            vocab_size=64,
+            hidden_size=16,
+            intermediate_size=8,
+            num_hidden_layers=3,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            max_position_embeddings=32,
+            num_local_experts=16,
+            num_experts_per_tok=2,
+            pad_token_id=0,
+            experts_implementation=implementation,
+        )
+    )
+
+
 def build(kind: str) -> nn.Module:
     """A model with weights that depend on ``kind`` only."""
     torch.manual_seed(7)
@@ -110,6 +149,9 @@ def build(kind: str) -> nn.Module:
         "routed": Routed,
         "llama": lambda: llama(False),
         "llama-tied": lambda: llama(True),
+        "moe": DeepSpeedMoE,
+        "mixtral": lambda: mixtral("grouped_mm"),
+        "mixtral-eager": lambda: mixtral("eager"),
     }
     return makers[kind]()
 
@@ -117,7 +159,7 @@ def build(kind: str) -> nn.Module:
 def batch(kind: str, step: int, round: int, rank: int) -> torch.Tensor:
     """The micro-batch of this place, the same in every process."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * round + rank)
-    if kind.startswith("llama"):
+    if kind.startswith(("llama", "mixtral")):
         return torch.randint(1, 64, (2, 9), generator=generator)
     if kind == "conv":
         return torch.randn(4, 3, 6, 6, generator=generator)
@@ -127,7 +169,7 @@ def batch(kind: str, step: int, round: int, rank: int) -> torch.Tensor:
 
 def loss(call, kind: str, x: torch.Tensor) -> torch.Tensor:
     """The scalar loss of a micro-batch."""
-    if kind.startswith("llama"):
+    if kind.startswith(("llama", "mixtral")):
         return call(input_ids=x, labels=x).loss
     if kind == "conv":
         return nn.functional.cross_entropy(call(x), torch.arange(4))

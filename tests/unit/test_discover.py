@@ -273,6 +273,18 @@ def test_llama(traced):
     assert units.persistent_cost == 64 * 16
 
 
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="torch 2.6 has no grouped_mm")
+def test_flops_include_products_of_groups():
+    """Mixtral's experts, of which each token uses two."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 50}
+    with torch.device("meta"):
+        model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=8)).to(torch.bfloat16)
+    seen = trace(model, Example(kwargs={"input_ids": torch.zeros(1, 40, dtype=torch.long, device="meta")}))
+    assert seen.flops["model.layers.0.mlp.experts"] == 2 * 40 * 2 * (32 * 128 + 64 * 32)
+
+
 def test_flops_include_attention_and_the_tied_head():
     model = llama(True)
     seen, units = trace(model, example_of(model)), find_units(model, 2, example_of(model))

@@ -227,10 +227,20 @@ def test_dual_pipe_is_refused(world):
 def test_moe_layer_is_refused(world):
     layer = MoE.__new__(MoE)
     torch.nn.Module.__init__(layer)
+    layer.ep_size = 2
     given = torch.nn.Sequential(model(), layer)
-    with pytest.raises(ValueError, match="^model: deepspeed.moe.layer.MoE is at '1': "):
+    with pytest.raises(ValueError, match="^model: deepspeed.moe.layer.MoE is at '1' with ep_size 2: "):
         deepspeed.initialize(model=given, config=dict(ON))
     assert type(deepspeed.initialize(model=given, config=dict(OFF))[0]) is StandInStock
+
+
+def test_moe_layer_in_a_pipeline_is_refused(world):
+    pipeline, layer = deepspeed.PipelineModule.__new__(deepspeed.PipelineModule), MoE.__new__(MoE)
+    for module in (pipeline, layer):
+        torch.nn.Module.__init__(module)
+    layer.ep_size, pipeline.moe = 1, layer
+    with pytest.raises(ValueError, match="^model: deepspeed.moe.layer.MoE is at 'moe' of a PipelineModule"):
+        deepspeed.initialize(model=pipeline, config=dict(ON))
 
 
 @pytest.mark.parametrize("kind", ["model", "tensor_model"])

@@ -65,6 +65,8 @@ def test_ranks_that_take_different_branches(rule):
     got, _ = check("routed", named_rule(rule, 3), 3, sgd, steps=8)
     visited = {frozenset(r.param_hooks.visited) for r in got["runtimes"]}
     assert len(visited) > 1, "the test needs ranks that use different experts"
+    traffic = [kind for r in got["runtimes"] for kind in r.counters.traffic().values()]
+    assert traffic and all(kind["counted"] == kind["closed form"] for kind in traffic), "a skipped expert travels as a used one"
 
 
 @pytest.mark.parametrize("rule", ["dp", "cdp-v2"])
