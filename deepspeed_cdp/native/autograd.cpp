@@ -5,6 +5,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_zero.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
@@ -260,6 +261,34 @@ class Views {
     std::vector<Tensor> parameters_, values_;
 };
 
+// GradAccumulation.add of a unit's parameters, whose sums are ``sums``; ``summed``: slots that already have their gradients there.
+void add_grads(const std::vector<Tensor>& parameters, const std::vector<Tensor>& sums, bool first, py::handle summed) {
+    at::NoGradGuard no_grad;
+    std::vector<Tensor> empty, copied, copies, added, addends;
+    bool dense = true;
+    for (size_t k = 0; k < parameters.size(); ++k) {
+        Tensor grad = std::move(parameters[k].mutable_grad());  // which is None then
+        if (k >= sums.size()) continue;
+        bool has = grad.defined(), strided = has && grad.layout() == at::kStrided;
+        if (first && !summed.contains(k)) {
+            (strided ? copied : empty).push_back(sums[k]);
+            if (strided) {
+                copies.push_back(std::move(grad));
+                continue;
+            }
+        }
+        if (has) {
+            dense &= strided;
+            added.push_back(sums[k]);
+            addends.push_back(std::move(grad));
+        }
+    }
+    if (!empty.empty()) at::_foreach_zero_(empty);
+    if (!copied.empty()) at::_foreach_copy_(copied, copies);
+    if (dense && !added.empty()) at::_foreach_add_(added, addends);
+    for (size_t k = 0; k < added.size() && !dense; ++k) added[k].add_(addends[k]);
+}
+
 // Call ``function(unit)`` before the gradient of x goes on into its graph.
 void before_grad(const Tensor& x, py::object function, py::object unit) {
     Kept call = keep(function.ptr()), argument = keep(unit.ptr());
@@ -300,5 +329,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def("forget_views", &Layer::forget_views)
         .def("remove", &Layer::remove);
     py::class_<Views>(m, "Views").def(py::init<const std::vector<py::object>&, const std::vector<Tensor>&>()).def("show", &Views::show);
+    m.def("add_grads", &add_grads);
     m.def("before_grad", &before_grad);
 }

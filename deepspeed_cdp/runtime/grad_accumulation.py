@@ -65,6 +65,7 @@ class GradAccumulation:
         """
         self.native, self.saved = native, saved
         self.passes, self._slots, self._in_use, self._empty = passes, slots, grad_sums, empty_sums
+        self._parameters = {i: [p for p, _ in pairs] for i, pairs in slots.items()}
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._summed: dict[int, set[int]] = {}  # unit -> slots whose gradients fused GEMMs have added in this backward
         self._layers: list[_Layer] = []
@@ -94,6 +95,9 @@ class GradAccumulation:
                 self.add(i, flat, first)
             return
         summed = self._summed.pop(i, ())
+        if self.native is not None:
+            self.native.add_grads(self._parameters[i], self.views(i, flat), first, summed)
+            return
         empty, copied, added = [], [], []
         for k, (view, (p, _)) in enumerate(zip(self.views(i, flat), self._slots[i])):
             grad = p.grad
