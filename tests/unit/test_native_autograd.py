@@ -1,4 +1,4 @@
-"""Autograd's side of passes in C++ (native/autograd.cpp) gives the same bits as Python's, and leaves to Python what is uncommon."""
+"""Autograd's side of passes in C++ (native/autograd.cpp) gives the bits of Python's, and leaves to it what is uncommon."""
 
 import gc
 import weakref
