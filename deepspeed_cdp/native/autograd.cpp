@@ -299,6 +299,34 @@ void before_grad(const Tensor& x, py::object function, py::object unit) {
         Py_DECREF(done);
     });
 }
+// Whether ``x`` is among arguments of plain kinds: 0 or 1; -1: there are others.
+int holds(PyObject* tree, PyObject* x) {
+    if (tree == x) return 1;
+    if (tree == Py_None || PyBool_Check(tree) || PyLong_Check(tree) || PyFloat_Check(tree) || PyUnicode_Check(tree) ||
+        THPVariable_Check(tree))
+        return 0;
+    if (PyTuple_Check(tree) || PyList_Check(tree)) {
+        for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(tree); ++k)
+            if (int found = holds(PySequence_Fast_GET_ITEM(tree, k), x)) return found;
+        return 0;
+    }
+    if (!PyDict_CheckExact(tree)) return -1;
+    PyObject* value;
+    for (Py_ssize_t at = 0; PyDict_Next(tree, &at, nullptr, &value);)
+        if (int found = holds(value, x)) return found;
+    return 0;
+}
+
+// ParamHooks._hook_outputs of one tensor; false where Python must do it.
+bool hook_output(py::handle output, py::handle arguments, const Tensor& flat, py::object function, py::object unit) {
+    if (!THPVariable_CheckExact(output.ptr())) return false;
+    const Tensor& x = THPVariable_Unpack(output.ptr());
+    auto low = static_cast<char*>(flat.data_ptr()), at = static_cast<char*>(x.data_ptr());
+    if (low <= at && at < low + flat.numel()) return false;
+    int held = holds(arguments.ptr(), output.ptr());
+    if (!held && x.requires_grad()) before_grad(x, std::move(function), std::move(unit));
+    return held >= 0;
+}
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -331,4 +359,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     py::class_<Views>(m, "Views").def(py::init<const std::vector<py::object>&, const std::vector<Tensor>&>()).def("show", &Views::show);
     m.def("add_grads", &add_grads);
     m.def("before_grad", &before_grad);
+    m.def("hook_output", &hook_output);
 }

@@ -619,6 +619,8 @@ class ParamHooks:
     def _hook_outputs(self, i: int, args: Any, output: Any) -> Any:
         """Hook the unit's outputs, so that their gradients begin its backward; copy outputs that lie in its buffer."""
         flat = self._bound[i]
+        if self._native is not None and self._native.hook_output(output, args, flat, self._on_output_grad, i):
+            return output
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
         copied = False
