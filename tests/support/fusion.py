@@ -47,6 +47,17 @@ class Shapes(nn.Module):
         return torch.tanh(h) + self.flat(x.reshape(-1)) + x.sum() / 100
 
 
+class Positions(nn.Module):
+    """A layer whose input is a parameter, which leaves with the layer after the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.positions = line(), nn.Parameter(torch.linspace(-1, 1, 32).reshape(4, 8))
+
+    def forward(self, x):
+        return torch.tanh(x + self.linear(self.positions * 1.0) + self.linear(self.positions[:1]))
+
+
 MODELS = {
     **{f"hooks: {k}": make for k, make in hooked_chains.MODELS.items()},
     **{f"breaks: {k}": make for k, make in chains.MODELS.items() if k not in ("weight_norm", "in place")},
@@ -55,6 +66,7 @@ MODELS = {
         *(nn.Sequential(nn.Unflatten(0, (2, 2)), line(), nn.ReLU(inplace=True), line(), nn.Flatten(0, 1)) for _ in range(6))
     ),
     "twice": lambda: Chain(*(Twice() for _ in range(6))),
+    "positions": lambda: Chain(*(Positions() for _ in range(6))),
     "shapes": lambda: Chain(*(Shapes() for _ in range(4))),
 }
 ORACLE = {f"hooks: {k}": f"hooks: {v}" for k, v in hooked_chains.WITHOUT.items()} | {"gradients: sparse": "gradients: dense"}
