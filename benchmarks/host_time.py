@@ -1,24 +1,32 @@
 """Host time of a step over the peer transport, without a GPU: ``python -m benchmarks.host_time``.
 
 One rank of a ring trains a tiny model of Llama's shape; the driver is a stub (stub_cuda.py). Printed are microseconds of CPU
-time a step, by part of the code: the lowest of all steps. ``--cold`` writes to other memory at every layer, as a model does.
+time a step, the lowest of all steps:
+
+- of forward, backward and step, beside those of the model alone, by turns. The owner's kernels are left out: they are a GPU's.
+- by part of the code. Measuring costs some of the time that it shows.
+
+``--native`` is what GPUs have: messages and autograd's side of passes in C++. ``--cold`` writes to other memory at every layer,
+as a model does.
 """
 
 import argparse
 import collections
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from benchmarks.stub_cuda import Stub, build, stubbed
 from deepspeed_cdp.model.make_plan import Settings
-from deepspeed_cdp.native.load import load
+from deepspeed_cdp.native import load
 from deepspeed_cdp.optim.stage_owner import StageOwner
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.runtime import grad_accumulation
@@ -143,21 +151,34 @@ class _Cold(torch.autograd.Function):
         return grad, None
 
 
-def model(layers: int, width: int, cold: torch.Tensor | None) -> nn.Module:
+def model(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(32, width), *(Layer(width, cold) for _ in range(layers)), nn.Linear(width, 32))
+    if args.llama:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        shape = {"hidden_size": args.width, "intermediate_size": 2 * args.width, "num_hidden_layers": args.layers}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        return LlamaForCausalLM(LlamaConfig(vocab_size=32, use_cache=False, tie_word_embeddings=False, **shape, **heads))
+    cold = torch.zeros(args.cold << 18) if args.cold else None
+    layers = (Layer(args.width, cold) for _ in range(args.layers))
+    return nn.Sequential(nn.Embedding(32, args.width), *layers, nn.Linear(args.width, 32))
+
+
+def loss_of(module: nn.Module) -> torch.Tensor:
+    batch = torch.zeros(1, 4, dtype=torch.int64)
+    return module(batch).square().mean() if isinstance(module, nn.Sequential) else module(input_ids=batch, labels=batch).loss
 
 
 def made(args: argparse.Namespace, rank: int) -> tuple[nn.Module, Runtime]:
     """A rank's module and runtime."""
-    module = model(args.layers, args.width, torch.zeros(args.cold << 18) if args.cold else None)
+    module = model(args)
     cpu = torch.device("cpu", 0)
     where = rank, args.ranks, 100.0, cpu
-    transport = NativePeerTransport(load(), *where) if args.native else PeerTransport(*where)
+    transport = NativePeerTransport(load.load(), *where) if args.native else PeerTransport(*where)
     settings = Settings(
         args.rule,
         partition_method="parameters",
-        units=[str(i) for i in range(args.layers + 2)],
+        units=None if args.llama else [str(i) for i in range(args.layers + 2)],
         gradient_accumulation_fusion=True,
         delay_correction=DelayCorrection(args.correction),
         any_order=False,
@@ -166,16 +187,52 @@ def made(args: argparse.Namespace, rank: int) -> tuple[nn.Module, Runtime]:
     return module, Runtime(module, optimizer, settings, transport, cpu)
 
 
-def step(module: nn.Module, runtime: Runtime, batch: torch.Tensor) -> None:
+def step(module: nn.Module, runtime: Runtime) -> list[float]:
+    """Returns the seconds of forward, backward and step."""
+    times = [time.thread_time()]
     with runtime.forward():
-        loss = module(batch).square().mean()
+        loss = loss_of(module)
+    times.append(time.thread_time())
     loss.backward()
     runtime.end_backward()
+    times.append(time.thread_time())
     runtime.step()
+    times.append(time.thread_time())
+    return [b - a for a, b in zip(times, times[1:])]
+
+
+def step_alone(module: nn.Module) -> list[float]:
+    """The same of the model without an engine."""
+    times = [time.thread_time()]
+    loss = loss_of(module)
+    times.append(time.thread_time())
+    loss.backward()
+    times.append(time.thread_time())
+    module.zero_grad(set_to_none=True)
+    times.append(time.thread_time())
+    return [b - a for a, b in zip(times, times[1:])]
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Print the time of the parts of a step, beside the model's alone."""
+    squares, seen = torch.zeros(1), collections.defaultdict(list)
+    nothing = {name: lambda *_: None for name in ("predict", "update")} | {n: lambda *_: squares for n in ("advance", "average")}
+    with mock.patch.multiple(StageOwner, **nothing):
+        alone = model(args)
+        module, runtime = made(args, args.rank)
+        for _ in range(SETTLE + args.steps):
+            seen["alone"].append(step_alone(alone))
+            seen["engine"].append(step(module, runtime))
+        runtime.close(False)
+    lowest = {name: [1e6 * min(part) for part in zip(*times[SETTLE:])] for name, times in seen.items()}
+    lowest["difference"] = [a - b for a, b in zip(lowest["engine"], lowest["alone"])]
+    for name, (forward, backward, end) in lowest.items():
+        print(f"  {name:16s} forward {forward:8.0f} us, backward {backward:8.0f} us, step {end:8.0f} us")
 
 
 def run(args: argparse.Namespace, stub: Stub) -> None:
-    clock, seen, batch = Clock(), collections.defaultdict(list), torch.zeros(1, 4, dtype=torch.int64)
+    compare(args)
+    clock, seen = Clock(), collections.defaultdict(list)
     clock.put({k: v for k, v in PARTS.items() if not args.coarse or k in ("runtime", "hooks", *COMPUTE)})
     module, runtime = made(args, args.rank)
     calls = []
@@ -183,7 +240,7 @@ def run(args: argparse.Namespace, stub: Stub) -> None:
         before = stub.total()
         clock.seconds.clear()
         clock.calls.clear()
-        step(module, runtime, batch)
+        step(module, runtime)
         calls.append(stub.total() - before)
         for name in PARTS:
             seen[name].append((clock.seconds[name], clock.calls[name]))
@@ -209,9 +266,11 @@ def main() -> None:
     new.add_argument("--correction", default="predict")
     new.add_argument("--cold", type=int, default=0, help="MiB that every layer writes")
     new.add_argument("--steps", type=int, default=20)
-    new.add_argument("--native", action="store_true", help="messages in C++")
+    new.add_argument("--llama", action="store_true", help="Hugging Face's Llama instead of layers that do next to nothing")
+    new.add_argument("--native", action="store_true", help="C++, as on GPUs")
     new.add_argument("--coarse", action="store_true", help="few parts, so that measuring costs less")
     args = new.parse_args()
+    os.environ[load.OFF] = "1" if args.native else "0"
     with tempfile.TemporaryDirectory() as folder, stubbed(build(Path(folder))) as stub:
         run(args, stub)
 

@@ -142,6 +142,8 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         self._log_warnings()
         if why := self._runtime.param_hooks.accumulation.not_fused_reason:
             warn(f"gradients are added after the products that make them, which is slower: {why}")
+        if why := self._runtime.why_not_native:
+            warn(f"Python does autograd's side of passes, which takes the host longer than C++ would: {why}")
         if warning := self.cyclic_plan.schedule.warning:
             warn(warning)
         schedule = self.cyclic_plan.schedule

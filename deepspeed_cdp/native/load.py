@@ -1,4 +1,4 @@
-"""Builds the extension at its first use, and keeps it by the sources' digest among torch's other extensions.
+"""Builds extensions at their first use, and keeps each by its sources' digest among torch's other extensions.
 
 One process of a host builds, and the others wait for it. The lock ends with the process that holds it, and the result is moved
 into place at once: nothing that a killed process leaves behind is in the way.
@@ -19,26 +19,46 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 
-NAME = "deepspeed_cdp_native"
-OFF = "DEEPSPEED_CDP_NATIVE"  # environment variable; 0: Python runs the loops
+OFF = "DEEPSPEED_CDP_NATIVE"  # environment variable; 0: Python does everything; 1: C++ has autograd's part on CPUs, too
 SECONDS = 240.0  # for the compiler, and for another process that builds
-_SOURCES = sorted(p for p in Path(__file__).parent.iterdir() if p.suffix in (".h", ".cpp"))
+_FOLDER = Path(__file__).parent
 _loaded: dict[Path, ModuleType] = {}
 
 
-def library() -> Path:
+class Extension(NamedTuple):
+    """An extension of this folder.
+
+    Attributes:
+        name: of the module.
+        source: the file that is compiled.
+        headers: other files that it includes.
+        libraries: of torch that it calls.
+    """
+
+    name: str
+    source: str
+    headers: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+
+MESSAGES = Extension("deepspeed_cdp_native", "module.cpp", tuple(sorted(p.name for p in _FOLDER.glob("*.h"))))
+AUTOGRAD = Extension("deepspeed_cdp_autograd", "autograd.cpp", libraries=("torch_python", "torch_cpu", "c10"))
+
+
+def library(extension: Extension = MESSAGES) -> Path:
     """Where the extension of this version, Python and torch is, or will be."""
     digest = hashlib.sha256(f"{platform.machine()} {sys.version} {torch.__version__}".encode())
-    for source in _SOURCES:
-        digest.update(source.read_bytes())
+    for name in (*extension.headers, extension.source):
+        digest.update((_FOLDER / name).read_bytes())
     root = os.environ.get("TORCH_EXTENSIONS_DIR") or "~/.cache/torch_extensions"
-    return Path(root).expanduser() / NAME / f"{digest.hexdigest()[:16]}.so"
+    return Path(root).expanduser() / extension.name / f"{digest.hexdigest()[:16]}.so"
 
 
-def load() -> ModuleType:
+def load(extension: Extension = MESSAGES) -> ModuleType:
     """The extension, built if it is not there.
 
     Raises:
@@ -46,13 +66,13 @@ def load() -> ModuleType:
     """
     if os.environ.get(OFF) == "0":
         raise RuntimeError(f"{OFF} is 0")
-    path = library()
+    path = library(extension)
     if path not in _loaded:
         if not path.exists():
             with _alone(path.parent):
                 if not path.exists():
-                    _build(path)
-        spec = importlib.util.spec_from_file_location(NAME, path)
+                    _build(extension, path)
+        spec = importlib.util.spec_from_file_location(extension.name, path)
         assert spec is not None and spec.loader is not None
         try:
             module = importlib.util.module_from_spec(spec)
@@ -84,16 +104,25 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
 
 
-def _build(path: Path) -> None:
+def _build(extension: Extension, path: Path) -> None:
     # not torch.utils.cpp_extension, which needs setuptools and ninja: torch's headers hold pybind11
-    folders = [Path(torch.__file__).parent / "include", sysconfig.get_paths()["include"]]
+    of_torch = Path(torch.__file__).parent
+    folders = [of_torch / "include", of_torch / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     compiler = os.environ.get("CXX") or next((c for c in ("c++", "g++") if shutil.which(c)), "c++")
-    flags = ["-O2", "-shared", "-fPIC", "-std=c++17", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}"]
+    flags = ["-O2", "-shared", "-fPIC", "-std=c++17", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={extension.name}"]
+    links = ["-ldl", f"-L{of_torch / 'lib'}", *(f"-l{x}" for x in extension.libraries)]
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / path.name
-            source = next(p for p in _SOURCES if p.suffix == ".cpp")
-            command = [compiler, *flags, *(f"-isystem{x}" for x in folders), str(source), "-o", str(made), "-ldl"]
+            command = [
+                compiler,
+                *flags,
+                *(f"-isystem{x}" for x in folders),
+                str(_FOLDER / extension.source),
+                "-o",
+                str(made),
+                *links,
+            ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
             if done.returncode:
                 lines = [x for x in done.stderr.splitlines() if "error" in x] or done.stderr.splitlines() or ["no message"]

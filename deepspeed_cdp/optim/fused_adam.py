@@ -249,16 +249,19 @@ class Batch:
         self._compiled: dict[tuple, Any] = {}
 
     def _launch(self, kernel: Any, table: torch.Tensor, arguments: tuple, constants: tuple) -> None:
-        """Launch without Triton's look at all arguments after the first call: arguments of later calls specialize alike."""
+        """Launch without Triton's look at all arguments after the first call: arguments of later calls specialize alike.
+
+        It then gets addresses, of which it need not ask the driver whether they are on the device.
+        """
         for chunks, squares, masked in self._parts:
             key, grid, given = (kernel.__name__, *constants, masked), (len(squares), 1, 1), (table, chunks, squares, *arguments)
-            compiled = self._compiled.get(key)
-            if compiled is not None:
-                compiled[grid](*given, *constants, masked)
+            launch = self._compiled.get(key)
+            if launch is not None:
+                launch(*(x.data_ptr() if type(x) is torch.Tensor else x for x in given), *constants, masked)
                 continue
             compiled = kernel[grid](*given, *constants, masked, num_warps=4)  # None from Triton's interpreter
-            if TAKES_CONSTANTS:
-                self._compiled[key] = compiled
+            if TAKES_CONSTANTS and compiled is not None:
+                self._compiled[key] = compiled[grid]
 
     def square(self, scale: float) -> torch.Tensor:
         """Parts of the squared norm of the sums times ``scale`` (float32, 1-D, one per block); good until the next call."""

@@ -1,4 +1,4 @@
 """One rank at work: executes its program, moves parameters in and out of the module, sums gradients.
 
-Imports ``plan``, ``model``, ``transport`` and ``optim``; knows nothing of DeepSpeed's engine.
+Imports ``plan``, ``model``, ``transport``, ``optim`` and ``native``; knows nothing of DeepSpeed's engine.
 """

@@ -5,6 +5,7 @@ has no memory of its own (Megatron-LM's ``gradient_accumulation_fusion``). The s
 """
 
 from collections.abc import Iterator, Mapping, Sequence, Set
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
@@ -45,14 +46,26 @@ class GradAccumulation:
 
     not_fused_reason = ""
 
-    def __init__(self, slots: Slots, grad_sums: Mapping[int, torch.Tensor], empty_sums: Set[int], passes: Passes):
+    def __init__(
+        self,
+        slots: Slots,
+        grad_sums: Mapping[int, torch.Tensor],
+        empty_sums: Set[int],
+        passes: Passes,
+        native: ModuleType | None = None,
+        saved: Any = None,
+    ):
         """
         Args:
             slots: by unit, its parameters and their places.
             grad_sums: by unit, the flat sums in use (uint8, 1-D).
             empty_sums: units whose sum in use is uninitialized.
+            native: what C++ does (native/autograd.cpp); None: Python does all.
+            saved: its hooks of saved tensors.
         """
+        self.native, self.saved = native, saved
         self.passes, self._slots, self._in_use, self._empty = passes, slots, grad_sums, empty_sums
+        self._parameters = {i: [p for p, _ in pairs] for i, pairs in slots.items()}
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}
         self._summed: dict[int, set[int]] = {}  # unit -> slots whose gradients fused GEMMs have added in this backward
         self._layers: list[_Layer] = []
@@ -68,6 +81,8 @@ class GradAccumulation:
     def forget_views(self) -> None:
         """Drop cached views, which may be of memory that is gone."""
         self._views.clear()
+        for layer in self._layers:
+            layer.forget_views()
 
     def add(self, i: int, flat: torch.Tensor, first: bool) -> None:
         """Add the unit's gradients, now complete, to the running sum that goes on to the next rank.
@@ -80,6 +95,9 @@ class GradAccumulation:
                 self.add(i, flat, first)
             return
         summed = self._summed.pop(i, ())
+        if self.native is not None:
+            self.native.add_grads(self._parameters[i], self.views(i, flat), first, summed)
+            return
         empty, copied, added = [], [], []
         for k, (view, (p, _)) in enumerate(zip(self.views(i, flat), self._slots[i])):
             grad = p.grad
@@ -119,7 +137,7 @@ class GradAccumulation:
         if self.passes.any_order:
             self.not_fused_reason = "with cyclic.any_order gradients are added after the whole backward"
         elif _linear_is_stock():
-            self._layers = [_Layer(self, m, i, k, device.type) for m, i, k in fusible(module, self._slots, cuda)]
+            self._layers = [self._layer(m, i, k, device.type) for m, i, k in fusible(module, self._slots, cuda)]
             self.not_fused_reason = (
                 ""
                 if self._layers
@@ -133,6 +151,11 @@ class GradAccumulation:
         if setting is True and self.not_fused_reason:
             raise ValueError(f'cyclic.gradient_accumulation_fusion is true, but {self.not_fused_reason}; use "auto"')
         return len(self._layers)
+
+    def _layer(self, module: torch.nn.Linear, i: int, k: int, device: str) -> "_Layer":
+        _, slot = self._slots[i][k]
+        plain = type(module.weight) is torch.nn.Parameter and slot.sum_dtype == slot.dtype
+        return (_Layer if self.native is None or not plain else _NativeLayer)(self, module, i, k, device)
 
     def remove(self) -> None:
         """Layers compute as before."""
@@ -202,6 +225,9 @@ class _Layer:
         self.fused = False
         del self.accumulation, self.passes, self.weight
 
+    def forget_views(self) -> None:
+        """Drop cached views of sums."""
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The module's."""
         if (
@@ -239,6 +265,45 @@ class _Layer:
         except RuntimeError:  # torch.autograd.grad wants the weight's gradient for itself
             return False
         return accumulates and self.accumulation.add_product(self.unit, self.slot, grad, x)
+
+
+class _NativeLayer(_Layer):
+    """The same in C++ where nothing is uncommon; else it does as ``_Layer``."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        sums = self.accumulation
+        assert sums.native is not None
+        self._product = sums.native.Layer(
+            self,
+            sums,
+            self.passes,
+            self.module,
+            self.parameters,
+            sums._in_use,
+            sums._empty,
+            sums._summed,
+            vars(functional),
+            self.unit,
+            self.slot,
+            self.weight,
+            sums.saved,
+            self.weight,
+        )
+
+    def remove(self) -> None:
+        super().remove()
+        self._product.remove()
+
+    def forget_views(self) -> None:
+        self._product.forget_views()
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            output = self._product.forward(input)
+            if output is not None:
+                return output
+        return super().forward(input)
 
 
 class _Linear(torch.autograd.Function):

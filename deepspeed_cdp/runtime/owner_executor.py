@@ -78,7 +78,8 @@ class OwnerExecutor:
         offsets = state.plan.o_layout(state.owned_stage)
         self._slots, self._predictions = state.plan.slots(state.owned_stage), state.plan.corrected_copies(state.owned_stage)
         self._written = [state.plan.written(version, state.owned_stage) for version in range(self._slots)]
-        self._sum_places = [(offsets[i], state.plan.unit(i).g_bytes) for i in self.trained]
+        self._sum_places = {i: (offsets[i], state.plan.unit(i).g_bytes) for i in self.trained}
+        self._eager = self.owner.updates_eagerly and not state.schedule.exact_norm  # each unit when its own sum is finished
         self._step_end = self.own_read_end = self.transport.record_event()
         self.published_at: dict[tuple[int, int], Any] = {}
         self.predicted_at: dict[tuple[int, int], Any] = {}
@@ -140,18 +141,13 @@ class OwnerExecutor:
             self.sum_ends[unit] = event  # finished, if the step is over
 
     # ---- actions --------------------------------------------------------------------------------------------------------
-    @property
-    def _eager(self) -> bool:
-        """Whether each unit is updated as soon as its own sum is finished."""
-        return self.owner.updates_eagerly and not self.state.schedule.exact_norm
-
     def predict(self, a: Action) -> None:
         """PREDICT_PARAM: predict one unit's next version from its running sum; not in the first step since a flush."""
         state, (region, _), where = self.state, self.messages.place(a), ActionLocation(self.state, a)
         if state.step + a.version == 0:
             return
         readers = self.messages.reads.take(region, a.offset, a.nbytes)
-        if a.unit not in self.trained:
+        if a.unit not in self._sum_places:
             return
         copy, step = (state.step + a.version) % self._predictions, state.global_step + a.version
         waits = [
@@ -171,7 +167,7 @@ class OwnerExecutor:
 
         self.predicted_at[a.unit, copy] = predicted = self.transport.relay(begin)
         # until it is made, no gradient is added to the sum, and the update does not take the sum
-        self.messages.reads.add("O", *self._sum_places[self.trained.index(a.unit)], predicted)
+        self.messages.reads.add("O", *self._sum_places[a.unit], predicted)
 
     def publish(self, a: Action) -> None:
         """PUBLISH_PARAM: offer a version, or its prediction, to a reader."""
@@ -200,7 +196,7 @@ class OwnerExecutor:
 
     def _wait_sum(self, a: Action, unit: int) -> int:
         """Wait until the ring's sum of the unit is complete, and nothing is predicted from it any more. Returns the unit."""
-        place = self._sum_places[self.trained.index(unit)]
+        place = self._sum_places[unit]
         self.messages.wait_readers(a, "O", *place)  # first, as in ``Executor._recv_grad``
         if self.state.rank == self.state.schedule.ranks - 1:
             self.transport.wait_event(self.sum_ends.pop(unit, None))
@@ -279,8 +275,9 @@ class OwnerExecutor:
         """Wait for the readers of the published copies that these units' update overwrites. A flush overwrites none."""
         if self._flushing:
             return
+        where = ActionLocation(self.state, a)
         for ticket in self._copy_readers(a, units):
-            ticket.wait(ActionLocation(self.state, a))
+            ticket.wait(where)
         self.transport.wait_event(self.own_read_end)
 
     def _copy_readers(self, a: Action, units: list[int]) -> list[Any]:
@@ -330,5 +327,5 @@ class OwnerExecutor:
         """Remember this stream's reads of the finished sums, for messages that land in their place."""
         event = self.transport.record_event()
         if event is not None:
-            for offset, nbytes in self._sum_places:
+            for offset, nbytes in self._sum_places.values():
                 self.messages.reads.add("O", offset, nbytes, event)

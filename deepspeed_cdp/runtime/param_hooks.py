@@ -7,7 +7,9 @@ arrives, every node of the units after it has run, and their gradients are compl
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from operator import is_
+from types import ModuleType
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -25,6 +27,22 @@ from deepspeed_cdp.runtime.program import OutOfOrder
 IDLE, FORWARD, BACKWARD, FAILED, REHEARSAL = "idle", "forward", "backward", "failed", "rehearsal"
 MOST_NODES = 1000  # of a loss's graph that are searched
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
+
+
+class Views(Protocol):
+    """Tensors for parameters to point at. In C++ with ``native``."""
+
+    def show(self) -> None:
+        """Point the parameters at them."""
+
+
+class _Views:
+    def __init__(self, parameters: list[torch.nn.Parameter], values: list[torch.Tensor]):
+        self._pairs = list(zip(parameters, values))
+
+    def show(self) -> None:
+        for p, value in self._pairs:
+            p.data = value
 
 
 class ParamHooks:
@@ -52,11 +70,13 @@ class ParamHooks:
         layouts: Mapping[int, FlatLayout],
         events: Events,
         borrowed: Container[torch.nn.Parameter] = (),
+        native: ModuleType | None = None,
     ):
         """
         Args:
             layouts: by unit index, PERSISTENT included.
             borrowed: parameters that GatheredParameters has given out.
+            native: what C++ does (native/autograd.cpp); None: Python does all.
         """
         self.executor, self.layouts, self.events, self.mode, self.any_order = executor, layouts, events, IDLE, False
         parameters = dict(module.named_parameters())
@@ -64,7 +84,9 @@ class ParamHooks:
             i: [(parameters[s.name], s) for s in layout.slots] for i, layout in layouts.items()
         }
         self.visited: set[int] = set()
-        self.accumulation = GradAccumulation(self.slots, executor.grad_sums, executor.empty_sums, self)
+        self._native = native
+        self._saved = None if native is None else native.SavedTensors(self._pack, self._unpack)
+        self.accumulation = GradAccumulation(self.slots, executor.grad_sums, executor.empty_sums, self, native, self._saved)
         self.called: set[str] = set()
         self._part_handles: dict[torch.nn.Module, list[Any]] = {}  # of modules that ran without gradients in a forward
         self._inside: int | None = None  # the unit whose modules are being called
@@ -73,15 +95,18 @@ class ParamHooks:
         self._bound: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}  # with any_order, each unit's parameters
         self.holds = self._stays = self._has_held = False  # the last: this micro-batch, or the one before
-        self._cache: dict[tuple[int, int], list[tuple[torch.nn.Parameter, torch.Tensor]]] = {}  # parameters and their views
+        self._cache: dict[tuple[int, int], Views] = {}  # by unit and address
         self._rebuilt: dict[tuple[SavedView, int], torch.Tensor] = {}
         self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
-        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        pack_and_unpack = (self._pack, self._unpack) if self._saved is None else (self._saved.pack, self._saved.unpack)
+        self._saving = torch.autograd.graph.saved_tensors_hooks(*pack_and_unpack)
+        if self._saved is not None:
+            self._saved.is_hook(self._saving.pack_hook)
         self._is_saving = self._saving_borrowed = False  # the second: ``borrow`` pushed them
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
         # the same by unit: looking up a parameter calls a function of Python, its hash
-        self._placeholders = {i: [(p, self._empty[p]) for p, _ in pairs] for i, pairs in self.slots.items()}
+        self._placeholders = {i: self._views(i, [self._empty[p] for p, _ in pairs]) for i, pairs in self.slots.items()}
         self._without_sums = {i for i, layout in layouts.items() if not layout.g_bytes}
         self._latest: int | None = None  # the unit whose backward is under way
         self._output_nodes: list[Any] = []  # of the last forward's outputs in the graph
@@ -95,7 +120,7 @@ class ParamHooks:
                 ]
         self._handles.append(module.register_forward_hook(self._root_post))
         modules = dict(module.named_modules())
-        self._links = links(module)
+        self._find_links()
         persistent = {id(p) for p, _ in self.slots.get(PERSISTENT, ())}
         self._handles += [
             m.register_forward_pre_hook(self._root_pre, prepend=True)
@@ -153,20 +178,31 @@ class ParamHooks:
         key = (i, flat.data_ptr())
         views = self._cache.get(key)
         if views is None:
-            views = self._cache[key] = [(p, s.value(flat)) for p, s in self.slots[i]]
-        for p, view in views:
-            p.data = view
+            views = self._cache[key] = self._views(i, [s.value(flat) for _, s in self.slots[i]])
+        views.show()
         self._bound[i] = flat
         if i != PERSISTENT:  # persistent parameters stay where they are until the backward is over
-            self._current, self._low, self._high = i, key[1], key[1] + flat.numel()
+            self._current = i
+            self._saves(key[1], key[1] + flat.numel())
+
+    def _views(self, i: int, values: list[torch.Tensor]) -> Views:
+        parameters = [p for p, _ in self.slots[i]]
+        if self._native is None or any(type(p) is not torch.nn.Parameter for p in parameters):
+            return _Views(parameters, values)
+        return self._native.Views(parameters, values)
+
+    def _saves(self, low: int, high: int) -> None:
+        """Replace saved tensors between these addresses from now on."""
+        self._low, self._high = low, high
+        if self._saved is not None:
+            self._saved.bound(low, high)
 
     def unbind(self, i: int) -> None:
         """Make the unit's parameters placeholders: right shape and dtype, no memory, cannot be written, nan if read."""
         if not self.any_order and self._bound.pop(i, None) is not None:
             if i == self._current:
-                self._low = self._high = 0
-            for p, empty in self._placeholders[i]:
-                p.data = empty
+                self._saves(0, 0)
+            self._placeholders[i].show()
         if i in self._without_sums:
             self._drop_untrained_grads(i)
 
@@ -177,12 +213,11 @@ class ParamHooks:
 
     def release_all(self) -> None:
         """Make every parameter a placeholder."""
-        for pairs in self._placeholders.values():
-            for p, empty in pairs:
-                p.data = empty
-                p.grad = None
+        for views in self._placeholders.values():
+            views.show()
+        self.drop_grads()
         self._bound.clear()
-        self._low = self._high = 0
+        self._saves(0, 0)
 
     def forget_views(self) -> None:
         """Drop cached views, whose memory may have been freed."""
@@ -338,8 +373,12 @@ class ParamHooks:
         """Whether every parameter is there, in the middle of a step."""
         return self.any_order and bool(self._bound)
 
+    def _find_links(self) -> None:
+        self._links = tuple(zip(*links(self._root))) or ((), (), ())
+
     def _check_links(self) -> None:
-        if all(there.get(name) is x for there, name, x in self._links):
+        places, names, values = self._links
+        if all(map(is_, map(dict.get, places, names), values)):
             return
         for name, p in self._root.named_parameters():
             if p not in self._empty:
@@ -347,7 +386,7 @@ class ParamHooks:
                     f"parameter {name!r} was put into the model after deepspeed.initialize(), so it would not be "
                     "trained; do that (resize_token_embeddings(), say) before"
                 )
-        self._links = links(self._root)  # only rearranged
+        self._find_links()  # only rearranged
 
     def end_backward(self) -> None:
         """The micro-batch's gradients are complete: send the rest of the sums.
@@ -477,6 +516,8 @@ class ParamHooks:
         if self._is_saving or not _innermost:
             return False
         self._outer = _innermost(True)
+        if self._saved is not None:
+            self._saved.has_outer = bool(self._outer)
         if not self._outer or "checkpoint" not in (
             getattr(self._outer[0], "__module__", "") or ""
         ):  # a checkpoint, which saves nothing
@@ -578,6 +619,8 @@ class ParamHooks:
     def _hook_outputs(self, i: int, args: Any, output: Any) -> Any:
         """Hook the unit's outputs, so that their gradients begin its backward; copy outputs that lie in its buffer."""
         flat = self._bound[i]
+        if self._native is not None and self._native.hook_output(output, args, flat, self._on_output_grad, i):
+            return output
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
         copied = False
@@ -586,8 +629,12 @@ class ParamHooks:
                 if low <= x.data_ptr() < high:
                     leaves[at] = x = x.clone()
                     copied = True
-                if x.requires_grad:
+                if not x.requires_grad:
+                    continue
+                if self._native is None:
                     x.register_hook(lambda grad: self._on_output_grad(i))
+                else:
+                    self._native.before_grad(x, self._on_output_grad, i)
         return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------

@@ -6,10 +6,12 @@ The engine (integration/engine.py) is a thin shell over ``Runtime``; tests run i
 import hashlib
 import json
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from deepspeed_cdp.errors import SET_ANY_ORDER, DivergenceError
 from deepspeed_cdp.model.discover import Example, FoundUnits, Trace, join, misfit, observe, trace
 from deepspeed_cdp.model.make_plan import Settings, find, make_plan
 from deepspeed_cdp.model.materialize import Initial
+from deepspeed_cdp.native import load
 from deepspeed_cdp.optim.loss_scale import LossScale
 from deepspeed_cdp.optim.masters import Masters
 from deepspeed_cdp.optim.offload import OffloadedOwner
@@ -61,7 +64,10 @@ class Runtime:
         executor, owner, scale, param_hooks, counters: the parts.
         fused: number of linear layers that add their weights' gradients in the GEMM.
         overflow: the latest step whose norm every rank knows was skipped, since the norm was not finite.
+        why_not_native: why Python does autograd's side of passes; empty if C++ does, or if Python is meant to.
     """
+
+    why_not_native = ""
 
     def __init__(
         self,
@@ -124,7 +130,8 @@ class Runtime:
             state, residency.params, self.owner, stage.cross_ring_views, self, device, settings.warmup_steps, self.divergence
         )
         self.counters = StepCounters(state, self.executor.metrics)
-        self.param_hooks = residency.hooks(module, self.executor, layouts, self, self.borrowed)
+        native = self._native_autograd()
+        self.param_hooks = residency.hooks(module, self.executor, layouts, self, self.borrowed, native)
         if found.any_order:
             self.param_hooks.keep_all()
             if settings.any_order == "auto":
@@ -140,6 +147,16 @@ class Runtime:
         if device.type == "cuda":  # the first versions were written on this stream, and the owner's stream publishes them
             torch.cuda.synchronize(device)
         self._begin()
+
+    def _native_autograd(self) -> ModuleType | None:
+        """What C++ does of autograd's side of passes: on GPUs, where the host's time counts, or if asked for."""
+        if self.device.type != "cuda" and os.environ.get(load.OFF) != "1":
+            return None
+        try:
+            return load.load(load.AUTOGRAD)
+        except RuntimeError as error:
+            self.why_not_native = str(error)
+            return None
 
     # ---- events ---------------------------------------------------------------------------------------------------------
     def params_released(self, unit: int) -> None:

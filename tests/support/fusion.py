@@ -10,6 +10,7 @@ from torch import nn
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.model.make_plan import Settings
+from deepspeed_cdp.native import load
 from deepspeed_cdp.plan.schedule import threshold
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 from deepspeed_cdp.runtime.runtime import Runtime
@@ -46,6 +47,17 @@ class Shapes(nn.Module):
         return torch.tanh(h) + self.flat(x.reshape(-1)) + x.sum() / 100
 
 
+class Positions(nn.Module):
+    """A layer whose input is a parameter, which leaves with the layer after the forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.positions = line(), nn.Parameter(torch.linspace(-1, 1, 32).reshape(4, 8))
+
+    def forward(self, x):
+        return torch.tanh(x + self.linear(self.positions * 1.0) + self.linear(self.positions[:1]))
+
+
 MODELS = {
     **{f"hooks: {k}": make for k, make in hooked_chains.MODELS.items()},
     **{f"breaks: {k}": make for k, make in chains.MODELS.items() if k not in ("weight_norm", "in place")},
@@ -54,9 +66,17 @@ MODELS = {
         *(nn.Sequential(nn.Unflatten(0, (2, 2)), line(), nn.ReLU(inplace=True), line(), nn.Flatten(0, 1)) for _ in range(6))
     ),
     "twice": lambda: Chain(*(Twice() for _ in range(6))),
+    "positions": lambda: Chain(*(Positions() for _ in range(6))),
     "shapes": lambda: Chain(*(Shapes() for _ in range(4))),
 }
 ORACLE = {f"hooks: {k}": f"hooks: {v}" for k, v in hooked_chains.WITHOUT.items()} | {"gradients: sparse": "gradients: dense"}
+
+
+@pytest.fixture(params=["Python", "C++"])
+def written_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of adding inside the product."""
+    monkeypatch.setenv(load.OFF, "1" if request.param == "C++" else "0")
+    return request.param
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -111,16 +131,23 @@ def one_step(
     return state
 
 
+def watch(monkeypatch: pytest.MonkeyPatch, added: Callable[[int], Any]) -> None:
+    """Call ``added`` with the slot of each gradient that a layer has added to a sum."""
+    add = GradAccumulation.add
+
+    def seen(self: GradAccumulation, i: int, *given: Any) -> None:
+        if not torch.is_grad_enabled():  # else it calls itself
+            for k in self._summed.get(i, ()):
+                added(k)
+        add(self, i, *given)
+
+    monkeypatch.setattr(GradAccumulation, "add", seen)
+
+
 def inside(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[list[bool], list[dict[str, torch.Tensor]]]:
-    """One step of the plain model: what each layer's backward answered when it was asked to add, and all ranks' masters."""
+    """One step of the plain model: True for each gradient that a layer has added to a sum, and all ranks' masters."""
     asked: list[bool] = []
-    add = GradAccumulation.add_product
-
-    def seen(*given: Any) -> bool:
-        asked.append(add(*given))
-        return asked[-1]
-
-    monkeypatch.setattr(GradAccumulation, "add_product", seen)
+    watch(monkeypatch, lambda k: asked.append(True))
     modules = [build("hooks: plain") for _ in range(SIZE)]
     change = options.pop("change", None)
     if change:

@@ -1,4 +1,4 @@
-"""Builds the operators that DeepSpeed compiles on first use, and this package's extension.
+"""Builds the operators that DeepSpeed compiles on first use, and this package's extensions.
 
 ``python tests/support/operators.py``, from ``make``'s set-up.
 
@@ -14,11 +14,12 @@ def build() -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     from deepspeed.ops.op_builder.cpu import CPUAdamBuilder, ShareMemCommBuilder
 
-    from deepspeed_cdp.native.load import load
+    from deepspeed_cdp.native import load
 
     with ThreadPoolExecutor(2) as threads:
         builds = [threads.submit(builder().load, verbose=False) for builder in (ShareMemCommBuilder, CPUAdamBuilder)]
-        for done in [*builds, threads.submit(load)]:
+        builds += [threads.submit(load.load, extension) for extension in (load.MESSAGES, load.AUTOGRAD)]
+        for done in builds:
             done.result()
 
 

@@ -16,7 +16,7 @@ MAY_IMPORT = {  # from the ground up
     "verify": {"plan"},
     "model": {"plan"},
     "optim": {"plan"},
-    "runtime": {"plan", "model", "transport", "optim"},
+    "runtime": {"plan", "model", "transport", "optim", "native"},
     "pipeline": {"plan", "model", "transport", "optim"},
     "checkpoint": {"optim", "runtime", "pipeline"},
     "integration": {"plan", "verify", "model", "transport", "optim", "runtime", "pipeline", "checkpoint"},

@@ -31,19 +31,20 @@ def test_the_second_launch(monkeypatch, takes, interpreted, second):
     batch = object.__new__(fused_adam.Batch)
     full, tails = (torch.zeros(9, 2), torch.zeros(9), False), (torch.zeros(2, 2), torch.zeros(2), True)
     batch._parts, batch._compiled = [full, tails], {}
-    batch._launch(kernel, "table", (1, 2), (7,))
-    batch._launch(kernel, "table", (3, 4), (7,))
+    table = torch.zeros(3)
+    batch._launch(kernel, table, (1, 2), (7,))
+    batch._launch(kernel, table, (3, 4), (7,))
     batch._parts = [tails]
-    batch._launch(kernel, "table", (5, 6), (8,))  # compiled anew for another constant
+    batch._launch(kernel, table, (5, 6), (8,))  # compiled anew for another constant
     options = {"num_warps": 4}
     first = [
-        ("jit", (9, 1, 1), ("table", *full[:2], 1, 2, 7, False), options),
-        ("jit", (2, 1, 1), ("table", *tails[:2], 1, 2, 7, True), options),
+        ("jit", (9, 1, 1), (table, *full[:2], 1, 2, 7, False), options),
+        ("jit", (2, 1, 1), (table, *tails[:2], 1, 2, 7, True), options),
     ]
-    then = {} if second == "compiled" else options
+    then, given = ({}, torch.Tensor.data_ptr) if second == "compiled" else (options, lambda x: x)
     assert calls == [
         *first,
-        (second, (9, 1, 1), ("table", *full[:2], 3, 4, 7, False), then),
-        (second, (2, 1, 1), ("table", *tails[:2], 3, 4, 7, True), then),
-        ("jit", (2, 1, 1), ("table", *tails[:2], 5, 6, 8, True), options),
+        (second, (9, 1, 1), (*map(given, (table, *full[:2])), 3, 4, 7, False), then),
+        (second, (2, 1, 1), (*map(given, (table, *tails[:2])), 3, 4, 7, True), then),
+        ("jit", (2, 1, 1), (table, *tails[:2], 5, 6, 8, True), options),
     ]

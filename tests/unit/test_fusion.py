@@ -13,9 +13,11 @@ from torch import nn
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 from support import chains
 from support.chains import Chain, batch, line, loss
-from support.fusion import MODELS, SIZE, assert_equal, build, difference, inside, one_step, settings
+from support.fusion import MODELS, SIZE, assert_equal, build, difference, inside, one_step, settings, written_in  # noqa: F401
 from support.local_ring import run_ranks
 from support.optimizers import sgd
+
+pytestmark = pytest.mark.usefixtures("written_in")
 
 
 @pytest.mark.sampled(3)
@@ -32,7 +34,24 @@ def test_on_rings_of_all_sizes_and_with_replicas(size: int, replicated: bool) ->
 
 
 @pytest.mark.parametrize("broken", ["lost", "twice", "not started"])
-def test_the_oracle_would_notice(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_oracle_would_notice(broken: str, written_in: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    if written_in == "C++":  # it asks where to add
+        where, add_all = GradAccumulation.views, GradAccumulation.add
+
+        def elsewhere(self: GradAccumulation, i: int, flat: torch.Tensor) -> list[torch.Tensor]:
+            return [torch.full_like(v, 0.1) for v in where(self, i, flat)]
+
+        def otherwise(self: GradAccumulation, i: int, flat: torch.Tensor, first: bool) -> None:
+            if broken == "twice":
+                for k in self._summed.get(i, ()):
+                    self.views(i, flat)[k].mul_(2)
+            elif broken == "not started":
+                self._summed.pop(i, None)
+            add_all(self, i, flat, first)
+
+        monkeypatch.setattr(GradAccumulation, *("views", elsewhere) if broken == "lost" else ("add", otherwise))
+        assert not difference("twice", settings()) < 1e-3
+        return
     add = GradAccumulation.add_product
 
     def wrong(self: GradAccumulation, i: int, *given: Any) -> bool:
@@ -47,8 +66,14 @@ def test_the_oracle_would_notice(broken: str, monkeypatch: pytest.MonkeyPatch) -
 def test_gradients_are_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of weights that have no other use; biases and the rest go the common way, in one launch per unit."""
     added = []
-    add = torch._foreach_add_
-    monkeypatch.setattr(torch, "_foreach_add_", lambda sums, grads: (added.extend(g.dim() for g in grads), add(sums, grads)))
+    add = GradAccumulation.add
+
+    def seen(self: GradAccumulation, i: int, *given: Any) -> None:
+        if not torch.is_grad_enabled():
+            added.extend(p.grad.dim() for p, _ in self._slots[i] if p.grad is not None)
+        add(self, i, *given)
+
+    monkeypatch.setattr(GradAccumulation, "add", seen)
     asked, _ = inside(monkeypatch)
     layers = 16
     assert asked == [True] * layers * SIZE

@@ -13,11 +13,12 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.overrides import TorchFunctionMode
 
-from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 from deepspeed_cdp.runtime.runtime import Runtime
 from support.chains import Chain, batch, line, loss
-from support.fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, sgd
+from support.fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, sgd, watch, written_in  # noqa: F401
 from support.local_ring import run_ranks
+
+pytestmark = pytest.mark.usefixtures("written_in")
 
 
 def test_weights_that_change_places_go_the_common_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,8 +31,7 @@ def test_weights_that_change_places_go_the_common_way(monkeypatch: pytest.Monkey
         return contextlib.nullcontext()
 
     modules, asked = [build("hooks: plain")], []
-    add = GradAccumulation.add_product
-    monkeypatch.setattr(GradAccumulation, "add_product", lambda *given: asked.append(1) or add(*given))
+    watch(monkeypatch, asked.append)
     (got,) = run_ranks(1, lambda rank, transport: one_step(modules[0], rank, transport, around=swapped))
     assert len(asked) == 14
     want = build("hooks: plain")

@@ -1,0 +1,363 @@
+// Autograd's side of a rank's passes in C++: what runtime/grad_accumulation.py and runtime/param_hooks.py do most often.
+// native/load.py builds it. Whatever is not common is left to Python, which decides anew.
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/_foreach_add.h>
+#include <ATen/ops/_foreach_copy.h>
+#include <ATen/ops/_foreach_zero.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/linear.h>
+#include <ATen/ops/mm.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace {
+namespace ag = torch::autograd;
+using at::Tensor;
+
+// A reference to a Python object that any thread may drop.
+using Kept = std::shared_ptr<PyObject>;
+
+Kept keep(PyObject* object) {
+    Py_INCREF(object);
+    return Kept(object, [](PyObject* x) {
+        if (!Py_IsInitialized()) return;
+        py::gil_scoped_acquire lock;
+        Py_DECREF(x);
+    });
+}
+
+[[noreturn]] void raise() {  // Python's error, on any thread of autograd
+    python_error error;
+    error.persist();
+    throw std::move(error);
+}
+
+// Nodes are counted inside or outside of themselves, by version of torch.
+template <class N>
+auto made() {
+    if constexpr (std::is_base_of_v<c10::intrusive_ptr_target, N>)
+        return c10::make_intrusive<N>();
+    else
+        return std::shared_ptr<N>(new N(), [](N* node) { deleteNode(node); });
+}
+
+// Hooks of tensors that autograd saves, for ParamHooks: only tensors in the buffer of the unit bound last concern it.
+class SavedTensors {
+   public:
+    SavedTensors(py::object pack, py::object unpack) : pack_(std::move(pack)), unpack_(std::move(unpack)) {}
+
+    void bound(uintptr_t low, uintptr_t high) { low_ = low, high_ = high; }
+
+    bool concern(const Tensor& x) const {
+        auto at = reinterpret_cast<uintptr_t>(x.data_ptr());
+        return has_outer || (low_ <= at && at < high_);
+    }
+
+    py::object pack(py::object x) const { return concern(THPVariable_Unpack(x.ptr())) ? pack_(x) : x; }
+    py::object unpack(py::object x) const { return THPVariable_CheckExact(x.ptr()) ? x : unpack_(x); }
+
+    // Whether these hooks are the innermost ones.
+    bool innermost() const {
+        const auto& stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
+        return !stack.empty() && hook && stack.top().first.ptr(getPyInterpreter()) == hook;
+    }
+
+    int visit(visitproc visit, void* arg) const {
+        Py_VISIT(pack_.ptr());
+        Py_VISIT(unpack_.ptr());
+        return 0;
+    }
+    void clear() { pack_ = unpack_ = py::object(); }
+
+    bool has_outer = false;    // the user's hooks are outside, and want the other tensors
+    PyObject* hook = nullptr;  // the object that autograd calls to pack
+
+   private:
+    py::object pack_, unpack_;
+    uintptr_t low_ = 0, high_ = 0;
+};
+
+// A linear layer that adds its weight's gradient to the sum. The Python object that has it keeps all that it points to alive.
+class Layer {
+   public:
+    Layer(py::handle self, py::handle accumulation, py::handle passes, py::handle module, py::handle parameters, py::handle sums,
+          py::handle empty, py::handle summed, py::handle functional, py::object unit, py::object slot, Tensor weight,
+          SavedTensors* saved, py::handle weight_object)
+        : self_(self), accumulation_(accumulation), passes_(passes), module_(module), parameters_(parameters), sums_(sums),
+          empty_(empty), summed_(summed), functional_(functional), unit_(std::move(unit)), slot_(std::move(slot)), saved_(saved),
+          weight_(std::move(weight)), weight_object_(weight_object), kind_(py::type::of(module)), stock_forward_(kind_.attr("forward")),
+          stock_linear_(functional["linear"]) {}
+
+    void remove() {
+        fused_ = false;
+        weight_ = Tensor();
+    }
+
+    // The layer's output; None where Python must decide.
+    py::object forward(py::handle input);
+
+    // Prepare the weight for the backward. With ``sum``, the weight's gradient is wanted there.
+    // Returns the sum to add to; undefined: the gradient takes autograd's way.
+    Tensor backward(const Tensor& x, uint32_t version, ag::Node* accumulator, bool for_weight, bool& starts);
+
+    const Tensor& weight() const { return weight_; }
+
+   private:
+    Tensor view_of(PyObject* flat) {
+        void* at = THPVariable_Unpack(flat).data_ptr();
+        auto found = views_.find(at);
+        if (found != views_.end()) return found->second;
+        py::sequence all = accumulation_.attr("views")(unit_, py::handle(flat));
+        return views_[at] = py::cast<Tensor>(all[py::cast<size_t>(slot_)]);
+    }
+
+   public:
+    void forget_views() { views_.clear(); }
+
+   private:
+    py::handle self_, accumulation_, passes_, module_, parameters_, sums_, empty_, summed_, functional_;
+    py::object unit_, slot_;
+    SavedTensors* saved_;
+    Tensor weight_;
+    py::handle weight_object_;
+    py::object kind_, stock_forward_, stock_linear_;
+    bool fused_ = true;
+    std::unordered_map<void*, Tensor> views_;  // by address of a flat sum
+};
+
+struct FusedLinear : ag::Node {
+    Kept owner;  // of the layer
+    Layer* layer = nullptr;
+    ag::SavedVariable x;
+    uint32_t version = 0;
+
+    std::string name() const override { return "FusedLinearBackward"; }
+    void release_variables() override { x.reset_data(); }
+
+    ag::variable_list apply(ag::variable_list&& grads) override {
+        ag::variable_list out(3);
+        if (!grads[0].defined()) return out;
+        const Tensor input = x.unpack(), &grad = grads[0];
+        bool for_weight = task_should_compute_output(1), starts = false;
+        const ag::Edge& edge = next_edge(1);
+        Tensor sum = layer->backward(input, version, edge.function.get(), for_weight, starts);
+        const Tensor rows = grad.reshape({-1, grad.size(-1)}), inputs = input.reshape({-1, input.size(-1)});
+        if (task_should_compute_output(0)) out[0] = rows.mm(layer->weight()).view(input.sizes());
+        if (!sum.defined()) {
+            if (for_weight) out[1] = rows.t().mm(inputs);
+        } else if (starts) {
+            at::mm_out(sum, rows.t(), inputs);
+        } else {
+            at::addmm_out(sum, sum, rows.t(), inputs);
+        }
+        if (task_should_compute_output(2)) out[2] = rows.sum(0);
+        return out;
+    }
+};
+
+py::object Layer::forward(py::handle input) {
+    if (!fused_ || !at::GradMode::is_enabled() || reinterpret_cast<PyObject*>(Py_TYPE(input.ptr())) != THPVariableClass)
+        return py::none();
+    static PyObject *weight = PyUnicode_InternFromString("weight"), *bias = PyUnicode_InternFromString("bias"),
+                    *linear = PyUnicode_InternFromString("linear"), *forward = PyUnicode_InternFromString("forward"),
+                    *in_forward = PyUnicode_InternFromString("in_forward");
+    const Tensor& x = THPVariable_Unpack(input.ptr());
+    PyObject* b = PyDict_GetItem(parameters_.ptr(), bias);
+    if (PyDict_GetItem(parameters_.ptr(), weight) != weight_object_.ptr() || !b || !(b == Py_None || THPVariable_CheckExact(b)) ||
+        x.scalar_type() != weight_.scalar_type() || !weight_.requires_grad() ||
+        reinterpret_cast<PyObject*>(Py_TYPE(module_.ptr())) != kind_.ptr() ||
+        PyDict_GetItem(functional_.ptr(), linear) != stock_linear_.ptr() || at::impl::PythonTorchFunctionTLS::stack_len() ||
+        at::autocast::is_autocast_enabled(x.device().type()) ||
+        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+        c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
+        x.key_set().has(c10::DispatchKey::FuncTorchGradWrapper) || x.key_set().has(c10::DispatchKey::FuncTorchBatched) ||
+        ag::ForwardADLevel::try_get_by_idx(0))
+        return py::none();
+    auto known = py::reinterpret_steal<py::object>(PyObject_GetAttr(kind_.ptr(), forward));
+    if (!known) throw py::error_already_set();
+    if (known.ptr() != stock_forward_.ptr()) return py::none();
+    auto inside = py::reinterpret_steal<py::object>(PyObject_CallMethodOneArg(passes_.ptr(), in_forward, unit_.ptr()));
+    if (!inside) throw py::error_already_set();
+    if (inside.ptr() != Py_True) return py::none();
+
+    const Tensor given = b == Py_None ? Tensor() : THPVariable_Unpack(b);
+    auto node = made<FusedLinear>();
+    node->set_next_edges(ag::collect_next_edges(x, weight_, given));
+    node->owner = keep(self_.ptr());
+    node->layer = this;
+    node->version = weight_._version();
+    if (saved_ && saved_->innermost() && !saved_->concern(x)) {  // the hooks would return it
+        bool before = at::SavedTensorDefaultHooks::set_tracing(true);
+        node->x = ag::SavedVariable(x, false);
+        at::SavedTensorDefaultHooks::set_tracing(before);
+    } else {
+        node->x = ag::SavedVariable(x, false);
+    }
+    Tensor y;
+    {
+        py::gil_scoped_release unlock;
+        at::AutoDispatchBelowADInplaceOrView below;
+        y = at::linear(x, weight_, given.defined() ? std::optional<Tensor>(given) : std::nullopt);
+    }
+    ag::set_history(y, node);
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(y)));
+}
+
+Tensor Layer::backward(const Tensor& x, uint32_t version, ag::Node* accumulator, bool for_weight, bool& starts) {
+    py::gil_scoped_acquire lock;
+    static PyObject* prepare = PyUnicode_InternFromString("prepare_backward_read");
+    if (!fused_) {
+        PyErr_SetString(PyExc_ValueError,
+                        "a backward came after engine.destroy(), with which the parameters are gone; call engine.backward(loss) before");
+        raise();
+    }
+    PyObject* done = PyObject_CallMethodOneArg(passes_.ptr(), prepare, unit_.ptr());
+    if (!done) raise();
+    Py_DECREF(done);
+    TORCH_CHECK(weight_._version() == version,
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                "the weight of a linear layer");
+    if (!for_weight || at::GradMode::is_enabled() || !weight_.requires_grad() || !ag::impl::hooks(weight_).empty() ||
+        ag::impl::post_acc_grad_hooks(weight_))
+        return Tensor();
+    const auto* wanted = ag::get_current_graph_task_exec_info();  // empty: all nodes run
+    if (wanted && !wanted->empty()) {
+        auto at = wanted->find(accumulator);
+        if (at == wanted->end() || !at->second.needed_ || at->second.captures_) return Tensor();
+    }
+    PyObject* flat = PyDict_GetItem(sums_.ptr(), unit_.ptr());
+    if (!flat) return Tensor();
+    Tensor sum = view_of(flat);
+    if (sum.scalar_type() != x.scalar_type()) return Tensor();
+    PyObject* summed = PyDict_GetItem(summed_.ptr(), unit_.ptr());
+    if (!summed) {
+        auto fresh = py::reinterpret_steal<py::object>(PySet_New(nullptr));
+        PyDict_SetItem(summed_.ptr(), unit_.ptr(), fresh.ptr());
+        summed = fresh.ptr();
+    }
+    starts = PySet_Contains(empty_.ptr(), unit_.ptr()) == 1 && PySet_Contains(summed, slot_.ptr()) == 0;
+    PySet_Add(summed, slot_.ptr());
+    return sum;
+}
+
+// Parameters and the tensors that become their data, for one place of a unit.
+class Views {
+   public:
+    Views(const std::vector<py::object>& parameters, const std::vector<Tensor>& values) : values_(values) {
+        for (const py::object& p : parameters) parameters_.push_back(py::cast<Tensor>(p));
+    }
+    void show() const {
+        for (size_t k = 0; k < values_.size(); ++k) parameters_[k].set_data(values_[k]);
+    }
+
+   private:
+    std::vector<Tensor> parameters_, values_;
+};
+
+// GradAccumulation.add of a unit's parameters, whose sums are ``sums``; ``summed``: slots that already have their gradients there.
+void add_grads(const std::vector<Tensor>& parameters, const std::vector<Tensor>& sums, bool first, py::handle summed) {
+    at::NoGradGuard no_grad;
+    std::vector<Tensor> empty, copied, copies, added, addends;
+    bool dense = true;
+    for (size_t k = 0; k < parameters.size(); ++k) {
+        Tensor grad = std::move(parameters[k].mutable_grad());  // which is None then
+        if (k >= sums.size()) continue;
+        bool has = grad.defined(), strided = has && grad.layout() == at::kStrided;
+        if (first && !summed.contains(k)) {
+            (strided ? copied : empty).push_back(sums[k]);
+            if (strided) {
+                copies.push_back(std::move(grad));
+                continue;
+            }
+        }
+        if (has) {
+            dense &= strided;
+            added.push_back(sums[k]);
+            addends.push_back(std::move(grad));
+        }
+    }
+    if (!empty.empty()) at::_foreach_zero_(empty);
+    if (!copied.empty()) at::_foreach_copy_(copied, copies);
+    if (dense && !added.empty()) at::_foreach_add_(added, addends);
+    for (size_t k = 0; k < added.size() && !dense; ++k) added[k].add_(addends[k]);
+}
+
+// Call ``function(unit)`` before the gradient of x goes on into its graph.
+void before_grad(const Tensor& x, py::object function, py::object unit) {
+    Kept call = keep(function.ptr()), argument = keep(unit.ptr());
+    x.register_hook([call, argument](const Tensor&) {
+        py::gil_scoped_acquire lock;
+        PyObject* done = PyObject_CallOneArg(call.get(), argument.get());
+        if (!done) raise();
+        Py_DECREF(done);
+    });
+}
+// Whether ``x`` is among arguments of plain kinds: 0 or 1; -1: there are others.
+int holds(PyObject* tree, PyObject* x) {
+    if (tree == x) return 1;
+    if (tree == Py_None || PyBool_Check(tree) || PyLong_Check(tree) || PyFloat_Check(tree) || PyUnicode_Check(tree) ||
+        THPVariable_Check(tree))
+        return 0;
+    if (PyTuple_Check(tree) || PyList_Check(tree)) {
+        for (Py_ssize_t k = 0; k < PySequence_Fast_GET_SIZE(tree); ++k)
+            if (int found = holds(PySequence_Fast_GET_ITEM(tree, k), x)) return found;
+        return 0;
+    }
+    if (!PyDict_CheckExact(tree)) return -1;
+    PyObject* value;
+    for (Py_ssize_t at = 0; PyDict_Next(tree, &at, nullptr, &value);)
+        if (int found = holds(value, x)) return found;
+    return 0;
+}
+
+// ParamHooks._hook_outputs of one tensor; false where Python must do it.
+bool hook_output(py::handle output, py::handle arguments, const Tensor& flat, py::object function, py::object unit) {
+    if (!THPVariable_CheckExact(output.ptr())) return false;
+    const Tensor& x = THPVariable_Unpack(output.ptr());
+    auto low = static_cast<char*>(flat.data_ptr()), at = static_cast<char*>(x.data_ptr());
+    if (low <= at && at < low + flat.numel()) return false;
+    int held = holds(arguments.ptr(), output.ptr());
+    if (!held && x.requires_grad()) before_grad(x, std::move(function), std::move(unit));
+    return held >= 0;
+}
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+    // Python's collector must see through it: the functions hold the object that holds it
+    auto collected = py::custom_type_setup([](PyHeapTypeObject* heap) {
+        PyTypeObject* type = &heap->ht_type;
+        type->tp_flags |= Py_TPFLAGS_HAVE_GC;
+        type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+            Py_VISIT(Py_TYPE(self));
+            return py::detail::is_holder_constructed(self) ? py::cast<SavedTensors&>(py::handle(self)).visit(visit, arg) : 0;
+        };
+        type->tp_clear = [](PyObject* self) {
+            if (py::detail::is_holder_constructed(self)) py::cast<SavedTensors&>(py::handle(self)).clear();
+            return 0;
+        };
+    });
+    py::class_<SavedTensors>(m, "SavedTensors", collected)
+        .def(py::init<py::object, py::object>())
+        .def("bound", &SavedTensors::bound)
+        .def("pack", &SavedTensors::pack)
+        .def("unpack", &SavedTensors::unpack)
+        .def("is_hook", [](SavedTensors& s, py::handle hook) { s.hook = hook.ptr(); })
+        .def_readwrite("has_outer", &SavedTensors::has_outer);
+    py::class_<Layer>(m, "Layer")
+        .def(py::init<py::handle, py::handle, py::handle, py::handle, py::handle, py::handle, py::handle, py::handle, py::handle,
+                      py::object, py::object, Tensor, SavedTensors*, py::handle>())
+        .def("forward", &Layer::forward)
+        .def("forget_views", &Layer::forget_views)
+        .def("remove", &Layer::remove);
+    py::class_<Views>(m, "Views").def(py::init<const std::vector<py::object>&, const std::vector<Tensor>&>()).def("show", &Views::show);
+    m.def("add_grads", &add_grads);
+    m.def("before_grad", &before_grad);
+    m.def("hook_output", &hook_output);
+}

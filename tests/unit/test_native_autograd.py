@@ -1,0 +1,83 @@
+"""Autograd's side of passes in C++ (native/autograd.cpp) gives the bits of Python's, and leaves to it what is uncommon."""
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from deepspeed_cdp.native import load
+from deepspeed_cdp.runtime.grad_accumulation import _Layer
+from deepspeed_cdp.runtime.runtime import Runtime
+from support import chains
+from support.fusion import MODELS, SIZE, build, inside, one_step, settings
+from support.local_ring import run_ranks
+from support.optimizers import sgd
+
+
+def trained(kind: str, native: bool, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, **options: Any) -> list[Any]:
+    """All ranks' losses and masters."""
+    monkeypatch.setenv(load.OFF, "1" if native else "0")
+    modules = [build(kind, dtype) for _ in range(SIZE)]
+
+    def work(rank: int, transport: Any) -> Any:
+        runtime, losses, _ = chains.train(modules[rank], rank, transport, settings(**options), sgd)
+        assert (runtime.param_hooks._native is not None) == native
+        return losses, {n: m.detach().numpy().tobytes() for n, m in runtime.owner.masters.items()}
+
+    return run_ranks(SIZE, work)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("fusion", [True, False])
+@pytest.mark.parametrize("kind", MODELS)
+def test_both_give_the_same_bits(kind: str, fusion: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {"dtype": torch.float32, "fusion": fusion, "rounds": 2}
+    assert trained(kind, False, monkeypatch, **given) == trained(kind, True, monkeypatch, **given)
+
+
+@pytest.mark.parametrize("kind", ["hooks: plain", "twice", "shapes"])
+def test_both_give_the_same_bits_in_bf16(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [trained(kind, native, monkeypatch, torch.bfloat16) for native in (False, True)]
+    assert results[0] == results[1]
+
+
+def test_a_plain_model_needs_no_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    plain = _Layer.forward
+    monkeypatch.setattr(_Layer, "forward", lambda self, x: asked.append(torch.is_grad_enabled()) or plain(self, x))
+    monkeypatch.setenv(load.OFF, "1")
+    added, _ = inside(monkeypatch)
+    assert len(added) == 16 * SIZE and not any(asked)  # it follows the first forward without gradients
+
+
+def test_the_collector_sees_through_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a runtime that nobody has closed nothing stays."""
+    monkeypatch.setenv(load.OFF, "1")
+
+    def work(rank: int, transport: Any) -> list[weakref.ref]:
+        module = build("hooks: plain")
+        runtime = Runtime(module, sgd(list(module.named_parameters())), settings(), transport, torch.device("cpu"))
+        with runtime.forward():
+            value = chains.loss(module, chains.batch(0, 0, rank))
+        value.backward()
+        runtime.end_backward()
+        return [weakref.ref(x) for x in (runtime, runtime.param_hooks, module)]
+
+    (gone,) = run_ranks(1, work)
+    for _ in range(2):
+        gc.collect()
+    assert [x() for x in gone] == [None] * 3
+
+
+def test_without_a_compiler_python_does_it(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "_loaded", {})
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv(load.OFF, "1")
+    module, why = build("hooks: plain"), []
+    told = Runtime._native_autograd
+    monkeypatch.setattr(Runtime, "_native_autograd", lambda self: (told(self), why.append(self.why_not_native))[0])
+    run_ranks(1, lambda rank, transport: one_step(module, rank, transport))
+    assert len(why) == 1 and "no-such-compiler cannot be run" in why[0]
