@@ -209,7 +209,7 @@ def pack(state: dict[str, torch.Tensor]) -> bytes:
 
 
 def unpack(data: bytes) -> dict[str, torch.Tensor]:
-    return torch.load(io.BytesIO(data), weights_only=True)
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
 def oracle(
