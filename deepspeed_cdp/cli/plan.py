@@ -203,13 +203,7 @@ def _baselines(p: Prediction, activations: int) -> list[dict[str, Any]]:
         4 + 4 * p.config.states,
     )
     return [
-        {
-            "name": o.name,
-            "memory": o.states + o.working + activations,
-            "received": o.received,
-            "messages": o.messages,
-            "step": o.seconds,
-        }
+        {"name": o.name, "memory": o.memory(activations), "received": o.received, "messages": o.messages, "step": o.seconds}
         for o in others
     ]
 

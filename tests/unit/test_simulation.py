@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks import lengths_simulated
+from benchmarks import lengths_simulated, rows
 from benchmarks.lengths import Lengths
 from benchmarks.pauses import SlowLinear
 from deepspeed_cdp.analysis.timing.baselines import baselines
@@ -291,10 +291,38 @@ def test_baselines_move_what_they_should():
     by_name = {r.name: r for r in baselines(work, sizes, sizes, 4, Hardware(), 0.1)}
     assert by_name["ZeRO-3"].received == 3 * 8000 * 3 / 4
     assert by_name["DDP"].received == 2 * 8000 * 3 / 4
-    assert by_name["DDP"].states == 8000 + 8000 + 12 * 4000
-    assert by_name["FSDP2"].states == pytest.approx((8000 + 8000 + 12 * 4000) / 4)
+    assert by_name["DDP"].memory(500) == 8000 + 8000 + 12 * 4000 + 500
+    assert by_name["ZeRO-3"].memory(500) == pytest.approx((8000 + 8000 + 12 * 4000) / 4 + 3 * 2000 + 500)
+    assert by_name["FSDP2"].memory(500) == pytest.approx((12 + 4) * 4000 / 4 + 3 * 2000)
+    assert by_name["FSDP2"].memory(5000) == pytest.approx(12 * 4000 / 4 + 3 * 2000 + 5000)
+    again = {r.name: r for r in baselines(work, sizes, sizes, 4, Hardware(), 0.1, rounds=2)}
+    assert again["FSDP2"].memory(500) == by_name["FSDP2"].memory(500) + 500, "the first round's gradients stay"
     assert all(r.seconds >= 0.1 for r in by_name.values())
     assert all(r.received == 0 for r in baselines(work, sizes, sizes, 1, Hardware(), 0.1))
+
+
+@pytest.mark.parametrize(  # of Llama 1.35B, 3B and 8B (benchmarks/sizes.py): parameters, a layer's MiB, GiB of activations
+    ("run", "model", "ranks", "parameters", "layer", "activations"),
+    [
+        ("2026-11-30_2xH200_rivals", "llama-1.3b", 2, 1_345_423_360, 96.5, 18.93),
+        ("2026-11-30_2xH200_states", "llama-3b", 2, 3_141_172_224, 216.0, 14.81),
+        ("2026-11-30_2xH200_rivals", "llama-8b", 2, 8_047_038_464, 464.0, 13.57),
+        ("2026-11-28_4xH200_targets", "llama-1.3b", 4, 1_345_423_360, 96.5, 18.93),
+        ("2026-11-28_4xH200_targets", "llama-8b", 4, 8_047_038_464, 464.0, 13.57),
+    ],
+)
+def test_memory_of_fsdp2_as_measured(run, model, ranks, parameters, layer, activations):
+    micro_batch = {"llama-1.3b": "4", "llama-3b": "2", "llama-8b": "1"}[model]
+    measured = [
+        float(r["peak_gib"])
+        for r in rows.read(rows.RESULTS / run / "results.csv")
+        if (r["engine"], r["model"], r["micro_batch"], r["sequence"]) == ("fsdp2", model, micro_batch, "2048") and r["peak_gib"]
+    ]
+    count = round(2 * parameters / (layer * 2**20))
+    each, size = Work(1e12, parameters // count), int(layer * 2**20)
+    fsdp2 = baselines([each] * count, [size] * count, [size] * count, ranks, Hardware(), 0.1)[1]
+    assert fsdp2.name == "FSDP2" and measured
+    assert fsdp2.memory(activations * 2**30) / 2**30 == pytest.approx(min(measured), rel=0.06)
 
 
 # ---- against a run ------------------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ always ahead. Measured steps of ZeRO-3, with its large host work per module, wer
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from deepspeed_cdp.analysis.timing.times import Hardware, Work
 
-ADAM = 12  # bytes per trained parameter: fp32 master and two states
+MASTER = 4  # bytes per trained parameter: fp32
+ADAM = MASTER + 8  # with two states
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,9 @@ class Baseline:
     """One engine's figures, per rank.
 
     Attributes:
-        states: bytes of the parameters, gradients, masters and optimizer state that it keeps.
+        states: bytes of the parameters, masters and optimizer state that it keeps.
+        gradients: bytes of those that it keeps until the update.
+        frees_gradients: the update frees them, so they grow while the backward frees activations.
         working: bytes of the whole units and gradients in use.
         received: bytes per step.
         messages: collectives per step.
@@ -27,10 +29,17 @@ class Baseline:
 
     name: str
     states: float
+    gradients: float
+    frees_gradients: bool
     working: float
     received: float
     messages: int
     seconds: float
+
+    def memory(self, activations: float) -> float:
+        """Peak bytes, with so many of activations."""
+        together = max(self.gradients, activations) if self.frees_gradients else self.gradients + activations
+        return self.states + self.working + together
 
 
 def _passes(work: Sequence[Work], sizes: Sequence[int], hardware: Hardware, compute: float) -> list[tuple[float, float]]:
@@ -79,19 +88,15 @@ def baselines(
         seconds += max(passes[i][backward], coming + (scatters[i] if backward else 0.0))
     seconds = seconds * rounds + trained / ranks * hardware.update_bytes / hardware.memory
     largest = max(sizes, default=0)
-    sharded: dict[str, Any] = dict(
-        states=psi / ranks + grads / ranks + states * trained / ranks,
-        working=2 * largest + max(sums, default=0),
-        received=rounds * share * (2 * psi + grads),
-        messages=rounds * 3 * len(work),
-        seconds=seconds,
-    )
+    working = 2 * largest + max(sums, default=0)
+    sharded = working, rounds * share * (2 * psi + grads), rounds * 3 * len(work), seconds
     forwards, backwards = (sum(p[k] for p in passes) for k in (0, 1))
     summed = 2 * grads * share / hardware.collective + 2 * hardware.collective_latency if ranks > 1 else 0.0
     ddp = rounds * (forwards + backwards) + max(0.0, summed - backwards * (1 - 1 / max(len(work), 1)))
     ddp += trained * hardware.update_bytes / hardware.memory
     return [
-        Baseline("ZeRO-3", **sharded),
-        Baseline("FSDP2", **sharded),
-        Baseline("DDP", psi + grads + states * trained, 0, 2 * grads * share, max(1, round(grads / (25 * 2**20))), ddp),
+        Baseline("ZeRO-3", (psi + states * trained) / ranks, grads / ranks, False, *sharded),
+        # its parameters are the masters, and its gradients fp32, too; with several rounds they are there in all but the first
+        Baseline("FSDP2", states * trained / ranks, MASTER * trained / ranks, rounds == 1, *sharded),
+        Baseline("DDP", psi + states * trained, grads, False, 0, 2 * grads * share, max(1, round(grads / (25 * 2**20))), ddp),
     ]
