@@ -160,7 +160,6 @@ TABLE: tuple[Row, ...] = (
     _refused(
         "hybrid_engine.enabled", "true", _on, "it swaps the engine for one that generates from gathered parameters", "remove it"
     ),
-    _refused("tensor_parallel.autotp_size", "above 1", _above_1, LATER, "remove it"),
     _refused("expert_parallel.enabled", "true", _on, LATER, "keep whole experts on every rank and remove it"),
     _refused(
         "compile.deepcompile",
@@ -215,7 +214,7 @@ TABLE: tuple[Row, ...] = (
         "expert parallelism is " + LATER,
         "keep whole experts on every rank in ordinary modules",
     ),
-    _refused("model: mpu", "above 1 model parallel", None, "tensor parallelism is " + LATER, "use data and sequence parallelism"),
+    _refused("model: mpu", "above 1 model parallel", None, "only DeepSpeed's AutoTP shards layers as the engine expects", "use tensor_parallel.autotp_size"),
     Row(
         (ZERO + "stage",),
         "supported",
@@ -232,6 +231,11 @@ TABLE: tuple[Row, ...] = (
         ("sequence_parallel_size", "data_parallel_size", "model: mpu or mesh_param with sequence parallelism"),
         "supported",
         "Ulysses, as in ZeRO-3; see docs/parallelism.md",
+    ),
+    Row(
+        ("tensor_parallel",),
+        "supported",
+        "AutoTP, as in ZeRO-3, without sequence parallelism; see docs/parallelism.md",
     ),
     Row(
         ("managed_gradient_accumulation",),
