@@ -179,7 +179,9 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             found,
         )
         plans = self._runtime.executor.phases.plans
-        self._dry_run(sum(estimated_actions(p, self._tensor) for p in plans), lambda: check_rings(plans, self._sequence, self._tensor))
+        self._dry_run(
+            sum(estimated_actions(p, self._tensor) for p in plans), lambda: check_rings(plans, self._sequence, self._tensor)
+        )
         self._access = Access(self._runtime, dist.group.WORLD, weakref.WeakMethod(self.destroy))
         self._access.attach()
 
@@ -415,6 +417,8 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         """Collective: the whole, up-to-date state dict, on every rank."""
         with self._noting_failure():
             state = self._runtime.whole_state()
+            if self._tensor > 1:
+                tensor_parallel.gather_layers(self.module, state)
         if exclude_frozen_parameters:
             for name, p in self.module.named_parameters():
                 if not p.requires_grad:

@@ -24,6 +24,10 @@ _PARSED = {
 }
 
 
+def _with_tensor(refuses: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    return lambda value, config: config.tensor_parallel_config.autotp_size > 1 and refuses(value, config)
+
+
 def _on(value: Any, config: Any) -> bool:
     return bool(value)
 
@@ -160,6 +164,16 @@ TABLE: tuple[Row, ...] = (
     _refused(
         "hybrid_engine.enabled", "true", _on, "it swaps the engine for one that generates from gathered parameters", "remove it"
     ),
+    _refused(
+        "sequence_parallel_size", "above 1 with tensor_parallel", _with_tensor(_above_1), "a group is of one kind", "remove one"
+    ),
+    _refused(
+        "checkpoint.writer.decoupled",
+        "true with tensor_parallel",
+        _with_tensor(_on),
+        "the members of a tensor group save together, so that the newest checkpoint has all shards",
+        "set it to false",
+    ),
     _refused("expert_parallel.enabled", "true", _on, LATER, "keep whole experts on every rank and remove it"),
     _refused(
         "compile.deepcompile",
@@ -214,7 +228,13 @@ TABLE: tuple[Row, ...] = (
         "expert parallelism is " + LATER,
         "keep whole experts on every rank in ordinary modules",
     ),
-    _refused("model: mpu", "above 1 model parallel", None, "only DeepSpeed's AutoTP shards layers as the engine expects", "use tensor_parallel.autotp_size"),
+    _refused(
+        "model: mpu",
+        "above 1 model parallel",
+        None,
+        "only DeepSpeed's AutoTP shards layers as the engine expects",
+        "use tensor_parallel.autotp_size",
+    ),
     Row(
         (ZERO + "stage",),
         "supported",
@@ -232,11 +252,7 @@ TABLE: tuple[Row, ...] = (
         "supported",
         "Ulysses, as in ZeRO-3; see docs/parallelism.md",
     ),
-    Row(
-        ("tensor_parallel",),
-        "supported",
-        "AutoTP, as in ZeRO-3, without sequence parallelism; see docs/parallelism.md",
-    ),
+    Row(("tensor_parallel",), "supported", "AutoTP, as in ZeRO-3, without sequence parallelism; see docs/parallelism.md"),
     Row(
         ("managed_gradient_accumulation",),
         "supported",

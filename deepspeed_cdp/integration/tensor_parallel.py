@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.module_inject.layers import TensorParallel_Layer
 from deepspeed.utils import groups
 
 from deepspeed_cdp.errors import HandoffError
@@ -20,8 +21,7 @@ def check(size: int, model: torch.nn.Module, transport: Transport) -> None:
     """Collective: a ring needs one plan, and all rings the same.
 
     Raises:
-        ValueError: the tensor groups are not consecutive ranks, the shards of a parameter have several shapes, or the model was
-            partitioned by ``zero.Init``.
+        ValueError: the tensor groups are not consecutive ranks, or the shards of a parameter have several shapes.
     """
     rank, where = transport.world_rank, f"rank {transport.world_rank}, comparing shards"
     mine = dist.get_process_group_ranks(groups.get_tensor_model_parallel_group())
@@ -30,11 +30,6 @@ def check(size: int, model: torch.nn.Module, transport: Transport) -> None:
         raise ValueError(
             f"the tensor group of rank {rank} is ranks {mine}; allowed are {size} consecutive ranks that begin at a multiple of "
             f"{size}, as {KEY} makes them"
-        )
-    if any(hasattr(p, "ds_id") for p in model.parameters()):
-        raise ValueError(
-            f"{KEY} is {size}, but the model was partitioned by zero.Init; build it outside deepspeed.zero.Init(), which every "
-            "rank then holds whole until its layers are sharded"
         )
     shapes = agreement.parameters(model.named_parameters())
     if len({str(x) for x in transport.gather(agreement.digest(shapes), where)}) > 1:
@@ -71,6 +66,22 @@ def sum_members(size: int, timeout_seconds: float) -> Callable[[torch.Tensor, Wh
             raise HandoffError(f"{where}: the tensor group's sum of norms failed: {first_line(error)}") from error
 
     return add
+
+
+@torch.no_grad()
+def gather_layers(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Collective: put whole parameters in the places of shards in the model's state dict, while its parameters are gathered."""
+    whole: dict[torch.nn.Parameter, torch.Tensor] = {}  # tied entries stay tied
+    for path, layer in model.named_modules():
+        if not isinstance(layer, TensorParallel_Layer):
+            continue
+        named = dict(layer.named_parameters(recurse=False))
+        shards = [p.data for p in named.values()]
+        layer.gather_params(list(named.values()))
+        for name, p in named.items():
+            state[f"{path}.{name}".lstrip(".")] = whole.setdefault(p, p.detach().clone())
+        for p, shard in zip(named.values(), shards):
+            p.data = shard
 
 
 def take_input_check(engine: Any) -> Callable[..., Any]:

@@ -382,7 +382,9 @@ class Adam:
 
     def square(self, unit: Hashable, scale: float) -> torch.Tensor:
         """Parts of the squared norm of the unit's sums times ``scale``; see ``Batch.square``."""
-        return self._concatenated([batch.square(scale) for batch, names in self._batches_of(unit) if names[0] not in self._uncounted])
+        return self._concatenated(
+            [batch.square(scale) for batch, names in self._batches_of(unit) if names[0] not in self._uncounted]
+        )
 
     def update(
         self, unit: Hashable, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None, copy: int | None

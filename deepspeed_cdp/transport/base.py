@@ -122,7 +122,7 @@ class Transport(ABC):
         """As ``gather``: values of the ranks that hold the same parameters, by ``data_rank``."""
         return self.gather(value, where)
 
-    def sum_members(self, tensor: torch.Tensor, where: Where) -> None:
+    def sum_members(self, tensor: torch.Tensor, where: Where) -> None:  # noqa: B027, alone without tensor parallelism
         """Add up ``tensor`` over the members of this rank's tensor group, in place; each has the same sum."""
 
     def count(self, edge: tuple[str, int], nbytes: int) -> None:

@@ -99,9 +99,7 @@ class RingView(Transport):
         ring_map: of all ranks.
     """
 
-    def __init__(
-        self, inner: Transport, size: int, sequence: int = 1, tensor: int = 1, sum_members: SumMembers | None = None
-    ):
+    def __init__(self, inner: Transport, size: int, sequence: int = 1, tensor: int = 1, sum_members: SumMembers | None = None):
         """
         Args:
             sum_members: as ``Transport.sum_members``; with tensor parallelism only.
