@@ -21,7 +21,7 @@ class Job:
 
     Attributes:
         rule: None for stock DeepSpeed.
-        model: "llama"; "biases": a Llama with biases; "tied": one whose head is its embedding, so that AutoTP shards the loss, too;
+        model: "llama"; "biases": a Llama with biases; "tied": its head is its embedding, so that AutoTP shards the loss, too;
             "qwen3": with norms of sharded heads, whose gradients DeepSpeed adds up.
         rounds: gradient_accumulation_steps; config, cyclic: added to the config and to its cyclic block.
         eval_after: steps after which all ranks evaluate a batch.

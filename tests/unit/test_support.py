@@ -43,7 +43,8 @@ REFUSED = {
     "torch_autocast.enabled": True,
     "torch_autocast.dtype": "float16",
     "hybrid_engine.enabled": True,
-    "tensor_parallel.autotp_size": 2,
+    "sequence_parallel_size": 2,
+    "checkpoint.writer.decoupled": True,
     "expert_parallel.enabled": True,
     "compile.deepcompile": True,
     "communication_data_type": "fp32",
@@ -52,8 +53,10 @@ REFUSED = {
     "data_efficiency.data_routing.random_ltd.enabled": True,
     "data_efficiency.data_sampling.curriculum_learning.enabled": True,
 }
-# What DeepSpeed wants beside a setting to parse it at all.
+# What DeepSpeed wants beside a setting to parse it at all, or what the refusal is of.
 BESIDE = {
+    "sequence_parallel_size": {"tensor_parallel.autotp_size": 2},
+    "checkpoint.writer.decoupled": {"tensor_parallel.autotp_size": 2},
     "data_efficiency.data_routing.random_ltd.enabled": {
         "data_efficiency.enabled": True,
         "data_efficiency.data_routing.enabled": True,
