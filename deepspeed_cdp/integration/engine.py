@@ -59,7 +59,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         destroy_engines(model)
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
         if (tensor := self._tensor) > 1:
-            tensor_parallel.check(tensor, model, self._transport)
+            tensor_parallel.check(tensor, model, self._transport, self._config)
             self._check_inputs = tensor_parallel.take_input_check(self)
         self._agree(model)
         if tensor > 1:

@@ -24,10 +24,6 @@ _PARSED = {
 }
 
 
-def _with_tensor(refuses: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    return lambda value, config: config.tensor_parallel_config.autotp_size > 1 and refuses(value, config)
-
-
 def _on(value: Any, config: Any) -> bool:
     return bool(value)
 
@@ -38,6 +34,10 @@ def _given(value: Any, config: Any) -> bool:
 
 def _above_1(value: Any, config: Any) -> bool:
     return value is not None and value > 1
+
+
+def _beside_sequences(value: Any, config: Any) -> bool:
+    return value is not None and value > 1 and config._param_dict.get("sequence_parallel_size", 1) > 1
 
 
 def _enabled(value: Any, config: Any) -> bool:
@@ -165,14 +165,11 @@ TABLE: tuple[Row, ...] = (
         "hybrid_engine.enabled", "true", _on, "it swaps the engine for one that generates from gathered parameters", "remove it"
     ),
     _refused(
-        "sequence_parallel_size", "above 1 with tensor_parallel", _with_tensor(_above_1), "a group is of one kind", "remove one"
-    ),
-    _refused(
-        "checkpoint.writer.decoupled",
-        "true with tensor_parallel",
-        _with_tensor(_on),
-        "the members of a tensor group save together, so that the newest checkpoint has all shards",
-        "set it to false",
+        "tensor_parallel.autotp_size",
+        "above 1 with sequence_parallel_size above 1",
+        _beside_sequences,
+        "a group of ranks shares layers or a sequence",
+        "remove one of both",
     ),
     _refused("expert_parallel.enabled", "true", _on, LATER, "keep whole experts on every rank and remove it"),
     _refused(

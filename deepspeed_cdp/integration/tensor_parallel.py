@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.module_inject.layers import TensorParallel_Layer
+from deepspeed.runtime.model_checkpointing.constants import CHECKPOINT_WRITER, CHECKPOINT_WRITER_DECOUPLED
 from deepspeed.utils import groups
 
 from deepspeed_cdp.errors import HandoffError
@@ -17,12 +18,21 @@ from deepspeed_cdp.transport.store_exchange import first_line
 KEY = "tensor_parallel.autotp_size"
 
 
-def check(size: int, model: torch.nn.Module, transport: Transport) -> None:
-    """Collective: a ring needs one plan, and all rings the same.
+def check(size: int, model: torch.nn.Module, transport: Transport, config: Any) -> None:
+    """Collective: all rings need the same plan.
 
+    Args:
+        config: the DeepSpeedConfig.
     Raises:
-        ValueError: the tensor groups are not consecutive ranks, or the shards of a parameter have several shapes.
+        ValueError: the tensor groups are not consecutive ranks; the shards of a parameter have several shapes; or checkpoints
+            are to be written beside training.
     """
+    writer = config.checkpoint_config[CHECKPOINT_WRITER]
+    if writer and writer[CHECKPOINT_WRITER_DECOUPLED]:
+        raise ValueError(
+            f"checkpoint.writer.decoupled is true, but the members of a tensor group ({KEY} is {size}) save together, so that "
+            "the newest checkpoint has all shards; set it to false"
+        )
     rank, where = transport.world_rank, f"rank {transport.world_rank}, comparing shards"
     mine = dist.get_process_group_ranks(groups.get_tensor_model_parallel_group())
     first = rank // size * size

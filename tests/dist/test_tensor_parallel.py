@@ -103,8 +103,8 @@ def test_what_cannot_be_used_is_refused(pool):
     for ring, heads, sequence, decoupled in pool.run(4, refused, timeout=120):
         assert "cyclic.ring_size is 4, which does not divide the 2 data-parallel ranks" in ring
         assert "tensor_parallel.autotp_size is 2, which shards " in heads and "unevenly" in heads
-        assert "sequence_parallel_size is 2: a group is of one kind" in sequence
-        assert "checkpoint.writer.decoupled is true" in decoupled
+        assert "tensor_parallel.autotp_size is 2: a group of ranks shares layers or a sequence" in sequence
+        assert "checkpoint.writer.decoupled is true, but the members" in decoupled
 
 
 def test_rules_and_clipping_differ():

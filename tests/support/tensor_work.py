@@ -1,5 +1,7 @@
 """AutoTP in worker processes: a script for a Llama, the same for stock DeepSpeed and the cyclic engine."""
 
+import runpy
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -11,7 +13,9 @@ from torch import nn
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
+from support.client_results import EXAMPLES
 from support.engine_work import pack, told
+from support.sequence_clients import client
 from support.sequence_work import LENGTH, OPTIMIZERS, VOCABULARY, labels_of, sequences
 
 
@@ -244,3 +248,14 @@ def refused(rank: int, world: int) -> list[str]:
             told(lambda: start(Job(config={"sequence_parallel_size": 2, "data_parallel_size": 2}))),
             told(lambda: start(Job(config={"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}))),
         ]
+
+
+def trainer(rank: int, world: int, jobs: list[list[str]]) -> None:
+    """Run the Hugging Face Trainer's example with each job's arguments."""
+    from deepspeed.runtime.tensor_parallel import init_utils
+
+    for arguments in jobs:
+        with client({}), own_groups():
+            sys.argv = ["hf_trainer.py", *arguments]
+            runpy.run_path(str(EXAMPLES / "hf_trainer.py"), run_name="__main__")
+            init_utils._TP_MODEL_INIT_ARGS = None  # Accelerate has given the config's size to DeepSpeed's tp_model_init

@@ -254,7 +254,7 @@ WRONG = [
     ),
     (
         "plan --model python:support.cli_models:mlp --ranks 8 --config {bad}/tensor.json",
-        "tensor_parallel.autotp_size is 2 in the ds_config, but predictions know no shards of layers; remove it, and give --ranks 4",
+        "tensor_parallel.autotp_size is 2 in the ds_config, but predictions know no shards of layers; remove it, and give --",
     ),
     ("plan --model python:support.cli_models:mlp --ranks 2 --step-ms -1", "'-1' is not a number"),
     ("plan --model hf:{bad}/text.json --ranks 2", "is no Hugging Face config"),

@@ -43,8 +43,7 @@ REFUSED = {
     "torch_autocast.enabled": True,
     "torch_autocast.dtype": "float16",
     "hybrid_engine.enabled": True,
-    "sequence_parallel_size": 2,
-    "checkpoint.writer.decoupled": True,
+    "tensor_parallel.autotp_size": 2,
     "expert_parallel.enabled": True,
     "compile.deepcompile": True,
     "communication_data_type": "fp32",
@@ -55,8 +54,7 @@ REFUSED = {
 }
 # What DeepSpeed wants beside a setting to parse it at all, or what the refusal is of.
 BESIDE = {
-    "sequence_parallel_size": {"tensor_parallel.autotp_size": 2},
-    "checkpoint.writer.decoupled": {"tensor_parallel.autotp_size": 2},
+    "tensor_parallel.autotp_size": {"sequence_parallel_size": 2},
     "data_efficiency.data_routing.random_ltd.enabled": {
         "data_efficiency.enabled": True,
         "data_efficiency.data_routing.enabled": True,
