@@ -258,4 +258,4 @@ def trainer(rank: int, world: int, jobs: list[list[str]]) -> None:
         with client({}), own_groups():
             sys.argv = ["hf_trainer.py", *arguments]
             runpy.run_path(str(EXAMPLES / "hf_trainer.py"), run_name="__main__")
-            init_utils._TP_MODEL_INIT_ARGS = None  # Accelerate has given the config's size to DeepSpeed's tp_model_init
+            init_utils._TP_MODEL_INIT_ARGS = None  # transformers has given the config's size to DeepSpeed's tp_model_init
