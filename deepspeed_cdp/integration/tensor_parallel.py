@@ -34,7 +34,8 @@ def check(size: int, model: torch.nn.Module, transport: Transport, config: Any) 
             "the newest checkpoint has all shards; set it to false"
         )
     rank, where = transport.world_rank, f"rank {transport.world_rank}, comparing shards"
-    mine = dist.get_process_group_ranks(groups.get_tensor_model_parallel_group())
+    given = config.tensor_parallel_config.tensor_parallel.tp_group  # the script's, or DeepSpeed's own
+    mine = dist.get_process_group_ranks(given or groups.get_tensor_model_parallel_group())
     first = rank // size * size
     if mine != list(range(first, first + size)):
         raise ValueError(

@@ -90,7 +90,8 @@ def test_resuming_is_bitwise_continuing_and_weights_are_whole(pool, tmp_path):
         assert r["double"] and r["shapes"] == ((16, 16), (16, 16)), "of the shard"
         same(unpack(r["resumed"]), unpack(r["continued"]))
         assert {n: v.shape for n, v in unpack(r["saved"]).items()} == shapes
-        unlike, without = r["refused"]
+        mixed, unlike, without = r["refused"]
+        assert "has shards of two saves, those of rank 0 and of rank 1; load another tag" in mixed
         assert unlike.startswith("CheckpointError: ") and "CheckpointError: " in without
         assert "has no folder 'tensor_0" in without and "another size" in without
     written = torch.load(tmp_path / "pytorch_model.bin")
@@ -102,7 +103,8 @@ def test_resuming_is_bitwise_continuing_and_weights_are_whole(pool, tmp_path):
 
 
 def test_what_cannot_be_used_is_refused(pool):
-    for ring, heads, sequence, decoupled in pool.run(4, refused, timeout=120):
+    for rank, (strided, ring, heads, sequence, decoupled) in enumerate(pool.run(4, refused, timeout=120)):
+        assert f"the tensor group of rank {rank} is ranks [{rank % 2}, {rank % 2 + 2}]; allowed are 2 consecutive" in strided
         assert "cyclic.ring_size is 4, which does not divide the 2 data-parallel ranks" in ring
         assert "tensor_parallel.autotp_size is 2, which shards " in heads and "unevenly" in heads
         assert "tensor_parallel.autotp_size is 2: a group of ranks shares layers or a sequence" in sequence

@@ -1,6 +1,7 @@
 """AutoTP in worker processes: a script for a Llama, the same for stock DeepSpeed and the cyclic engine."""
 
 import runpy
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -198,6 +199,7 @@ def oracle(job: Job, stages: list[list[str]], world: int) -> reference.Trained:
 def uses(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
     """A checkpoint, weights for inference, DeepSpeed's functions for parameters, the end, and an engine that continues."""
     import deepspeed
+    import torch.distributed as dist
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 
     with own_groups():
@@ -221,6 +223,13 @@ def uses(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
         other.load_checkpoint(folder)
         train(other, job, rank, 2)
         resumed = pack(other.module_state_dict())
+        other.save_checkpoint(f"{folder}/mixed")
+        if rank == 0:
+            second = "tensor_01_of_02"
+            shutil.rmtree(f"{folder}/mixed/global_step4/{second}")
+            shutil.copytree(f"{folder}/global_step2/{second}", f"{folder}/mixed/global_step4/{second}")
+        dist.barrier()
+        mixed = told(lambda: other.load_checkpoint(f"{folder}/mixed"))
         other.destroy()
         alone = start(replace(job, tensor=1, cyclic={}))
         unlike = told(lambda: alone.load_checkpoint(folder))
@@ -235,14 +244,18 @@ def uses(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
         "resumed": resumed,
         "shapes": (tuple(before.shape), tuple(moments.shape)),
         "double": torch.equal(double, before * 2) and torch.equal(left, double),
-        "refused": (unlike, without),
+        "refused": (mixed, unlike, without),
     }
 
 
 def refused(rank: int, world: int) -> list[str]:
     """What engines say of groups and settings that they cannot use."""
+    import torch.distributed as dist
+
     with own_groups():
+        strided = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
         return [
+            told(lambda: start(Job(config={"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 2, "tp_group": strided}}}))),
             told(lambda: start(Job(cyclic={"ring_size": 4}))),
             told(lambda: start(Job(), model=build(heads=2))),
             told(lambda: start(Job(config={"sequence_parallel_size": 2, "data_parallel_size": 2}))),
