@@ -184,21 +184,22 @@ def load(
     folder = find_on_all_ranks(load_dir, tag, latest, rank, gather, where)
     if folder is None:
         return None, None
-    if (member := _member(runtime)) and not os.path.isdir(os.path.join(folder, member)):
-        raise CheckpointError(
-            f"{folder} has no folder {member!r}, so it was saved without tensor parallelism or with another size; load weights "
-            "into the model before deepspeed.initialize(), and save with this size"
-        )
     found: dict[str, Any] = {}
-    problem = None
+    problem, member = None, _member(runtime)
     try:
+        if not os.path.isdir(os.path.join(folder, member)) and os.path.isdir(folder):
+            raise CheckpointError(
+                f"{folder} has no folder {member!r}, so it was saved without tensor parallelism or with another size; load "
+                "weights into the model before deepspeed.initialize(), and save with this size"
+            )
         with open_checkpoint(existing_folder(os.path.join(folder, member))) as stored:
             found = _read(engine, runtime, stored, options)
     except Exception as error:
         problem = error_text(error)
     everyone = gather([problem, found.get("counters")], where)
     raise_on_all_ranks(folder, [x for x, _ in everyone])
-    if other := next((r for r, (_, counters) in enumerate(everyone) if counters != everyone[0][1]), None):
+    other = next((r for r, (_, counters) in enumerate(everyone) if counters != everyone[0][1]), None)
+    if member and other is not None:
         raise CheckpointError(f"{folder} has shards of two saves, those of rank 0 and of rank {other}; load another tag")
     runtime.scatter()
     runtime.flush()

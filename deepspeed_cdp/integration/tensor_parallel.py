@@ -98,6 +98,7 @@ def gather_layers(model: torch.nn.Module, state: dict[str, Any]) -> None:
 def take_input_check(engine: Any) -> Callable[..., Any]:
     """DeepSpeed's check that a tensor group's members have the same batch; a hook no longer, since a forward without values
     comes before the first one with them."""
-    hook = engine.module._forward_pre_hooks[engine.first_dataloader_check.id]
-    engine.first_dataloader_check.remove()
+    handle = engine.first_dataloader_check
+    hook = handle.hooks_dict_ref()[handle.id]
+    handle.remove()
     return hook

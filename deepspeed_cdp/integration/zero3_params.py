@@ -91,8 +91,13 @@ class Access:
             del torch.Tensor.ds_status  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """After a flush and ``detach``: parameters that are whole stay so, and the others' values stay with their owners."""
+        """After a flush and ``detach``: parameters that are whole stay so, and the others' values stay with their owners.
+
+        With tensor parallelism each rank keeps all of its shards.
+        """
         runtime = self.runtime
+        if runtime.transport.ring_map.tensor > 1:  # what stays would be gathered over all ranks
+            runtime.gather()
         if runtime.is_whole or runtime.executor.residency.whole_after_flush:
             for p in self._names:
                 p.data = p.data.clone()  # the buffers go

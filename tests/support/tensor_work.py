@@ -215,10 +215,14 @@ def uses(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
         safe_set_full_fp32_param(p, before * 2)
         with deepspeed.zero.GatheredParameters([p]):
             double = p.detach().clone()
-        module = engine.module
+        train(engine, replace(job, steps=5), rank, 4)
+        last, module = safe_get_full_fp32_param(p), engine.module
         engine.destroy()
         with deepspeed.zero.GatheredParameters(list(module.parameters())):
             left = p.detach().clone()
+        again = start(job, model=module)
+        train(again, replace(job, steps=5), rank, 4)
+        again.destroy()
         other = start(job)
         other.load_checkpoint(folder)
         train(other, job, rank, 2)
@@ -243,7 +247,7 @@ def uses(rank: int, world: int, job: Job, folder: str) -> dict[str, Any]:
         "continued": continued,
         "resumed": resumed,
         "shapes": (tuple(before.shape), tuple(moments.shape)),
-        "double": torch.equal(double, before * 2) and torch.equal(left, double),
+        "double": torch.equal(double, before * 2) and torch.equal(left, last),
         "refused": (mixed, unlike, without),
     }
 
