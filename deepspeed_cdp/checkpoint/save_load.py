@@ -8,6 +8,7 @@
     DIR/TAG/stage_000.safetensors ...       param/NAME (fp32 masters), frozen/NAME, state/NAME/KEY (optimizer), scalars
     DIR/TAG/buffers_000.safetensors ...     each rank's buffers
     DIR/TAG/client.pt                       client_state, lr scheduler, curriculum; read by checkpoint/pickles.py
+    DIR/TAG/tensor_00_of_02/cyclic.json ... with tensor parallelism: as DIR/TAG, of the ranks with the same shards
 
 Saving flushes first, so the files hold an ordinary synchronous state, and resuming is bitwise equal to continuing. Files are
 keyed by name, so any number of ranks, partition or rule can read them. Loading reads DeepSpeed's own formats, too
@@ -82,14 +83,29 @@ def save(
     """Collective; see ``CyclicEngine.save_checkpoint``, and ``save_on_all_ranks`` for ``later``."""
     save_dir, tag = save_location(save_dir, tag, engine.global_steps)
     runtime.flush()
-    transport = runtime.transport
+    transport, member = runtime.transport, _member(runtime)
     where = f"rank {transport.world_rank}, step {runtime.executor.global_step}, saving checkpoint {tag!r}"
-    return save_on_all_ranks(
-        Saving(save_dir, tag, transport.world_rank, transport.gather, where, save_latest),
-        lambda files: _write(engine, runtime, files, client_state, exclude_frozen),
-        lambda everyone: _manifest(engine, runtime, everyone, exclude_frozen),
-        (transport.size * transport.rings, transport.timeout_seconds) if later else None,
-    )
+
+    def save_shards(name: str, latest: bool) -> Pending | None:
+        return save_on_all_ranks(
+            Saving(save_dir, name, transport.data_rank, transport.gather_data, where, latest, not member),
+            lambda files: _write(engine, runtime, files, client_state, exclude_frozen),
+            lambda everyone: _manifest(engine, runtime, everyone, exclude_frozen),
+            (transport.size * transport.rings, transport.timeout_seconds) if later else None,
+        )
+
+    if not member:
+        return save_shards(tag, save_latest)
+    whole = Saving(save_dir, tag, transport.world_rank, transport.gather, where, save_latest)
+    whole.on_all_ranks(lambda: save_shards(f"{tag}/{member}", False))
+    whole.on_all_ranks(whole.name_latest)
+    return None
+
+
+def _member(runtime: "Runtime") -> str:
+    """The folder, in DIR/TAG, of the ranks that hold the same shards; empty without tensor parallelism."""
+    transport, size = runtime.transport, runtime.transport.ring_map.tensor
+    return f"tensor_{transport.world_rank % size:02d}_of_{size:02d}" if size > 1 else ""
 
 
 def _manifest(engine: RingEngine, runtime: "Runtime", everyone: list[dict], exclude_frozen: bool) -> dict[str, Any]:
@@ -118,7 +134,7 @@ def _write(engine: RingEngine, runtime: "Runtime", files: Files, client_state: d
     Returns:
         options: of each param group; owns: whether this rank owns parameters of the group.
     """
-    owner, rank = runtime.owner, runtime.transport.world_rank
+    owner, rank = runtime.owner, runtime.transport.data_rank
     if runtime.transport.ring == 0:  # several rings have equal stages
         _add_stage(runtime, files, exclude_frozen)
     # every rank's own buffers: batch norm's statistics, say, differ between ranks
@@ -173,13 +189,22 @@ def load(
     if folder is None:
         return None, None
     found: dict[str, Any] = {}
-    problem = None
+    problem, member = None, _member(runtime)
     try:
-        with open_checkpoint(existing_folder(folder)) as stored:
+        if not os.path.isdir(os.path.join(folder, member)) and os.path.isdir(folder):
+            raise CheckpointError(
+                f"{folder} has no folder {member!r}, so it was saved without tensor parallelism or with another size; load "
+                "weights into the model before deepspeed.initialize(), and save with this size"
+            )
+        with open_checkpoint(existing_folder(os.path.join(folder, member))) as stored:
             found = _read(engine, runtime, stored, options)
     except Exception as error:
         problem = error_text(error)
-    raise_on_all_ranks(folder, gather(problem, where))
+    everyone = gather([problem, found.get("counters")], where)
+    raise_on_all_ranks(folder, [x for x, _ in everyone])
+    other = next((r for r, (_, counters) in enumerate(everyone) if counters != everyone[0][1]), None)
+    if member and other is not None:
+        raise CheckpointError(f"{folder} has shards of two saves, those of rank 0 and of rank {other}; load another tag")
     runtime.scatter()
     runtime.flush()
     _apply(engine, runtime, found, options)
@@ -190,7 +215,7 @@ def load(
 
 def _read(engine: RingEngine, runtime: "Runtime", stored: CheckpointReader, options: LoadOptions) -> dict[str, Any]:
     """This rank's part of the checkpoint, checked and in memory; changes nothing."""
-    owner, rank, folder = runtime.owner, runtime.transport.world_rank, stored.folder
+    owner, rank, folder = runtime.owner, runtime.transport.data_rank, stored.folder
     sources, duplicates = _match_names(runtime, stored, options.strict)
     own = {n: p for n, p in {**owner.masters.parameters, **owner.frozen}.items() if n in sources}
     specs = {**stored.trained, **stored.frozen}

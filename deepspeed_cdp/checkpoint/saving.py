@@ -85,11 +85,12 @@ class Saving:
         gather: collective.
         where: what the rank is doing, for errors.
         save_latest: write DIR/latest, too.
+        script: write DIR/zero_to_fp32.py.
     """
 
-    def __init__(self, save_dir: str, tag: str, rank: int, gather: Gather, where: str, save_latest: bool):
+    def __init__(self, save_dir: str, tag: str, rank: int, gather: Gather, where: str, save_latest: bool, script: bool = True):
         self.save_dir, self.tag, self.rank, self.gather, self.where = save_dir, tag, rank, gather, where
-        self.save_latest, self.final = save_latest, os.path.join(save_dir, tag)
+        self.save_latest, self.script, self.final = save_latest, script, os.path.join(save_dir, tag)
         self.working = hidden_sibling(self.final, "saving")
 
     def on_all_ranks(self, action: Callable[[], Any]) -> list[Any]:
@@ -118,12 +119,18 @@ class Saving:
             _check_place(self.save_dir, self.tag, self.save_latest)
             make_working(self.final)
 
+    def name_latest(self) -> None:
+        """Rank 0 writes DIR/latest, of a checkpoint whose parts are saved."""
+        if self.rank == 0 and self.save_latest:
+            write_text(os.path.join(self.save_dir, "latest"), self.tag)
+
     def finish(self, manifest: dict[str, Any]) -> None:
         """Rank 0 gives the complete folder its name."""
         if self.rank:
             return
         write_text(os.path.join(self.working, MANIFEST), manifest_text(manifest))
-        write_text(os.path.join(self.save_dir, "zero_to_fp32.py"), SCRIPT)
+        if self.script:
+            write_text(os.path.join(self.save_dir, "zero_to_fp32.py"), SCRIPT)
         latest = os.path.join(self.save_dir, "latest")
         aside = write_aside(latest, self.tag) if self.save_latest else None
 

@@ -137,6 +137,11 @@ def read(
     sequence = sequence or int(_number(config, "sequence_parallel_size", 1) or 1)
     if ranks % sequence:
         raise UserError(f"sequence_parallel_size is {sequence}, which does not divide --ranks {ranks}; choose a divisor")
+    if (tensor := int(_number(_block(config, "tensor_parallel"), "autotp_size", 1) or 1)) > 1:
+        raise UserError(
+            f"tensor_parallel.autotp_size is {tensor} in the ds_config, but predictions know no shards of layers; remove it, and "
+            f"give --ranks {ranks // tensor}, of one member's rings"
+        )
     groups = ranks // sequence
     cyclic = parse_cyclic({CYCLIC: block}, groups)
     dtype = next((DTYPES[k] for k in ("bf16", "fp16") if _block(config, k).get("enabled") is True), torch.float32)

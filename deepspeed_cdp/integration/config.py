@@ -99,7 +99,7 @@ class CyclicConfig(DeepSpeedConfigModel):
         "auto",
         description="Ranks per ring; it must divide the number of data-parallel ranks. Several rings average their gradients "
         "stage by stage. `auto`: one ring per host if every host has the same number of ranks (at least 2); otherwise one ring. "
-        "With sequence parallelism read sequence groups for ranks, and as many rings as a group has ranks.",
+        "With sequence or tensor parallelism read groups for ranks, and as many rings as a group has ranks.",
     )
     transport: Annotated[
         Literal["auto", "gloo", "nccl", "peer"],

@@ -4,7 +4,7 @@ It overrides the methods of ``DeepSpeedEngine`` that differ; ``Runtime`` does th
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from deepspeed.utils import log_dist
 
 from deepspeed_cdp.checkpoint import save_load
 from deepspeed_cdp.errors import HandoffError
-from deepspeed_cdp.integration import agreement, sequence_parallel
+from deepspeed_cdp.integration import agreement, sequence_parallel, tensor_parallel
 from deepspeed_cdp.integration.curriculum import CurriculumSampler, shared_settings
 from deepspeed_cdp.integration.engine_base import EngineBase, check_loss, warn
 from deepspeed_cdp.integration.optimizer import CyclicOptimizer
@@ -49,6 +49,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
     _evaluating = False  # between eval() and train()
     _collectives = 0  # that the default process group had begun at the end of the last training forward
     _sequence = 1  # ranks that work on one sequence
+    _check_inputs: Callable[..., Any] | None = None  # DeepSpeed's, of the first batch with tensor parallelism
     _rehearsed = False  # the first training forward has been compared with the plan
     _loaded: tuple | None = None  # arguments of the last ``load_checkpoint``
     _rewinds_data = True  # ``load_checkpoint`` sets the curriculum's sampler, too
@@ -59,14 +60,27 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         self._config.timers_config.synchronized = False  # no device synchronize per step: it delays messages
         destroy_engines(model)
         self._transport = connect(config.transport, dist.get_rank(), dist.get_world_size(), config.timeout_seconds, self.device)
+        if (tensor := self._tensor) > 1:
+            tensor_parallel.check(tensor, model, self._transport, self._config)
+            self._check_inputs = tensor_parallel.take_input_check(self)
         self._agree(model)
-        self._sequence = sequence_parallel.degree(self.mpu, self._config._param_dict)
-        self._transport = rings_of(self._transport, config.ring_size, self._sequence)
+        if tensor > 1:
+            add = tensor_parallel.sum_members(tensor, config.timeout_seconds)
+            self._transport = rings_of(self._transport, config.ring_size, tensor=tensor, sum_members=add)
+        else:
+            self._sequence = sequence_parallel.degree(self.mpu, self._config._param_dict)
+            self._transport = rings_of(self._transport, config.ring_size, self._sequence)
         check_ring_size(self._config, self._transport.size)
         self._initial = Initial(model, config.weights, self.device)
         super()._configure_distributed_model(model)
-        self.dp_world_size = dist.get_world_size() // self._sequence  # DeepSpeed's is None with an mpu of sequence groups
+        # DeepSpeed's is None with an mpu of sequence groups
+        self.dp_world_size = dist.get_world_size() // (self._sequence * tensor)
         self._initial.make_placeholders()
+
+    @property
+    def _tensor(self) -> int:
+        """Ranks that share the layers."""
+        return max(self.autotp_size(), 1)
 
     def _broadcast_model(self) -> None:
         """As DeepSpeed's, which cannot see a parameter without dimensions (CLIP's temperature) as bytes."""
@@ -74,7 +88,8 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         for p in scalars:
             p.data = p.data.view(1)
         super()._broadcast_model()
-        sequence_parallel.broadcast(self.module)
+        if self._sequence > 1:
+            sequence_parallel.broadcast(self.module)
         for p in scalars:
             p.data = p.data.view(())
 
@@ -133,6 +148,7 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             delay_correction=correction,
             any_order=config.any_order,
             summed_ranks=sequence_parallel.summed_ranks(self._sequence, self._config),
+            uncounted=tensor_parallel.uncounted(self.module) if self._tensor > 1 else frozenset(),
         )
         self._make_runtime(optimizer, self._initial if self._initial and self._initial.elsewhere else None)
         self._initial = None
@@ -168,7 +184,9 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             found,
         )
         plans = self._runtime.executor.phases.plans
-        self._dry_run(sum(map(estimated_actions, plans)), lambda: check_rings(plans, self._sequence))
+        self._dry_run(
+            sum(estimated_actions(p, self._tensor) for p in plans), lambda: check_rings(plans, self._sequence, self._tensor)
+        )
         self._access = Access(self._runtime, dist.group.WORLD, weakref.WeakMethod(self.destroy))
         self._access.attach()
 
@@ -256,6 +274,9 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             torch.clear_autocast_cache()  # of casts of other versions, where the script has an autocast around its loop
             training = self.module.training and torch.is_grad_enabled()
             if training:
+                if self._check_inputs:
+                    self._check_inputs(self.module, inputs, kwargs)
+                    self._check_inputs = None
                 if not (self._rehearsed or self._runtime.borrowed or self._runtime.begun_outside):
                     self._rehearse(Example(inputs, kwargs))
                 with self._runtime.forward():
@@ -417,6 +438,8 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
         """Collective: the whole, up-to-date state dict, on every rank."""
         with self._noting_failure():
             state = self._runtime.whole_state()
+            if self._tensor > 1:
+                tensor_parallel.gather_layers(self.module, state)
         if exclude_frozen_parameters:
             for name, p in self.module.named_parameters():
                 if not p.requires_grad:

@@ -36,6 +36,10 @@ def _above_1(value: Any, config: Any) -> bool:
     return value is not None and value > 1
 
 
+def _beside_sequences(value: Any, config: Any) -> bool:
+    return value is not None and value > 1 and config._param_dict.get("sequence_parallel_size", 1) > 1
+
+
 def _offloads(value: Any, config: Any) -> bool:
     return value is not None and getattr(value, "device", "none") != "none"
 
@@ -148,7 +152,13 @@ TABLE: tuple[Row, ...] = (
     _refused(
         "hybrid_engine.enabled", "true", _on, "it swaps the engine for one that generates from gathered parameters", "remove it"
     ),
-    _refused("tensor_parallel.autotp_size", "above 1", _above_1, LATER, "remove it"),
+    _refused(
+        "tensor_parallel.autotp_size",
+        "above 1 with sequence_parallel_size above 1",
+        _beside_sequences,
+        "a group of ranks shares layers or a sequence",
+        "remove one of both",
+    ),
     _refused("expert_parallel.enabled", "true", _on, OTHER_RINGS, "keep whole experts on every rank and remove it"),
     _refused(
         "compile.deepcompile",
@@ -187,7 +197,13 @@ TABLE: tuple[Row, ...] = (
         OTHER_RINGS,
         "set ep_size to 1, which keeps whole experts on every rank",
     ),
-    _refused("model: mpu", "above 1 model parallel", None, "tensor parallelism is " + LATER, "use data and sequence parallelism"),
+    _refused(
+        "model: mpu",
+        "above 1 model parallel",
+        None,
+        "only DeepSpeed's AutoTP shards layers as the engine expects",
+        "use tensor_parallel.autotp_size",
+    ),
     Row(
         (ZERO + "stage",),
         "supported",
@@ -205,6 +221,7 @@ TABLE: tuple[Row, ...] = (
         "supported",
         "Ulysses, as in ZeRO-3; see docs/parallelism.md",
     ),
+    Row(("tensor_parallel",), "supported", "AutoTP, as in ZeRO-3, without sequence parallelism; see docs/parallelism.md"),
     Row(
         ("managed_gradient_accumulation",),
         "supported",

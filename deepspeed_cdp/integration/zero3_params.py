@@ -91,14 +91,18 @@ class Access:
             del torch.Tensor.ds_status  # type: ignore[attr-defined]
 
     def leave(self) -> None:
-        """After a flush and ``detach``: parameters that are whole stay so, and the others' values stay with their owners."""
+        """After a flush and ``detach``: parameters that are whole stay so, and the others' values stay with their owners.
+
+        With tensor parallelism each rank keeps all of its shards.
+        """
         runtime = self.runtime
+        if runtime.transport.ring_map.tensor > 1:  # what stays would be gathered over all ranks
+            runtime.gather()
         if runtime.is_whole or runtime.executor.residency.whole_after_flush:
             for p in self._names:
                 p.data = p.data.clone()  # the buffers go
             return
-        first_ring = runtime.transport.ring_map.grid()[0]
-        sources = {p: first_ring[self._owner[name]] for p, name in self._names.items()}
+        sources = {p: runtime.transport.world_rank_of(self._owner[name], 0) for p, name in self._names.items()}
         mine = [(p, name) for p, name in self._names.items() if sources[p] == runtime.transport.world_rank]
         values = {p: self._value(name).to(runtime.device, p.dtype) for p, name in mine}
         Remains(runtime.module, values, sources, runtime.device)
@@ -356,7 +360,8 @@ class Access:
             "shape": None if value is None else list(value.shape),
             "dtype": None if value is None else str(value.dtype).removeprefix("torch."),
         }
-        told = self.runtime.transport.gather(mine, self._where(f"optimizer state of {name}"))[self._owner[name]]
+        owner_rank = self.runtime.transport.world_rank_of(self._owner[name])
+        told = self.runtime.transport.gather(mine, self._where(f"optimizer state of {name}"))[owner_rank]
         if told["shape"] is None:
             raise self._no_state(name, key, told["keys"])
         return tuple(told["shape"]), getattr(torch, told["dtype"])

@@ -39,6 +39,7 @@ class Settings:
         check_divergence: of the ``cyclic`` block: steps from one comparison of ranks to the next; 0: none.
         replicated: every rank keeps all parameters, under ZeRO stages 0, 1 and 2 (plan/replicated.py).
         summed_ranks: the sum of all ranks' gradients is divided by the number of ranks over this (sequence parallelism).
+        uncounted: names of parameters whose gradients' norm another rank counts (tensor parallelism).
     """
 
     rule: str | int = "cdp-v2"
@@ -60,6 +61,7 @@ class Settings:
     any_order: bool | str = "auto"
     prefetch_units: int = 2
     summed_ranks: int = 1
+    uncounted: frozenset[str] = frozenset()
 
 
 def find(module: torch.nn.Module, ranks: int, settings: Settings, seen: discover.Trace | None = None) -> discover.FoundUnits:

@@ -5,7 +5,7 @@ and the masters copied to bf16 afterwards: 52 bytes of memory traffic per parame
 halves (masters.py). The arithmetic is the same, in fp32.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -350,6 +350,7 @@ class Adam:
         optimizer: one that ``suits`` accepts.
         masters: fp32 or in halves. sums, early: by unit and name; published, corrected: by copy and name.
         correction: as for ``Batch``.
+        uncounted: parameters that squared norms leave out.
     """
 
     def __init__(
@@ -361,8 +362,9 @@ class Adam:
         corrected: Sequence[Mapping[str, torch.Tensor]] | None = None,
         correction: DelayCorrection | None = None,
         early: Mapping[Any, Mapping[str, torch.Tensor]] | None = None,
+        uncounted: Collection[str] = (),
     ):
-        self._early = early
+        self._early, self._uncounted = early, uncounted
         self.optimizer, self.masters, self._sums, self._published = optimizer, masters, sums, published
         self._corrected, self._correction = corrected or (), correction
         self._batches: dict[
@@ -383,7 +385,9 @@ class Adam:
 
     def square(self, unit: Hashable, scale: float) -> torch.Tensor:
         """Parts of the squared norm of the unit's sums times ``scale``; see ``Batch.square``."""
-        return self._concatenated([batch.square(scale) for batch, _ in self._batches_of(unit)])
+        return self._concatenated(
+            [batch.square(scale) for batch, names in self._batches_of(unit) if names[0] not in self._uncounted]
+        )
 
     def update(
         self, unit: Hashable, options: Sequence[dict[str, Any]], scale: float, clip: torch.Tensor | None, copy: int | None
@@ -399,7 +403,8 @@ class Adam:
             hyper = _hyper(self.optimizer, options[batch.group])
             assert hyper is not None, "suits() has checked it"
             old = newest.get(names[0])
-            squares.append(batch.update(hyper, scale, clip, old if copy is None else copy, old))
+            parts = batch.update(hyper, scale, clip, old if copy is None else copy, old)
+            squares += [parts] if names[0] not in self._uncounted else []
             if old is not None and copy is not None:
                 newest.update(dict.fromkeys(names, copy))
         return self._concatenated(squares)
@@ -453,7 +458,7 @@ class Adam:
                     "exp_avg_sq": torch.zeros_like(total, dtype=torch.float32),
                 }
             count = int(state["step"]) or (counts[groups[master]] if deepspeeds else 0)
-            key = groups[master], total.dtype, self._published[0][name].dtype, name in lows, count
+            key = groups[master], total.dtype, self._published[0][name].dtype, name in lows, name in self._uncounted, count
             alike.setdefault(key, []).append(name)
         batches = []
         for (group, *_, count), names in alike.items():

@@ -59,6 +59,7 @@ class StageOwner:
         early: Sums | None = None,
         early_divisor: Callable[[int], float] = lambda step: 1.0,
         in_halves: bool = False,
+        uncounted: Collection[str] = (),
     ):
         """
         Args:
@@ -75,8 +76,9 @@ class StageOwner:
             early: by unit and name, early gradient sums; ``predict`` makes ``corrected`` of them, else updates do.
             early_divisor: as ``divisor``, of early sums.
             in_halves: keep masters of bf16 parameters in halves. Nothing but updates may write ``published`` then.
+            uncounted: parameters that squared norms leave out.
         """
-        self._early_divisor = early_divisor
+        self._early_divisor, self._uncounted = early_divisor, uncounted
         self.forget_last_update()
         self.clip, self._divisor, self._device, self._published = clip, divisor, device, published
         self.master_device, self.copies = self.master_device or device, len(published)
@@ -113,7 +115,7 @@ class StageOwner:
         suits = fused_adam.Adam.suits(self.optimizer, self.master_device or self._device, dtypes)
         correction = self._corrector.correction if self._corrector else None
         written = self._published, self._corrected, correction, self._early
-        self._fused = fused_adam.Adam(self.optimizer, self.masters, sums, *written) if suits else None
+        self._fused = fused_adam.Adam(self.optimizer, self.masters, sums, *written, self._uncounted) if suits else None
 
     @property
     def updates_eagerly(self) -> bool:
@@ -263,10 +265,13 @@ class StageOwner:
                 grad.add_(addend)
         torch._foreach_div_(grads, self._divisor(step))
         self._grads[unit] = grads
+        counted = [g for name, g in zip(self._sums[unit], grads) if name not in self._uncounted]
+        if not counted:
+            return torch.zeros(1, dtype=torch.float64, device=self._device)
         if self._device.type == "cpu":  # in double precision, as in analysis/reference.py
-            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in grads]
+            norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in counted]
         else:
-            norms = list(torch._foreach_norm(grads))
+            norms = list(torch._foreach_norm(counted))
         return torch.stack(norms).double().square()
 
     @torch.no_grad()

@@ -34,7 +34,7 @@ class CrossRing:
         self._views = views
         self.transport, ring = transport.inner, transport.ring
         # by stream: world rank of the receiver
-        self._peer = {s: transport.ring_map.rank(there, transport.rank) for s, there in (("X", ring + 1), ("Y", ring - 1))}
+        self._peer = {s: transport.world_rank_of(transport.rank, there) for s, there in (("X", ring + 1), ("Y", ring - 1))}
         self._last, self._posts = ring == plan.rings - 1, first_posts(ring, order)
         self._links = chain(ring, plan.rings, order)
         stage = plan.schedule.owned(transport.rank)

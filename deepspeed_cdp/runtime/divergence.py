@@ -93,7 +93,7 @@ class Divergence:
 
     def _compare(self, step: int, first: list[float], rows: list[list[float]]) -> Difference | None:
         for ring, row in enumerate(rows):
-            here, there = self._map.rank(0, self._rank), self._map.rank(ring, self._rank)
+            here, there = self._world_rank_of(self._rank, 0), self._world_rank_of(self._rank, ring)
             place = options.first_difference(rows[0][CHECKSUM:], row[CHECKSUM:])
             if place is not None:
                 return [0, step, here, there, place, rows[0][CHECKSUM + place], row[CHECKSUM + place]]

@@ -237,11 +237,12 @@ class OwnerExecutor:
         )
         for unit in finished:
             self._reduce_unit(a, unit)
-        if a.peer is not None:
-            self.metrics.receive(a.peer, where)
         loss, count = losses() if ring is None else ring.total[:2]
         norms = [self._norms[i] for i in reversed(self.trained) if i in self._norms]
         norm2 = torch.cat(norms).sum(dtype=torch.float64) if norms else torch.zeros_like(loss)
+        self.transport.sum_members(norm2, where)
+        if a.peer is not None:
+            self.metrics.receive(a.peer, where)
         self.metrics.add(state.owned_stage, norm2, loss, count, step, None if ring is None else ring.rows)
         self._norms = {}
         self._keep_alive(self._losses.pop(step)[0])

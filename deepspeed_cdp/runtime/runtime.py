@@ -122,6 +122,7 @@ class Runtime:
                 correction=settings.delay_correction,
                 early=stage.early,
                 early_divisor=lambda step: self.plan.early_share(state.owned_stage) / settings.summed_ranks * self.scale.of(step),
+                uncounted=settings.uncounted,
                 in_halves=Masters.suit_halves(device) and not settings.offload and not settings.replicated,
             )
         compares = settings.check_divergence and transport.size * transport.rings > 1

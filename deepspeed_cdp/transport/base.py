@@ -109,9 +109,21 @@ class Transport(ABC):
         """Which rank of the job is where."""
         return RingMap(self.size, self.size)
 
-    def world_rank_of(self, rank: int) -> int:
-        """The rank among all of the job's, of a rank of this ring."""
+    def world_rank_of(self, rank: int, ring: int | None = None) -> int:
+        """The rank among all of the job's, of a rank of this ring, or of another one of ``rings``."""
         return rank
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's number among those that hold the same parameters; all but with tensor parallelism."""
+        return self.world_rank
+
+    def gather_data(self, value: Any, where: Where) -> list[Any]:
+        """As ``gather``: values of the ranks that hold the same parameters, by ``data_rank``."""
+        return self.gather(value, where)
+
+    def sum_members(self, tensor: torch.Tensor, where: Where) -> None:  # noqa: B027, alone without tensor parallelism
+        """Add up ``tensor`` over the members of this rank's tensor group, in place; each has the same sum."""
 
     def count(self, edge: tuple[str, int], nbytes: int) -> None:
         """Count a received message of ``nbytes`` bytes on ``edge`` (stream, peer)."""
@@ -229,7 +241,7 @@ class Transport(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: torch.Tensor, src: int, where: Where) -> None:
-        """Collective: copy rank ``src``'s ``tensor`` (uint8, 1-D, contiguous) into every rank's.
+        """Collective: copy rank ``src``'s ``tensor`` (uint8, 1-D, contiguous) into every rank's that holds the same parameters.
 
         Raises:
             HandoffError: not all ranks took part within ``timeout_seconds``.

@@ -5,8 +5,7 @@ owners of a stage, one per ring, average its gradient (runtime/cross_ring.py).
 """
 
 import logging
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +13,7 @@ from deepspeed_cdp.transport.base import Edge, Ticket, Transport, Where
 from deepspeed_cdp.transport.choose import host
 from deepspeed_cdp.transport.ring_map import RingMap
 
+SumMembers = Callable[[torch.Tensor, Where], None]
 _FORWARDED = (  # attributes that are those of the inner transport
     "sent",
     "received",
@@ -36,25 +36,25 @@ _FORWARDED = (  # attributes that are those of the inner transport
 )
 
 
-def ring_size(setting: str | int, hosts: Sequence[str], sequence: int = 1) -> int:
+def ring_size(setting: str | int, hosts: Sequence[str], members: int = 1) -> int:
     """The number of ranks per ring.
 
     ``auto``: the ranks of a ring are of one host if every host has the same number of consecutive ranks, and with them at least
-    two sequence groups; otherwise a ring has a rank of every sequence group.
+    two groups; otherwise a ring has a rank of every group.
 
     Args:
         setting: ``cyclic.ring_size``.
         hosts: name of each rank's host, in rank order.
-        sequence: ranks per sequence group.
+        members: ranks per group, of sequence or tensor parallelism.
     Raises:
-        ValueError: the ring size does not divide the number of sequence groups.
+        ValueError: the ring size does not divide the number of groups.
     """
-    world, groups = len(hosts), len(hosts) // sequence
+    world, groups = len(hosts), len(hosts) // members
     if setting == "auto":
         each = next((r for r in range(world) if hosts[r] != hosts[0]), world)
         blocks = [hosts[at : at + each] for at in range(0, world, each)]
         even = all(len(b) == each and len(set(b)) == 1 for b in blocks) and len({b[0] for b in blocks}) == len(blocks)
-        return each // sequence if even and each % sequence == 0 and each > sequence else groups
+        return each // members if even and each % members == 0 and each > members else groups
     if groups % int(setting):
         raise ValueError(
             f"cyclic.ring_size is {setting}, which does not divide the {groups} data-parallel ranks"
@@ -62,26 +62,32 @@ def ring_size(setting: str | int, hosts: Sequence[str], sequence: int = 1) -> in
     return int(setting)
 
 
-def rings_of(transport: Transport, setting: str | int, sequence: int = 1) -> Transport:
+def rings_of(
+    transport: Transport, setting: str | int, sequence: int = 1, tensor: int = 1, sum_members: SumMembers | None = None
+) -> Transport:
     """Collective: the transport of this rank's ring; ``transport`` itself if there is one ring.
 
+    Args:
+        setting, sequence, tensor: as for ``ring_size`` and ``RingMap``.
+        sum_members: as for ``RingView``.
     Raises:
         ValueError: as ``ring_size``.
     """
     from deepspeed.utils import log_dist
 
     hosts = transport.gather(host(), f"rank {transport.rank}, looking for rings")
-    size = ring_size(setting, hosts, sequence)
+    size = ring_size(setting, hosts, sequence * tensor)
     if size == transport.size:
         return transport
     groups = f" ({sequence} ranks work on a sequence)" if sequence > 1 else ""
+    groups += f" ({tensor} ranks share the layers, and rings of the same members' ranks average)" if tensor > 1 else ""
     log_dist(
-        f"{transport.size // size} rings of {size} ranks{groups}, on {len(set(hosts))} host(s), average their gradients stage by "
-        "stage",
+        f"{transport.size // size} rings of {size} ranks, on {len(set(hosts))} host(s), average their gradients stage by stage"
+        + groups,
         ranks=[0],
         level=logging.WARNING,
     )  # DeepSpeed hides lower levels
-    return RingView(transport, size, sequence)
+    return RingView(transport, size, sequence, tensor, sum_members)
 
 
 class RingView(Transport):
@@ -89,16 +95,22 @@ class RingView(Transport):
 
     Attributes:
         inner: the transport of all ranks; counters are its own, by world rank.
-        ring, rings: this rank's ring and the number of rings.
+        ring, rings: the place of this rank's ring in its family (``RingMap``), and the family's size.
         ring_map: of all ranks.
     """
 
-    def __init__(self, inner: Transport, size: int, sequence: int = 1):
-        assert inner.size % (size * sequence) == 0, (inner.size, size, sequence)
+    def __init__(self, inner: Transport, size: int, sequence: int = 1, tensor: int = 1, sum_members: SumMembers | None = None):
+        """
+        Args:
+            sum_members: as ``Transport.sum_members``; with tensor parallelism only.
+        """
+        assert inner.size % (size * sequence * tensor) == 0, (inner.size, size, sequence, tensor)
+        assert (tensor > 1) == (sum_members is not None), tensor
         # Transport.__init__ is not called: the counters are those of ``inner``
         self.inner, self.name, self.size, self.timeout_seconds = inner, inner.name, size, inner.timeout_seconds
-        self._ring_map = RingMap(inner.size, size, sequence)
-        self.ring, self.rank, self.rings = self._ring_map.ring(inner.rank), self._ring_map.place(inner.rank), self._ring_map.rings
+        self._ring_map, self._sum_members = RingMap(inner.size, size, sequence, tensor), sum_members
+        self._family, self.rank = self._ring_map.family(inner.rank), self._ring_map.place(inner.rank)
+        self.ring, self.rings = self._family.index(self._ring_map.ring(inner.rank)), len(self._family)
         for name in _FORWARDED:
             setattr(self, name, getattr(inner, name))
 
@@ -106,13 +118,16 @@ class RingView(Transport):
     collectives = property(lambda self: self.inner.collectives)
     ring_map = property(lambda self: self._ring_map)
 
-    def world_rank_of(self, rank: int) -> int:
-        return self._ring_map.rank(self.ring, rank)
+    data_rank = property(lambda self: self.inner.rank // self._ring_map.tensor)
+
+    def world_rank_of(self, rank: int, ring: int | None = None) -> int:
+        family = self._family
+        return self._ring_map.rank(family.start + family.step * (self.ring if ring is None else ring), rank)
 
     def prepare(self, edges: Sequence[Edge], deferred: bool) -> None:
         grid = self._ring_map.grid()
         inside = [(s, ring[a], ring[b]) for ring in grid for s, a, b in edges]
-        up = [pair for ring, following in pairwise(grid) for pair in zip(ring, following)]
+        up = [pair for ring, following in zip(grid, grid[self._ring_map.tensor :]) for pair in zip(ring, following)]
         self.inner.prepare(sorted([*inside, *(("X", a, b) for a, b in up), *(("Y", b, a) for a, b in up)]), deferred)
 
     def post(
@@ -129,8 +144,17 @@ class RingView(Transport):
     def gather(self, value, where):
         return self.inner.gather(value, where)
 
+    def gather_data(self, value, where):
+        return self.inner.gather(value, where)[self._family.start :: self._ring_map.tensor]
+
     def broadcast(self, tensor, src, where):
-        self.inner.broadcast(tensor, self._ring_map.rank(0, src), where)  # of ring 0, to all ranks
+        for first in range(self._ring_map.tensor):  # of the first ring of each family, to all ranks
+            mine = first == self._family.start
+            self.inner.broadcast(tensor if mine else torch.empty_like(tensor), self._ring_map.rank(first, src), where)
+
+    def sum_members(self, tensor, where):
+        if self._sum_members is not None:
+            self._sum_members(tensor, where)
 
     def reset(self, where):
         self.inner.reset(where)

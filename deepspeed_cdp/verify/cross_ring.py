@@ -23,10 +23,11 @@ class _RingMessage(NamedTuple):
     rings: int = 0
 
 
-def lock_step(plan: Plan, sequence: int) -> list[list[tuple[int, int]]]:
-    """The sequence groups of ``sequence`` ranks, each as (ring, rank in the ring): the same rank of neighbouring rings."""
-    starts = range(0, plan.rings, sequence)
-    return [[(c, r) for c in range(start, start + sequence)] for start in starts for r in range(plan.schedule.ranks)]
+def lock_step(plan: Plan, sequence: int = 1, tensor: int = 1) -> list[list[tuple[int, int]]]:
+    """The groups of ``sequence`` or ``tensor`` ranks, each as (ring, rank in the ring): the same rank of neighbouring rings."""
+    members = sequence * tensor
+    starts = range(0, plan.rings * tensor, members) if members > 1 else ()
+    return [[(c, r) for c in range(start, start + members)] for start in starts for r in range(plan.schedule.ranks)]
 
 
 def validate(
@@ -34,6 +35,7 @@ def validate(
     steps: int = 4,
     links: Sequence[Sequence[Sequence[Link]]] | None = None,
     groups: Sequence[Sequence[tuple[int, int]]] = (),
+    tensor: int = 1,
 ) -> None:
     """Run all rings of a plan together, under all ``CONDITIONS``.
 
@@ -41,19 +43,23 @@ def validate(
         links: by ring and rank; they replace those of ``chain``, in tests.
         groups: of (ring, rank in the ring): members of a group meet before every action of their programs, relays apart. So they
             may have collectives anywhere between two actions: in each attention layer, say.
+        tensor: families of ``plan.rings`` rings each, which exchange no sums; every ``tensor``-th ring is in the same one. The
+            members of a group meet within GRAD_NORM, too, where they add up their norms.
     Raises:
         PlanError: naming rank, step, ring and link.
     """
     ranks = range(plan.schedule.ranks)
-    links = links or [[chain(c, plan.rings, finishing(plan, r)) for r in ranks] for c in range(plan.rings)]
+    count = plan.rings * tensor
+    links = links or [
+        [chain(c // tensor, plan.rings, finishing(plan, r)) if plan.rings > 1 else () for r in ranks] for c in range(count)
+    ]
     for condition in CONDITIONS:
         rings: list[_Ring] = []
-        for c in range(plan.rings):
-            rings.append(_RINGS[type(plan)](plan, steps, condition, links[c], rings))
+        for c in range(count):
+            rings.append(_RINGS[type(plan)](plan, steps, condition, links[c], rings, tensor))
         for group in groups:
-            members = [rings[c].ranks[r] for c, r in group]
             for c, r in group:
-                rings[c].groups[r] = members
+                rings[c].groups[r] = [(rings[other], rings[other].ranks[place]) for other, place in group]
         everyone = [(ring, rank) for ring in rings for rank in ring.ranks]
         for ring, rank in everyone:
             ring.open(rank, (-1,))
@@ -70,21 +76,29 @@ class _Ring(DryRun):
     """One ring of several, with its owners' ends of the chains.
 
     Attributes:
-        ring, rings: this ring's number; all rings.
+        number, ring: this ring's number; that in its family.
         links, at: by rank, its links; the next one of the GRAD_NORM under way.
         x: by rank, item -> content of region X: (stream,) after a credit for it, then (step, number of rings summed).
         o: by rank, item -> number of rings in the own ring's region of finished sums.
         posts, coming: (stream, rank) -> credits, and pushes of another ring.
         come: (stream, rank, item) -> the push that has landed.
         unsent: by rank, (stream, item) of pushes that still read.
-        groups: by rank, the ranks of all rings that it meets before every action.
+        groups: by rank, the ranks of all rings that it meets before every action, with their rings.
+        reduced: by rank, the latest step of which it has reduced all sums.
     """
 
     def __init__(
-        self, plan: Plan, steps: int, condition: dict[str, Any], links: Sequence[Sequence[Link]], rings: Sequence["_Ring"]
+        self,
+        plan: Plan,
+        steps: int,
+        condition: dict[str, Any],
+        links: Sequence[Sequence[Link]],
+        rings: Sequence["_Ring"],
+        tensor: int,
     ):
         super().__init__(plan, steps, **condition)
-        self.ring, self.rings, self.links = len(rings), rings, links
+        self.number, self._rings, self._tensor, self.links = len(rings), rings, tensor, links
+        self.ring, self.reduced = self.number // tensor, [-1] * self.schedule.ranks
         n = self.schedule.ranks
         self.at = [0] * n
         self.x: list[dict[int, tuple | None]] = [{} for _ in range(n)]
@@ -93,15 +107,19 @@ class _Ring(DryRun):
         self.coming: dict[tuple[str, int], deque[_RingMessage]] = {}
         self.come: dict[tuple[str, int, int], _RingMessage] = {}
         self.unsent: list[set[tuple[str, int]]] = [set() for _ in range(n)]
-        self.groups: list[list[Rank]] = [[] for _ in range(n)]
+        self.groups: list[list[tuple[_Ring, Rank]]] = [[] for _ in range(n)]
+
+    def neighbour(self, step: int) -> "_Ring":
+        """The next (1) or previous (-1) ring of the family."""
+        return self._rings[self.number + step * self._tensor]
 
     def wrong(self, rank: Rank, reason: str) -> PlanError:
         links, at = self.links[rank.number], self.at[rank.number]
-        return self._error(rank, f"ring {self.ring}, {links[at] if at < len(links) else 'done'}: {reason}")
+        return self._error(rank, f"ring {self.number}, {links[at] if at < len(links) else 'done'}: {reason}")
 
     def open(self, rank: Rank, key: tuple) -> None:
         """Region X is free: grant the first credits."""
-        for stream, item in first_posts(self.ring, finishing(self.plan, rank.number)):
+        for stream, item in first_posts(self.ring, finishing(self.plan, rank.number)) if self.plan.rings > 1 else ():
             self._grant_credit(rank, stream, item, key, rank.version)
 
     def _grant_credit(self, rank: Rank, stream: str, item: int, key: tuple, step: int) -> None:
@@ -127,13 +145,13 @@ class _Ring(DryRun):
                     rank, f"{stream} of item {push.item} has its credit at {post.key}, not before the push at {push.key}"
                 )
             self.come[stream, rank.number, push.item] = push
-            sender = self.rings[self.ring + (-1 if stream == "X" else 1)]
+            sender = self.neighbour(-1 if stream == "X" else 1)
             sender.unsent[rank.number].discard((stream, push.item))
             sender.ranks[rank.number].blocked -= 1
 
     def _may_act(self, rank: Rank) -> bool:
         here = rank.step, rank.cursor
-        return super()._may_act(rank) and all((x.step, x.cursor) >= here for x in self.groups[rank.number])
+        return super()._may_act(rank) and all((x.step, x.cursor) >= here for _, x in self.groups[rank.number])
 
     def _grad_norm(self, rank: Rank, a: Action) -> bool:
         links, r, step = self.links[rank.number], rank.number, rank.step + a.version
@@ -141,13 +159,23 @@ class _Ring(DryRun):
             if self.blocking and rank.blocked or not self._link(rank, step, self._key(rank, a), links[self.at[r]]):
                 return False
             self.at[r] += 1
+        if self._tensor > 1 and not self._members_reduced(rank, step):
+            return False
         if not super()._grad_norm(rank, a):
             return False
         wanted = dict.fromkeys((*finishing(self.plan, r), PAIR), (step, self.plan.rings))
-        if self.x[r] != wanted or self.unsent[r]:
+        if self.plan.rings > 1 and self.x[r] != wanted or self.unsent[r]:
             raise self.wrong(rank, f"averages {self.x[r]} while {sorted(self.unsent[r])} are still to be sent")
         self.at[r] = 0
         return True
+
+    def _members_reduced(self, rank: Rank, step: int) -> bool:
+        """Whether all members of the rank's tensor group have reduced the step's sums, so that they can add up their norms."""
+        r = rank.number
+        if self._landed(rank, step, [i for i in self.o_layouts[r] if i not in self.plan.eager_units(r)]) is None:
+            return False
+        self.reduced[r] = step
+        return all(ring.reduced[x.number] >= step for ring, x in self.groups[r])
 
     def _link(self, rank: Rank, step: int, time: Key, link: Link) -> bool:
         r, i, key = rank.number, link.item, (*time, *link.key)
@@ -175,7 +203,7 @@ class _Ring(DryRun):
                 raise self.wrong(rank, f"sends {o.get(i) if up else x.get(i)}")
             self.unsent[r].add((link.stream, i))
             rank.blocked += 1
-            there, summed = self.rings[self.ring + (1 if up else -1)], self.ring + 1 if up else last + 1
+            there, summed = self.neighbour(1 if up else -1), self.ring + 1 if up else last + 1
             there.coming.setdefault((link.stream, r), deque()).append(_RingMessage(key, step, i, summed))
             there._land(link.stream, there.ranks[r])
         elif link.kind == LinkKind.GRANT_CREDIT:

@@ -27,37 +27,38 @@ class Summary(NamedTuple):
         return f"dry-run: {self.actions:,} actions, {self.steps} steps, {self.ways} ways, {self.seconds:.2f} s: OK"
 
 
-def estimated_actions(plan: Plan) -> int:
-    """Actions of the dry-run of a plan, from rank 0's program: others have about as many."""
-    return _runs(plan) * plan.schedule.ranks * len(build(few_rounds(plan), 0, False)) * STEPS
+def estimated_actions(plan: Plan, tensor: int = 1) -> int:
+    """Actions of the dry-run of a plan, from rank 0's program: others have about as many. ``tensor``: as of ``check_rings``."""
+    return _runs(plan, tensor) * plan.schedule.ranks * len(build(few_rounds(plan), 0, False)) * STEPS
 
 
-def _runs(plan: Plan) -> int:
+def _runs(plan: Plan, tensor: int) -> int:
     """How often a rank's programs are run: with several rings, those of one ring alone and those of all rings together."""
-    return RING_WAYS * (1 if plan.rings == 1 else 1 + plan.rings)
+    rings = plan.rings * tensor
+    return RING_WAYS * (1 if rings == 1 else 1 + rings)
 
 
-def _actions(plan: Plan) -> int:
+def _actions(plan: Plan, tensor: int) -> int:
     ranks = range(plan.schedule.ranks)
-    return _runs(plan) * sum(len(build(plan, r, True)) + (STEPS - 1) * len(build(plan, r, False)) for r in ranks)
+    return _runs(plan, tensor) * sum(len(build(plan, r, True)) + (STEPS - 1) * len(build(plan, r, False)) for r in ranks)
 
 
-def check_rings(plans: Iterable[Plan], sequence: int = 1) -> Summary:
+def check_rings(plans: Iterable[Plan], sequence: int = 1, tensor: int = 1) -> Summary:
     """Dry-run the plans that take turns in a training run.
 
     Of a plan with many rounds it runs the program with few rounds. The executor runs the same one, and repeats two equal rounds.
 
     Args:
-        sequence: ranks of a sequence group, which work in lock-step.
+        sequence, tensor: ranks of a sequence group, or of a tensor group, which work in lock-step.
     Raises:
         PlanError: naming rank, step and action.
     """
     began, actions = time.perf_counter(), 0
     for plan in map(few_rounds, plans):
         check.validate(plan, STEPS)
-        if plan.rings > 1:
-            cross_ring.validate(plan, STEPS, groups=cross_ring.lock_step(plan, sequence) if sequence > 1 else ())
-        actions += _actions(plan)
+        if plan.rings * tensor > 1:
+            cross_ring.validate(plan, STEPS, groups=cross_ring.lock_step(plan, sequence, tensor), tensor=tensor)
+        actions += _actions(plan, tensor)
     return Summary(actions, STEPS, RING_WAYS, time.perf_counter() - began)
 
 

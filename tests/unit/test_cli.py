@@ -252,6 +252,10 @@ WRONG = [
         "plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/block.json",
         "zero_optimization.stage is 0 in the ds_config",
     ),
+    (
+        "plan --model python:support.cli_models:mlp --ranks 8 --config {bad}/tensor.json",
+        "tensor_parallel.autotp_size is 2 in the ds_config, but predictions know no shards of layers; remove it, and give --",
+    ),
     ("plan --model python:support.cli_models:mlp --ranks 2 --step-ms -1", "'-1' is not a number"),
     ("plan --model hf:{bad}/text.json --ranks 2", "is no Hugging Face config"),
     (
@@ -289,6 +293,7 @@ def bad(tmp_path_factory) -> Path:
     (folder / "key.json").write_text('{"cyclic": {"enabled": true, "rul": "dp"}}')
     (folder / "stage.json").write_text('{"zero_optimization": {"stage": 1}}')
     (folder / "block.json").write_text('{"bf16": {"enabled": true}}')
+    (folder / "tensor.json").write_text('{"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}')
     (folder / "refused.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
     return folder
 

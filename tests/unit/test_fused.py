@@ -104,6 +104,25 @@ def test_equals_torch(halves, kind, dtype, clip, correction):
             torch.testing.assert_close(mine[key], others[key], rtol=1e-5, atol=1e-8)
 
 
+def test_squared_norms_leave_out_what_another_rank_counts():
+    """The parameters are updated all the same."""
+    ours, all_counted = masters(), masters()
+    norms = []
+    for p, uncounted in ((ours, {"bias", "other"}), (all_counted, ())):
+        optimizer = torch.optim.AdamW(p.values(), lr=1e-2)
+        sums = {
+            u: {n: aligned(p[n].numel(), torch.float32).view(SHAPES[n]).fill_(i + 1) for i, n in enumerate(names)}
+            for u, names in ((0, ("weight", "bias")), (1, ("other",)), (2, ("even",)))
+        }
+        published = [{n: aligned(x.numel(), torch.float32).view(SHAPES[n]) for n, x in p.items()}]
+        adam = fused_adam.Adam(optimizer, Masters(p, published), sums, published, uncounted=uncounted)
+        options = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+        norms.append([(float(adam.square(u, 1.0).sum()), float(adam.update(u, options, 1.0, None, 0).sum())) for u in sums])
+    weight, bias, other, even = 64 * 70.0, 4 * 70.0, 5000.0, 2048.0
+    assert norms == [[(weight, weight), (0, 0), (even, even)], [(weight + bias,) * 2, (other, other), (even, even)]]
+    assert all(torch.equal(ours[n], all_counted[n]) for n in SHAPES)
+
+
 def test_a_loaded_state_is_taken_up():
     """Batches are made for the state's tensors; other tensors, from a checkpoint, come with their own number of steps."""
     ours = masters()

@@ -1,4 +1,4 @@
-"""Which rank is where: every map up to 24 ranks, and the dry-run of rings whose sequence groups work in lock-step."""
+"""Which rank is where: every map up to 24 ranks, and the dry-run of rings whose groups work in lock-step."""
 
 from dataclasses import replace
 
@@ -23,27 +23,38 @@ MAPS = [
     for size in range(1, ranks // sequence + 1)
     if ranks // sequence % size == 0
 ]
+TENSOR = [RingMap(m.ranks, m.ring_size, 1, m.sequence) for m in MAPS if m.sequence > 1]  # the same, of tensor groups
 
 
-@pytest.mark.parametrize("ring_map", MAPS, ids=str)
+@pytest.mark.parametrize("ring_map", MAPS + TENSOR, ids=str)
 def test_every_rank_has_one_place_and_groups_share_it(ring_map: RingMap):
-    ranks, size, sequence = ring_map
+    ranks, size, members = ring_map.ranks, ring_map.ring_size, ring_map.members
     places = [(ring_map.ring(w), ring_map.place(w)) for w in range(ranks)]
     assert sorted(places) == [(ring, place) for ring in range(ranks // size) for place in range(size)]
     assert [ring_map.rank(*at) for at in places] == list(range(ranks))
     assert [ring_map.grid()[ring][place] for ring, place in places] == list(range(ranks))
     for w in range(ranks):
         group = ring_map.group(w)
-        assert w in group and len(group) == sequence and group.start % sequence == 0
+        assert w in group and len(group) == members and group.start % members == 0
         assert len({ring_map.place(g) for g in group}) == 1, "one logical time"
-        assert [ring_map.ring(g) for g in group] == list(range(ring_map.ring(group[0]), ring_map.ring(group[0]) + sequence))
+        assert [ring_map.ring(g) for g in group] == list(range(ring_map.ring(group[0]), ring_map.ring(group[0]) + members))
         # members of a ring are the same members of their groups, in the groups' order
         ring = [ring_map.rank(ring_map.ring(w), place) for place in range(size)]
-        assert [x % sequence for x in ring] == [w % sequence] * size and ring == sorted(ring)
+        assert [x % members for x in ring] == [w % members] * size and ring == sorted(ring)
+
+
+@pytest.mark.parametrize("ring_map", MAPS + TENSOR, ids=str)
+def test_families_are_the_rings_of_equal_parameters(ring_map: RingMap):
+    families = {tuple(ring_map.family(w)) for w in range(ring_map.ranks)}
+    assert sorted(ring for family in families for ring in family) == list(range(ring_map.rings))
+    assert len(families) == ring_map.tensor
+    for w in range(ring_map.ranks):
+        holders = [ring_map.rank(ring, place) for ring in ring_map.family(w) for place in range(ring_map.ring_size)]
+        assert w in holders and {x % ring_map.tensor for x in holders} == {w % ring_map.tensor}, "they hold the same shards"
 
 
 def test_without_sequence_parallelism_rings_are_consecutive_ranks():
-    for ranks, size, sequence in MAPS:
+    for ranks, size, sequence, _ in MAPS:
         if sequence == 1:
             ring_map = RingMap(ranks, size)
             assert [(ring_map.ring(w), ring_map.place(w)) for w in range(ranks)] == [divmod(w, size) for w in range(ranks)]
@@ -52,6 +63,9 @@ def test_without_sequence_parallelism_rings_are_consecutive_ranks():
 def test_the_picture_of_two_by_two():
     assert RingMap(4, 2, 2).grid() == [[0, 2], [1, 3]]
     assert RingMap(8, 2, 2).grid() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    tensor = RingMap(8, 2, 1, 2)
+    assert tensor.grid() == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert [list(tensor.family(w)) for w in range(4)] == [[0, 2], [1, 3]] * 2
 
 
 @pytest.mark.parametrize(
@@ -82,15 +96,15 @@ def plan(ring_map: RingMap, rule: str | int, rounds: int = 1) -> Plan:
     n = ring_map.ring_size
     units = tuple(Unit(f"u{i}", i // 2, (f"u{i}.w",), (), 256 * (i + 1), 512 * (i + 1)) for i in range(2 * n))
     schedule = Schedule(n, threshold(rule, n), rounds)
-    return Plan(schedule, units, Unit("", 0, ("tied",), (), 512, 256), False, ring_map.rings)
+    return Plan(schedule, units, Unit("", 0, ("tied",), (), 512, 256), False, ring_map.rings // ring_map.tensor)
 
 
 def groups(ring_map: RingMap) -> list[list[tuple[int, int]]]:
-    firsts = range(0, ring_map.ranks, ring_map.sequence)
+    firsts = range(0, ring_map.ranks, ring_map.members)
     return [[(ring_map.ring(w), ring_map.place(w)) for w in ring_map.group(first)] for first in firsts]
 
 
-SMALL = [m for m in MAPS if m.sequence > 1 and m.ranks <= 12 and m.ring_size <= 4]
+SMALL = [m for m in MAPS + TENSOR if m.members > 1 and m.ranks <= 12 and m.ring_size <= 4]
 
 
 @pytest.mark.sampled(8)
@@ -100,8 +114,8 @@ SMALL = [m for m in MAPS if m.sequence > 1 and m.ranks <= 12 and m.ring_size <= 
 def test_groups_in_lock_step_end(ring_map: RingMap, rule: str, rounds: int):
     """Members meet before every action: so collectives in each layer, of the loss and of the data loader cannot hang."""
     one = plan(ring_map, rule, rounds)
-    assert sorted(lock_step(one, ring_map.sequence)) == sorted(groups(ring_map))
-    validate(one, steps=3, groups=groups(ring_map))
+    assert sorted(lock_step(one, ring_map.sequence, ring_map.tensor)) == sorted(groups(ring_map))
+    validate(one, steps=3, groups=groups(ring_map), tensor=ring_map.tensor)
 
 
 @settings(max_examples=25, deadline=None)
@@ -109,6 +123,8 @@ def test_groups_in_lock_step_end(ring_map: RingMap, rule: str, rounds: int):
 def test_any_plan_ends_in_lock_step(one: Plan, sequence: int, blocks: int):
     one = replace(one, rings=sequence * blocks)
     validate(one, steps=3, groups=lock_step(one, sequence))
+    one = replace(one, rings=blocks)
+    validate(one, steps=3, groups=lock_step(one, tensor=sequence), tensor=sequence)
 
 
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
@@ -116,7 +132,7 @@ def test_any_plan_ends_in_lock_step(one: Plan, sequence: int, blocks: int):
 def test_groups_that_are_no_equal_places_hang(ring_map: RingMap, rule: str):
     """As with the map of rings without sequence parallelism, where a group would be neighbours in one ring."""
     wrong = RingMap(ring_map.ranks, ring_map.ring_size)
-    firsts = range(0, ring_map.ranks, ring_map.sequence)
+    firsts = range(0, ring_map.ranks, ring_map.members)
     neighbours = [[(wrong.ring(w), wrong.place(w)) for w in ring_map.group(first)] for first in firsts]
     with pytest.raises(PlanError, match="nothing moves any more"):
-        validate(plan(ring_map, rule), steps=3, groups=neighbours)
+        validate(plan(ring_map, rule), steps=3, groups=neighbours, tensor=ring_map.tensor)

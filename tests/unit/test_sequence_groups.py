@@ -48,7 +48,7 @@ def check(
     connect: Callable[[int], Transport] | None = None,
     **options: object,
 ) -> None:
-    ranks, size, sequence = ring_map
+    ranks, size, sequence, _ = ring_map
     firsts = range(0, ranks, sequence)
     barriers = {first: threading.Barrier(sequence, timeout=20) for first in firsts}
     modules = [models.build("mlp") for _ in range(ranks)]

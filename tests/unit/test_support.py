@@ -39,8 +39,9 @@ REFUSED = {
     "prescale_gradients": True,
     "data_efficiency.data_routing.random_ltd.enabled": True,
 }
-# What DeepSpeed wants beside a setting to parse it at all.
+# What DeepSpeed wants beside a setting to parse it at all, or what the refusal is of.
 BESIDE = {
+    "tensor_parallel.autotp_size": {"sequence_parallel_size": 2},
     "data_efficiency.data_routing.random_ltd.enabled": {
         "data_efficiency.enabled": True,
         "data_efficiency.data_routing.enabled": True,

@@ -1,0 +1,104 @@
+"""AutoTP training: DeepSpeed shards the layers, and the members of a tensor group are in as many rings (docs/parallelism.md)."""
+
+import datetime
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.module_inject.layers import TensorParallel_Layer
+from deepspeed.runtime.model_checkpointing.constants import CHECKPOINT_WRITER, CHECKPOINT_WRITER_DECOUPLED
+from deepspeed.utils import groups
+
+from deepspeed_cdp.errors import HandoffError
+from deepspeed_cdp.integration import agreement
+from deepspeed_cdp.transport.base import Transport, Where
+from deepspeed_cdp.transport.store_exchange import first_line
+
+KEY = "tensor_parallel.autotp_size"
+
+
+def check(size: int, model: torch.nn.Module, transport: Transport, config: Any) -> None:
+    """Collective: all rings need the same plan.
+
+    Args:
+        config: the DeepSpeedConfig.
+    Raises:
+        ValueError: the tensor groups are not consecutive ranks; the shards of a parameter have several shapes; or checkpoints
+            are to be written beside training.
+    """
+    writer = config.checkpoint_config[CHECKPOINT_WRITER]
+    if writer and writer[CHECKPOINT_WRITER_DECOUPLED]:
+        raise ValueError(
+            f"checkpoint.writer.decoupled is true, but the members of a tensor group ({KEY} is {size}) save together, so that "
+            "the newest checkpoint has all shards; set it to false"
+        )
+    rank, where = transport.world_rank, f"rank {transport.world_rank}, comparing shards"
+    given = config.tensor_parallel_config.tensor_parallel.tp_group  # the script's, or DeepSpeed's own
+    mine = dist.get_process_group_ranks(given or groups.get_tensor_model_parallel_group())
+    first = rank // size * size
+    if mine != list(range(first, first + size)):
+        raise ValueError(
+            f"the tensor group of rank {rank} is ranks {mine}; allowed are {size} consecutive ranks that begin at a multiple of "
+            f"{size}, as {KEY} makes them"
+        )
+    shapes = agreement.parameters(model.named_parameters())
+    if len({str(x) for x in transport.gather(agreement.digest(shapes), where)}) > 1:
+        everyone = transport.gather(shapes, where)
+        name = next(n for n in shapes if len({one.get(n) for one in everyone}) > 1)
+        raise ValueError(
+            f"{KEY} is {size}, which shards {name} unevenly ({', '.join(sorted({str(one.get(name)) for one in everyone}))}); "
+            "choose a size that divides the numbers of attention heads, of key-value heads and of the layers' features"
+        )
+
+
+def uncounted(model: torch.nn.Module) -> frozenset[str]:
+    """Parameters whose gradients' norm the first member of the tensor group counts: it has the same ones, not a shard."""
+    if groups.get_tensor_model_parallel_rank() == 0:
+        return frozenset()
+    return frozenset(n for n, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False))
+
+
+def sum_members(size: int, timeout_seconds: float) -> Callable[[torch.Tensor, Where], None]:
+    """Collective: what adds up a tensor over the members of a tensor group.
+
+    Its group is one of its own: norms are summed beside the passes, whose collectives have another order on the device.
+    """
+    timeout, own = datetime.timedelta(seconds=timeout_seconds), None
+    for first in range(0, dist.get_world_size(), size):
+        members = list(range(first, first + size))
+        group = dist.new_group(members, timeout=timeout)
+        own = group if dist.get_rank() in members else own
+
+    def add(tensor: torch.Tensor, where: Where) -> None:
+        try:
+            dist.all_reduce(tensor, group=own)
+        except RuntimeError as error:
+            raise HandoffError(f"{where}: the tensor group's sum of norms failed: {first_line(error)}") from error
+
+    return add
+
+
+@torch.no_grad()
+def gather_layers(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Collective: put whole parameters in the places of shards in the model's state dict, while its parameters are gathered."""
+    whole: dict[torch.nn.Parameter, torch.Tensor] = {}  # tied entries stay tied
+    for path, layer in model.named_modules():
+        if not isinstance(layer, TensorParallel_Layer):
+            continue
+        named = dict(layer.named_parameters(recurse=False))
+        shards = [p.data for p in named.values()]
+        layer.gather_params(list(named.values()))
+        for name, p in named.items():
+            state[f"{path}.{name}".lstrip(".")] = whole.setdefault(p, p.detach().clone())
+        for p, shard in zip(named.values(), shards):
+            p.data = shard
+
+
+def take_input_check(engine: Any) -> Callable[..., Any]:
+    """DeepSpeed's check that a tensor group's members have the same batch; a hook no longer, since a forward without values
+    comes before the first one with them."""
+    handle = engine.first_dataloader_check
+    hook = handle.hooks_dict_ref()[handle.id]
+    handle.remove()
+    return hook
