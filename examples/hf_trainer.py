@@ -3,11 +3,11 @@
     deepspeed --num_gpus 2 examples/hf_trainer.py --deepspeed examples/hf_ds_config.json --output_dir out --bf16 \
         --max_steps 200 --eval_strategy steps --eval_steps 50 --save_steps 50 --load_best_model_at_end
 
-On four ranks with sequence groups of two (docs/parallelism.md; the position ids are for this):
+On four GPUs with sequence groups of two (docs/parallelism.md; the position ids are for this):
 
     export ACCELERATE_USE_PARALLELISM_CONFIG=true PARALLELISM_CONFIG_SP_SIZE=2 PARALLELISM_CONFIG_DP_SHARD_SIZE=2 \
         PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION=sdpa
-    deepspeed --num_gpus 4 examples/hf_trainer.py ...
+    deepspeed --num_gpus 4 examples/hf_trainer.py --per_device_train_batch_size 1 ...
 """
 
 import argparse

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from deepspeed_cdp.cli.output import UserError
-from deepspeed_cdp.integration.config import CYCLIC, CyclicConfig, parse_cyclic
+from deepspeed_cdp.integration.config import CYCLIC, CyclicConfig, misspelt, parse_cyclic
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.optim.delay_correction import chosen
 
@@ -129,7 +129,9 @@ def read(
                 f"zero_optimization.stage is {stage} in the ds_config, under which every rank keeps all parameters, "
                 "but only stage 3 can be predicted; set it to 3"
             )
-    block = dict(_block(config, CYCLIC), enabled=True)
+    if near := misspelt(config):
+        raise UserError(f"{near} is in the ds_config, but DeepSpeed knows no such key; did you mean {CYCLIC!r}?")
+    block: dict[str, Any] = dict(_block(config, CYCLIC)) if CYCLIC in config else {"enabled": True}
     if rule is not None:
         block["rule"] = rule
     if ring_size is not None:
@@ -144,6 +146,8 @@ def read(
         )
     groups = ranks // sequence
     cyclic = parse_cyclic({CYCLIC: block}, groups)
+    if not cyclic.enabled:
+        raise UserError(f"{CYCLIC}.enabled is false in the ds_config, so nothing is planned; set it to true")
     dtype = next((DTYPES[k] for k in ("bf16", "fp16") if _block(config, k).get("enabled") is True), torch.float32)
     sums = _block(config, "data_types").get("grad_accum_dtype")
     if sums not in (None, "auto", *DTYPES):

@@ -253,6 +253,13 @@ def refuse_unsupported(config: CyclicConfig, world_size: int | None = None) -> N
         )
 
 
+def misspelt(param_dict: dict[str, Any]) -> str | None:
+    """A key of a ds_config without a `cyclic` block that is nearly its name."""
+    written = {str(key).lower(): str(key) for key in param_dict}
+    near = [] if CYCLIC in param_dict else difflib.get_close_matches(CYCLIC, list(written), 1, 0.8)
+    return written[near[0]] if near else None
+
+
 def parse_cyclic(param_dict: dict[str, Any], world_size: int | None = None) -> CyclicConfig:
     """The `cyclic` block of a ds_config dict; disabled when there is none.
 

@@ -6,7 +6,6 @@ which builds a CyclicEngine if the config enables it and calls the stock functio
 
 import base64
 import copy
-import difflib
 import functools
 import inspect
 import os
@@ -113,17 +112,15 @@ def _with_cyclic_engine(stock: Callable[..., tuple]) -> Callable[..., tuple]:
         import deepspeed
         from deepspeed.utils import log_dist, logger
 
-        from deepspeed_cdp.integration.config import CYCLIC, parse_cyclic
+        from deepspeed_cdp.integration.config import CYCLIC, misspelt, parse_cyclic
 
         given = signature.bind(*args, **kwargs).arguments
         raw = _resolve_config(given)
         if CYCLIC not in raw or not parse_cyclic(raw).enabled:
             refuse_placed(given.get("model"), CYCLIC in raw)
-            written = {str(key).lower(): key for key in raw}
-            if CYCLIC not in raw and (near := difflib.get_close_matches(CYCLIC, written, 1, 0.8)):
+            if near := misspelt(raw):
                 logger.warning(
-                    f"{written[near[0]]} is in the config, but DeepSpeed knows no such key, so it has no effect; "
-                    f"did you mean {CYCLIC!r}?"
+                    f"{near} is in the config, but DeepSpeed knows no such key, so it has no effect; did you mean {CYCLIC!r}?"
                 )
             _take_back(given.get("model"))
             return _remembered(given.get("model"), stock(*args, **kwargs))

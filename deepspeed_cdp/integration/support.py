@@ -105,7 +105,7 @@ def _refused(setting: str, when: str, refuses: Callable[[Any, Any], bool] | None
 
 
 ZERO = "zero_optimization."
-ON_DEVICE = "each rank passes every parameter on in every step, so all of them would cross the bus to host memory"
+ON_DEVICE = "each rank reads every parameter in every step, so all of them would cross the bus from host memory"
 LATER = "not supported in this version"
 OTHER_RINGS = "rings with other experts would have to average some parameters and not the rest"
 LATE = "a stage is updated before the step's last overflow is known"

@@ -256,6 +256,9 @@ WRONG = [
         "plan --model python:support.cli_models:mlp --ranks 8 --config {bad}/tensor.json",
         "tensor_parallel.autotp_size is 2 in the ds_config, but predictions know no shards of layers; remove it, and give --",
     ),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/cylic.json", "cylic is in the ds_config"),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/missing.json", "cyclic.enabled is missing"),
+    ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/off.json", "cyclic.enabled is false"),
     ("plan --model python:support.cli_models:mlp --ranks 2 --step-ms -1", "'-1' is not a number"),
     ("plan --model hf:{bad}/text.json --ranks 2", "is no Hugging Face config"),
     (
@@ -294,6 +297,9 @@ def bad(tmp_path_factory) -> Path:
     (folder / "stage.json").write_text('{"zero_optimization": {"stage": 1}}')
     (folder / "block.json").write_text('{"bf16": {"enabled": true}}')
     (folder / "tensor.json").write_text('{"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 2}}')
+    for name, block in (("cylic", {"enabled": True}), ("missing", {"rule": "dp"}), ("off", {"enabled": False})):
+        key = "cylic" if name == "cylic" else "cyclic"
+        (folder / f"{name}.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, key: block}))
     (folder / "refused.json").write_text('{"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}')
     return folder
 
