@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_cdp.native import load
 from deepspeed_cdp.runtime.grad_accumulation import _Layer
 from deepspeed_cdp.runtime.runtime import Runtime
 from support import chains
-from support.fusion import MODELS, SIZE, build, inside, one_step, settings
+from support.chains import Chain, line
+from support.fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, written_in  # noqa: F401
 from support.local_ring import run_ranks
 from support.optimizers import sgd
 
@@ -81,3 +85,57 @@ def test_without_a_compiler_python_does_it(tmp_path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Runtime, "_native_autograd", lambda self: (told(self), why.append(self.why_not_native))[0])
     run_ranks(1, lambda rank, transport: one_step(module, rank, transport))
     assert len(why) == 1 and "no-such-compiler cannot be run" in why[0]
+
+
+class Broadcast(nn.Module):
+    """Its input's rows do not lie one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = line()
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x[:, None].expand(4, 3, 8))).mean(1)
+
+
+def test_inputs_that_are_broadcast_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "broadcast", lambda: Chain(*(Broadcast() for _ in range(4))))
+    results = [trained("broadcast", native, monkeypatch, torch.float32) for native in (False, True)]
+    assert results[0] == results[1]
+
+
+class Operators(TorchDispatchMode):
+    """Those that ran."""
+
+    def __init__(self, seen: list[str]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.usefixtures("written_in")
+def test_modes_of_dispatch_see_the_products() -> None:
+    """Selective checkpoints keep what they see."""
+    seen: list[str] = []
+    run_ranks(1, lambda rank, transport: one_step(build("hooks: plain"), rank, transport, around=lambda: Operators(seen)))
+    assert seen.count("aten.addmm.default") == 16 and "aten.linear.default" not in seen
+
+
+@pytest.mark.usefixtures("written_in")
+def test_a_layer_that_raises_leaves_hooks_of_saved_tensors_on() -> None:
+    def work(rank: int, transport: Any) -> int:
+        with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+            one_step(module, rank, transport)
+        packed, x = [], torch.ones(3, requires_grad=True)
+        with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+            x.exp()
+        return len(packed)
+
+    module = build("hooks: plain")
+    with torch.inference_mode():
+        given = torch.ones(4, 8)
+    module.blocks[0].second.register_forward_pre_hook(lambda layer, args: (given,))
+    assert run_ranks(1, work) == [1]
