@@ -335,6 +335,7 @@ int holds(PyObject* tree, PyObject* x) {
 bool hook_output(py::handle output, py::handle arguments, const Tensor& flat, py::object function, py::object unit) {
     if (!THPVariable_CheckExact(output.ptr())) return false;
     const Tensor& x = THPVariable_Unpack(output.ptr());
+    if (x.requires_grad() && x.is_leaf()) return false;  // a hook of C++ on a leaf drops the hooks that it has
     auto low = static_cast<char*>(flat.data_ptr()), at = static_cast<char*>(x.data_ptr());
     if (low <= at && at < low + flat.numel()) return false;
     int held = holds(arguments.ptr(), output.ptr());

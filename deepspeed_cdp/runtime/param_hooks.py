@@ -631,7 +631,7 @@ class ParamHooks:
                     copied = True
                 if not x.requires_grad:
                     continue
-                if self._native is None:
+                if self._native is None or x.is_leaf:  # a hook of C++ on a leaf drops the hooks that it has
                     x.register_hook(lambda grad: self._on_output_grad(i))
                 else:
                     self._native.before_grad(x, self._on_output_grad, i)

@@ -124,6 +124,34 @@ def test_modes_of_dispatch_see_the_products() -> None:
     assert seen.count("aten.addmm.default") == 16 and "aten.linear.default" not in seen
 
 
+class Leaf(nn.Module):
+    """Gives a leaf that has a hook."""
+
+    def __init__(self, called: list[int]) -> None:
+        super().__init__()
+        self.linear, self.called = line(), called
+
+    def forward(self, x):
+        leaf = torch.zeros(4, 8, requires_grad=True)
+        leaf.register_hook(lambda grad: self.called.append(1))
+        return torch.tanh(self.linear(x)), leaf
+
+
+class Leaves(Chain):
+    def forward(self, x):
+        for block in self.blocks:
+            x = sum(block(x))
+        return x
+
+
+@pytest.mark.usefixtures("written_in")
+def test_hooks_of_a_leaf_that_a_unit_gives_are_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[int] = []
+    monkeypatch.setitem(MODELS, "leaves", lambda: Leaves(*(Leaf(called) for _ in range(4))))
+    run_ranks(1, lambda rank, transport: one_step(build("leaves"), rank, transport))
+    assert len(called) == 4
+
+
 @pytest.mark.usefixtures("written_in")
 def test_a_layer_that_raises_leaves_hooks_of_saved_tensors_on() -> None:
     def work(rank: int, transport: Any) -> int:
