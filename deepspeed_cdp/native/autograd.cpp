@@ -57,6 +57,7 @@ class SavedTensors {
     void bound(uintptr_t low, uintptr_t high) { low_ = low, high_ = high; }
 
     bool concern(const Tensor& x) const {
+        if (x.layout() != at::kStrided) return true;  // Python decides
         auto at = reinterpret_cast<uintptr_t>(x.data_ptr());
         return has_outer || (low_ <= at && at < high_);
     }
@@ -189,7 +190,7 @@ py::object Layer::forward(py::handle input) {
     const Tensor& x = THPVariable_Unpack(input.ptr());
     PyObject* b = PyDict_GetItem(parameters_.ptr(), bias);
     if (PyDict_GetItem(parameters_.ptr(), weight) != weight_object_.ptr() || !b || !(b == Py_None || THPVariable_CheckExact(b)) ||
-        x.scalar_type() != weight_.scalar_type() || !weight_.requires_grad() || !in_rows(x) ||
+        x.scalar_type() != weight_.scalar_type() || !weight_.requires_grad() || x.layout() != at::kStrided || !in_rows(x) ||
         c10::impl::TorchDispatchModeTLS::any_modes_set() ||  // which see the operators of linear above autograd
         reinterpret_cast<PyObject*>(Py_TYPE(module_.ptr())) != kind_.ptr() ||
         PyDict_GetItem(functional_.ptr(), linear) != stock_linear_.ptr() || at::impl::PythonTorchFunctionTLS::stack_len() ||
@@ -335,7 +336,8 @@ int holds(PyObject* tree, PyObject* x) {
 bool hook_output(py::handle output, py::handle arguments, const Tensor& flat, py::object function, py::object unit) {
     if (!THPVariable_CheckExact(output.ptr())) return false;
     const Tensor& x = THPVariable_Unpack(output.ptr());
-    if (x.requires_grad() && x.is_leaf()) return false;  // a hook of C++ on a leaf drops the hooks that it has
+    // a hook of C++ on a leaf drops the hooks that it has
+    if (x.layout() != at::kStrided || (x.requires_grad() && x.is_leaf())) return false;
     auto low = static_cast<char*>(flat.data_ptr()), at = static_cast<char*>(x.data_ptr());
     if (low <= at && at < low + flat.numel()) return false;
     int held = holds(arguments.ptr(), output.ptr());

@@ -239,6 +239,7 @@ class _Layer:
             or "bias" not in self.parameters
             or type(input) is not torch.Tensor
             or input.dtype != self.weight.dtype
+            or input.layout is not torch.strided
             or not self.weight.requires_grad
             or type(self.module) is not torch.nn.Linear
             or not _linear_is_stock()

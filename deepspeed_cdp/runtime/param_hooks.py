@@ -45,6 +45,13 @@ class _Views:
             p.data = value
 
 
+def _address(x: torch.Tensor) -> int:
+    """Where the values of a tensor begin, which may be sparse."""
+    if x.layout is torch.sparse_coo:
+        return x._values().data_ptr()
+    return (x if x.layout in (torch.strided, torch.jagged) else x.values()).data_ptr()
+
+
 class ParamHooks:
     """Points a module's parameters at the buffers while their unit is in use. Otherwise they are placeholders.
 
@@ -626,7 +633,7 @@ class ParamHooks:
         copied = False
         for at, x in enumerate(leaves):
             if isinstance(x, torch.Tensor) and not holds(args, x):
-                if low <= x.data_ptr() < high:
+                if low <= _address(x) < high:
                     leaves[at] = x = x.clone()
                     copied = True
                 if not x.requires_grad:
@@ -639,8 +646,10 @@ class ParamHooks:
 
     # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
     def _pack(self, x: torch.Tensor) -> torch.Tensor | SavedView | UserPacked:
-        pointer = x.data_ptr()
+        pointer = _address(x)
         if self._low <= pointer < self._high:
+            if x.layout is not torch.strided:
+                return x.clone()
             return SavedView(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)
         return UserPacked(self._outer[0](x), self._outer[1]) if self._outer else x
 

@@ -14,7 +14,7 @@ from deepspeed_cdp.native import load
 from deepspeed_cdp.runtime.grad_accumulation import _Layer
 from deepspeed_cdp.runtime.runtime import Runtime
 from support import chains
-from support.chains import Chain, line
+from support.chains import Chain, batch, line, loss
 from support.fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, written_in  # noqa: F401
 from support.local_ring import run_ranks
 from support.optimizers import sgd
@@ -122,6 +122,39 @@ def test_modes_of_dispatch_see_the_products() -> None:
     seen: list[str] = []
     run_ranks(1, lambda rank, transport: one_step(build("hooks: plain"), rank, transport, around=lambda: Operators(seen)))
     assert seen.count("aten.addmm.default") == 16 and "aten.linear.default" not in seen
+
+
+class Sparse(nn.Module):
+    """Autograd saves sparse tensors, of the parameters' memory too; a linear layer has a sparse input; so is the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.values = line(), line(), nn.Parameter(torch.linspace(0.5, 1, 4))
+
+    def forward(self, x):
+        x, at = x.to_dense() if x.is_sparse else x, torch.arange(4)
+        edges = torch.sparse_csr_tensor(torch.arange(5), at, self.values, (4, 4))
+        graph = torch.sparse_coo_tensor(torch.stack([at, at]), self.values, (4, 4))
+        h = torch.sparse.mm(edges, torch.tanh(self.first(x))) + self.second(x.detach().to_sparse())
+        return torch.tanh(torch.sparse.mm(graph, h)).to_sparse()
+
+
+class Dense(Chain):
+    def forward(self, x):
+        return super().forward(x).to_dense()
+
+
+@pytest.mark.usefixtures("written_in")
+@pytest.mark.parametrize("fusion", [True, False])
+def test_sparse_tensors_in_a_graph(fusion: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, "sparse", lambda: Dense(*(Sparse() for _ in range(4))))
+    module = build("sparse")
+    (got,) = run_ranks(1, lambda rank, transport: one_step(module, rank, transport, fusion=fusion))
+    want = build("sparse")
+    optimizer = sgd(list(want.named_parameters()))
+    loss(want, batch(0, 0, 0)).backward()
+    optimizer.step()
+    assert_equal([got], [want.state_dict()])
 
 
 class Leaf(nn.Module):
