@@ -100,6 +100,7 @@ class Layer {
     void remove() {
         fused_ = false;
         weight_ = Tensor();
+        views_.clear();
     }
 
     // The layer's output; None where Python must decide.

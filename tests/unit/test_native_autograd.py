@@ -1,5 +1,6 @@
 """Autograd's side of passes in C++ (native/autograd.cpp) gives the bits of Python's, and leaves to it what is uncommon."""
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deepspeed_cdp.native import load
@@ -200,3 +202,43 @@ def test_a_layer_that_raises_leaves_hooks_of_saved_tensors_on() -> None:
         given = torch.ones(4, 8)
     module.blocks[0].second.register_forward_pre_hook(lambda layer, args: (given,))
     assert run_ranks(1, work) == [1]
+
+
+@pytest.mark.usefixtures("written_in")
+def test_a_loss_that_stays_keeps_no_buffers() -> None:
+    """After ``engine.destroy()``."""
+
+    def work(rank: int, transport: Any) -> tuple[torch.Tensor, list[StorageWeakRef]]:
+        module = build("hooks: plain")
+        runtime = Runtime(module, sgd(list(module.named_parameters())), settings(), transport, torch.device("cpu"))
+        with runtime.forward():
+            value = loss(module, batch(0, 0, rank))
+        value.backward()
+        runtime.end_backward()
+        runtime.step()
+        memory = [runtime.executor.buffers.arena, *runtime.owner.masters.values()]
+        runtime.close(True)
+        return value, [StorageWeakRef(x.untyped_storage()) for x in memory]
+
+    ((value, memory),) = run_ranks(1, work)
+    gc.collect()
+    assert value.grad_fn is not None and all(x.expired() for x in memory)
+
+
+@pytest.mark.usefixtures("written_in")
+def test_a_module_whose_wrapper_holds_a_layer_can_be_copied() -> None:
+    """After ``engine.destroy()``."""
+
+    module = build("hooks: plain")
+
+    def wrap() -> Any:
+        layer = module.blocks[0].first
+        layer.wrapped = layer.forward
+        return torch.enable_grad()
+
+    run_ranks(1, lambda rank, transport: one_step(module, rank, transport, around=wrap, replicated=True))
+    copied, x = copy.deepcopy(module.blocks[0].first), batch(0, 0, 0)
+    with torch.no_grad():
+        copied.weight.zero_()
+        torch.testing.assert_close(copied.wrapped(x), copied.bias.expand(4, 8))
+        assert module.blocks[0].first(x).ne(copied.bias).any()
