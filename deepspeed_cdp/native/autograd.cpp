@@ -9,6 +9,7 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -56,6 +57,7 @@ class SavedTensors {
     void bound(uintptr_t low, uintptr_t high) { low_ = low, high_ = high; }
 
     bool concern(const Tensor& x) const {
+        if (x.layout() != at::kStrided) return true;  // Python decides
         auto at = reinterpret_cast<uintptr_t>(x.data_ptr());
         return has_outer || (low_ <= at && at < high_);
     }
@@ -98,6 +100,7 @@ class Layer {
     void remove() {
         fused_ = false;
         weight_ = Tensor();
+        views_.clear();
     }
 
     // The layer's output; None where Python must decide.
@@ -162,6 +165,23 @@ struct FusedLinear : ag::Node {
     }
 };
 
+// Whether the rows of x lie one after the other. Of others torch.nn.functional.linear makes one product only if the weight
+// requires gradients, which its transpose does not below autograd.
+bool in_rows(const Tensor& x) {
+    for (int64_t k = 0; k + 2 < x.dim(); ++k)
+        if (x.stride(k) != x.stride(k + 1) * x.size(k + 1)) return false;
+    return true;
+}
+
+// Save x without the hooks of saved tensors.
+ag::SavedVariable saved_as_it_is(const Tensor& x) {
+    struct NoHooks {
+        bool before = at::SavedTensorDefaultHooks::set_tracing(true);
+        ~NoHooks() { at::SavedTensorDefaultHooks::set_tracing(before); }
+    } no_hooks;
+    return ag::SavedVariable(x, false);
+}
+
 py::object Layer::forward(py::handle input) {
     if (!fused_ || !at::GradMode::is_enabled() || reinterpret_cast<PyObject*>(Py_TYPE(input.ptr())) != THPVariableClass)
         return py::none();
@@ -171,7 +191,8 @@ py::object Layer::forward(py::handle input) {
     const Tensor& x = THPVariable_Unpack(input.ptr());
     PyObject* b = PyDict_GetItem(parameters_.ptr(), bias);
     if (PyDict_GetItem(parameters_.ptr(), weight) != weight_object_.ptr() || !b || !(b == Py_None || THPVariable_CheckExact(b)) ||
-        x.scalar_type() != weight_.scalar_type() || !weight_.requires_grad() ||
+        x.scalar_type() != weight_.scalar_type() || !weight_.requires_grad() || x.layout() != at::kStrided || !in_rows(x) ||
+        c10::impl::TorchDispatchModeTLS::any_modes_set() ||  // which see the operators of linear above autograd
         reinterpret_cast<PyObject*>(Py_TYPE(module_.ptr())) != kind_.ptr() ||
         PyDict_GetItem(functional_.ptr(), linear) != stock_linear_.ptr() || at::impl::PythonTorchFunctionTLS::stack_len() ||
         at::autocast::is_autocast_enabled(x.device().type()) ||
@@ -193,13 +214,8 @@ py::object Layer::forward(py::handle input) {
     node->owner = keep(self_.ptr());
     node->layer = this;
     node->version = weight_._version();
-    if (saved_ && saved_->innermost() && !saved_->concern(x)) {  // the hooks would return it
-        bool before = at::SavedTensorDefaultHooks::set_tracing(true);
-        node->x = ag::SavedVariable(x, false);
-        at::SavedTensorDefaultHooks::set_tracing(before);
-    } else {
-        node->x = ag::SavedVariable(x, false);
-    }
+    // the hooks would return it
+    node->x = saved_ && saved_->innermost() && !saved_->concern(x) ? saved_as_it_is(x) : ag::SavedVariable(x, false);
     Tensor y;
     {
         py::gil_scoped_release unlock;
@@ -321,6 +337,8 @@ int holds(PyObject* tree, PyObject* x) {
 bool hook_output(py::handle output, py::handle arguments, const Tensor& flat, py::object function, py::object unit) {
     if (!THPVariable_CheckExact(output.ptr())) return false;
     const Tensor& x = THPVariable_Unpack(output.ptr());
+    // a hook of C++ on a leaf drops the hooks that it has
+    if (x.layout() != at::kStrided || (x.requires_grad() && x.is_leaf())) return false;
     auto low = static_cast<char*>(flat.data_ptr()), at = static_cast<char*>(x.data_ptr());
     if (low <= at && at < low + flat.numel()) return false;
     int held = holds(arguments.ptr(), output.ptr());

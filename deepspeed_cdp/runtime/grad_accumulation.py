@@ -17,6 +17,7 @@ from torch.utils._device import DeviceContext
 from deepspeed_cdp.model.flat_layout import Slot
 from deepspeed_cdp.plan.constants import PERSISTENT
 
+AFTER_DESTROY = "a backward came after engine.destroy(), with which the parameters are gone; call engine.backward(loss) before"
 Slots = Mapping[int, Sequence[tuple[torch.nn.Parameter, Slot]]]
 _linear = torch._C._nn.linear
 _ZERO = "deepspeed.runtime.zero.linear"  # module of torch.nn.functional.linear after zero.Init
@@ -239,6 +240,7 @@ class _Layer:
             or "bias" not in self.parameters
             or type(input) is not torch.Tensor
             or input.dtype != self.weight.dtype
+            or input.layout is not torch.strided
             or not self.weight.requires_grad
             or type(self.module) is not torch.nn.Linear
             or not _linear_is_stock()
@@ -295,11 +297,14 @@ class _NativeLayer(_Layer):
         super().remove()
         self._product.remove()
 
+    def __getstate__(self) -> dict[str, Any]:  # of a layer that is removed, in a copy of a module whose wrapper holds it
+        return {k: v for k, v in vars(self).items() if k != "_product"}
+
     def forget_views(self) -> None:
         self._product.forget_views()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        if not torch.compiler.is_compiling():
+        if self.fused and not torch.compiler.is_compiling():
             output = self._product.forward(input)
             if output is not None:
                 return output
@@ -320,9 +325,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x,), layer, (for_x, for_weight, for_bias, _) = ctx.saved_tensors, ctx.layer, ctx.needs_input_grad
         if not layer.fused:
-            raise ValueError(
-                "a backward came after engine.destroy(), with which the parameters are gone; call engine.backward(loss) before"
-            )
+            raise ValueError(AFTER_DESTROY)
         layer.passes.prepare_backward_read(layer.unit)
         if layer.weight._version != ctx.version:  # autograd's error for saved tensors
             raise RuntimeError(

@@ -21,7 +21,7 @@ from deepspeed_cdp.model.placeholders import SavedView, UserPacked, is_placehold
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.executor import Executor
-from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
+from deepspeed_cdp.runtime.grad_accumulation import AFTER_DESTROY, GradAccumulation
 from deepspeed_cdp.runtime.program import OutOfOrder
 
 IDLE, FORWARD, BACKWARD, FAILED, REHEARSAL = "idle", "forward", "backward", "failed", "rehearsal"
@@ -43,6 +43,25 @@ class _Views:
     def show(self) -> None:
         for p, value in self._pairs:
             p.data = value
+
+
+def _address(x: torch.Tensor) -> int:
+    """Where the values of a tensor begin, which may be sparse."""
+    if x.layout is torch.sparse_coo:
+        return x._values().data_ptr()
+    return (x if x.layout in (torch.strided, torch.jagged) else x.values()).data_ptr()
+
+
+class _Outputs:
+    """Called by hooks on units' outputs, whose graph may stay longer than the engine."""
+
+    def __init__(self, hooks: "ParamHooks"):
+        self.hooks: ParamHooks | None = hooks  # None: they have been removed
+
+    def on_grad(self, i: int) -> None:
+        if self.hooks is None:
+            raise ValueError(AFTER_DESTROY)
+        self.hooks._on_output_grad(i)
 
 
 class ParamHooks:
@@ -109,6 +128,7 @@ class ParamHooks:
         self._placeholders = {i: self._views(i, [self._empty[p] for p, _ in pairs]) for i, pairs in self.slots.items()}
         self._without_sums = {i for i, layout in layouts.items() if not layout.g_bytes}
         self._latest: int | None = None  # the unit whose backward is under way
+        self._outputs = _Outputs(self)
         self._output_nodes: list[Any] = []  # of the last forward's outputs in the graph
         self._root, self.borrowed = module, borrowed
         self._handles = [module.register_forward_pre_hook(self._root_pre, prepend=True)]
@@ -147,6 +167,7 @@ class ParamHooks:
             handle.remove()
         self.accumulation.remove()
         self._output_nodes.clear()
+        self._outputs.hooks = None
         if self._handles and refuse:
             refuse_use([m for m in self._root.modules() if m is self._root or m._parameters], self._empty)
         self._handles.clear()
@@ -618,29 +639,31 @@ class ParamHooks:
 
     def _hook_outputs(self, i: int, args: Any, output: Any) -> Any:
         """Hook the unit's outputs, so that their gradients begin its backward; copy outputs that lie in its buffer."""
-        flat = self._bound[i]
-        if self._native is not None and self._native.hook_output(output, args, flat, self._on_output_grad, i):
+        flat, on_grad = self._bound[i], self._outputs.on_grad
+        if self._native is not None and self._native.hook_output(output, args, flat, on_grad, i):
             return output
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
         copied = False
         for at, x in enumerate(leaves):
             if isinstance(x, torch.Tensor) and not holds(args, x):
-                if low <= x.data_ptr() < high:
+                if low <= _address(x) < high:
                     leaves[at] = x = x.clone()
                     copied = True
                 if not x.requires_grad:
                     continue
-                if self._native is None:
-                    x.register_hook(lambda grad: self._on_output_grad(i))
+                if self._native is None or x.is_leaf:  # a hook of C++ on a leaf drops the hooks that it has
+                    x.register_hook(lambda grad: on_grad(i))
                 else:
-                    self._native.before_grad(x, self._on_output_grad, i)
+                    self._native.before_grad(x, on_grad, i)
         return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------
     def _pack(self, x: torch.Tensor) -> torch.Tensor | SavedView | UserPacked:
-        pointer = x.data_ptr()
+        pointer = _address(x)
         if self._low <= pointer < self._high:
+            if x.layout is not torch.strided:
+                return x.clone()
             return SavedView(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)
         return UserPacked(self._outer[0](x), self._outer[1]) if self._outer else x
 

@@ -1,11 +1,13 @@
 """What a transport that fails leaves behind: waits have a timeout, and the other ranks learn of it at once (no GPU needed)."""
 
 import os
+import re
+import resource
 import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import SimpleNamespace
 
 import pytest
@@ -300,7 +302,7 @@ def test_a_rank_that_ends_instead_of_sending_its_descriptor_is_told(monkeypatch)
     in_threads(hand_over, 2)
     assert told == {
         0: "rank 0: no memory of rank 1: it has ended",
-        1: "rank 1: not all ranks took this rank's memory: the process ends",
+        1: "rank 1: rank(s) [0] did not take this rank's memory: the process ends",
     }
     assert set(os.listdir("/proc/self/fd")) <= before
 
@@ -316,7 +318,56 @@ def test_descriptors_go_to_no_other_user(monkeypatch):
             told.append(str(error))
 
     in_threads(hand_over, 2)
-    assert told == ["here: not all ranks took this rank's memory: timed out"] * 2
+    refused = r"here: (rank\(s\) \[[01]\] did not take this rank's memory: timed out|no memory of rank [01]: .*Broken pipe)"
+    assert len(told) == 2 and all(isinstance(x, str) and re.fullmatch(refused, x) for x in told)
+
+
+def test_a_rank_that_listens_only_is_told_in_time():
+    """However many others call late, and whoever else calls."""
+    exchanges, told, seconds = ring(dist.HashStore(), 3, 2.0), {}, {}
+
+    def listen() -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"\0cdp-test-{os.getpid()}")
+            listener.listen(4)
+            names = exchanges[2].exchange(f"\0cdp-test-{os.getpid()}", "there")
+            for _ in range(25):  # calls of a process that is no rank
+                with socket.socket(socket.AF_UNIX) as stranger, suppress(OSError):
+                    stranger.connect(names[0])
+                time.sleep(0.1)
+
+    def hand_over(rank: int) -> None:
+        if rank == 2:
+            return listen()
+        began = time.monotonic()
+        try:
+            exchange_descriptors(0, exchanges[rank], f"rank {rank}")
+        except HandoffError as error:
+            told[rank], seconds[rank] = str(error), time.monotonic() - began
+
+    in_threads(hand_over, 3)
+    assert told == {r: f"rank {r}: rank(s) [2] did not take this rank's memory: timed out" for r in (0, 1)}
+    assert max(seconds.values()) < 2.5
+
+
+def test_a_process_with_too_many_open_files_says_so():
+    limits, told, before = resource.getrlimit(resource.RLIMIT_NOFILE), set(), len(os.listdir("/proc/self/fd"))
+
+    def hand_over(rank: int) -> None:
+        try:
+            for descriptor in filter(None, exchange_descriptors(0, exchanges[rank], "here")):
+                os.close(descriptor)
+        except HandoffError as error:
+            told.add(str(error))
+
+    try:
+        for more in range(8):
+            exchanges = ring(dist.HashStore(), 2, 1.0)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (before + more, limits[1]))
+            in_threads(hand_over, 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "here: no socket: [Errno 24] Too many open files" in told and len(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_rank_waits_for_one_that_lacks_the_memory(on_hosts):
