@@ -191,12 +191,13 @@ def load(
     found: dict[str, Any] = {}
     problem, member = None, _member(runtime)
     try:
-        if not os.path.isdir(os.path.join(folder, member)) and os.path.isdir(folder):
+        shards = existing_folder(os.path.join(folder, member) if member else folder)
+        if member and not os.path.isdir(shards):
             raise CheckpointError(
                 f"{folder} has no folder {member!r}, so it was saved without tensor parallelism or with another size; load "
                 "weights into the model before deepspeed.initialize(), and save with this size"
             )
-        with open_checkpoint(existing_folder(os.path.join(folder, member))) as stored:
+        with open_checkpoint(shards) as stored:
             found = _read(engine, runtime, stored, options)
     except Exception as error:
         problem = error_text(error)

@@ -152,8 +152,8 @@ def refused(rank: int, world: int, job: Job) -> str:
         ),
         (
             {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-            "ValueError: zero_optimization.offload_param is cpu: each rank passes every parameter on in every step, so "
-            "all of them would cross the bus to host memory; remove it.",
+            "ValueError: zero_optimization.offload_param is cpu: each rank reads every parameter in every step, so "
+            "all of them would cross the bus from host memory; remove it.",
         ),
     ],
 )
