@@ -89,12 +89,12 @@ class SavedTensors {
 // A linear layer that adds its weight's gradient to the sum. The Python object that has it keeps all that it points to alive.
 class Layer {
    public:
-    Layer(py::handle self, py::handle accumulation, py::handle passes, py::handle module, py::handle parameters, py::handle sums,
-          py::handle empty, py::handle summed, py::handle functional, py::object unit, py::object slot, Tensor weight,
-          SavedTensors* saved, py::handle weight_object)
-        : self_(self), accumulation_(accumulation), passes_(passes), module_(module), parameters_(parameters), sums_(sums),
-          empty_(empty), summed_(summed), functional_(functional), unit_(std::move(unit)), slot_(std::move(slot)), saved_(saved),
-          weight_(std::move(weight)), weight_object_(weight_object), kind_(py::type::of(module)), stock_forward_(kind_.attr("forward")),
+    Layer(py::handle self, py::handle functional)
+        : self_(self), accumulation_(self.attr("accumulation")), passes_(self.attr("passes")), module_(self.attr("module")),
+          parameters_(self.attr("parameters")), sums_(accumulation_.attr("_in_use")), empty_(accumulation_.attr("_empty")),
+          summed_(accumulation_.attr("_summed")), weight_object_(self.attr("weight")), functional_(functional),
+          unit_(self.attr("unit")), slot_(self.attr("slot")), saved_(py::cast<SavedTensors*>(accumulation_.attr("saved"))),
+          weight_(THPVariable_Unpack(weight_object_.ptr())), kind_(py::type::of(module_)), stock_forward_(kind_.attr("forward")),
           stock_linear_(functional["linear"]) {}
 
     void remove() {
@@ -111,6 +111,7 @@ class Layer {
     Tensor backward(const Tensor& x, uint32_t version, ag::Node* accumulator, bool for_weight, bool& starts);
 
     const Tensor& weight() const { return weight_; }
+    void forget_views() { views_.clear(); }
 
    private:
     Tensor view_of(PyObject* flat) {
@@ -121,15 +122,10 @@ class Layer {
         return views_[at] = py::cast<Tensor>(all[py::cast<size_t>(slot_)]);
     }
 
-   public:
-    void forget_views() { views_.clear(); }
-
-   private:
-    py::handle self_, accumulation_, passes_, module_, parameters_, sums_, empty_, summed_, functional_;
+    py::handle self_, accumulation_, passes_, module_, parameters_, sums_, empty_, summed_, weight_object_, functional_;
     py::object unit_, slot_;
     SavedTensors* saved_;
     Tensor weight_;
-    py::handle weight_object_;
     py::object kind_, stock_forward_, stock_linear_;
     bool fused_ = true;
     std::unordered_map<void*, Tensor> views_;  // by address of a flat sum
@@ -230,8 +226,8 @@ Tensor Layer::backward(const Tensor& x, uint32_t version, ag::Node* accumulator,
     py::gil_scoped_acquire lock;
     static PyObject* prepare = PyUnicode_InternFromString("prepare_backward_read");
     if (!fused_) {
-        PyErr_SetString(PyExc_ValueError,
-                        "a backward came after engine.destroy(), with which the parameters are gone; call engine.backward(loss) before");
+        auto told = py::module_::import("deepspeed_cdp.runtime.grad_accumulation").attr("AFTER_DESTROY");
+        PyErr_SetObject(PyExc_ValueError, told.ptr());
         raise();
     }
     PyObject* done = PyObject_CallMethodOneArg(passes_.ptr(), prepare, unit_.ptr());
@@ -369,8 +365,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def("is_hook", [](SavedTensors& s, py::handle hook) { s.hook = hook.ptr(); })
         .def_readwrite("has_outer", &SavedTensors::has_outer);
     py::class_<Layer>(m, "Layer")
-        .def(py::init<py::handle, py::handle, py::handle, py::handle, py::handle, py::handle, py::handle, py::handle, py::handle,
-                      py::object, py::object, Tensor, SavedTensors*, py::handle>())
+        .def(py::init<py::handle, py::handle>())
         .def("forward", &Layer::forward)
         .def("forget_views", &Layer::forget_views)
         .def("remove", &Layer::remove);

@@ -274,24 +274,8 @@ class _NativeLayer(_Layer):
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
-        sums = self.accumulation
-        assert sums.native is not None
-        self._product = sums.native.Layer(
-            self,
-            sums,
-            self.passes,
-            self.module,
-            self.parameters,
-            sums._in_use,
-            sums._empty,
-            sums._summed,
-            vars(functional),
-            self.unit,
-            self.slot,
-            self.weight,
-            sums.saved,
-            self.weight,
-        )
+        assert self.accumulation.native is not None
+        self._product = self.accumulation.native.Layer(self, vars(functional))
 
     def remove(self) -> None:
         super().remove()

@@ -1,22 +1,17 @@
 """Sequence parallelism through Accelerate's parallelism config and the Hugging Face Trainer: the scripts are stock ZeRO-3's."""
 
-import json
-
 import pytest
 import torch
 from deepspeed.runtime.lr_schedules import WarmupLR
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
-from support.client_results import EXAMPLES, Results
-from support.client_results import same as same_weights
+from support.client_results import Results
 from support.client_trainer import model as trainer_model
 from support.client_trainer import windows as trainer_windows
 from support.engine_work import same, unpack
-from support.sequence_clients import accelerate, trainer
+from support.sequence_clients import ROUNDS, STEPS, accelerate, dp_is_stock, trainer, trainer_arguments
 from support.sequence_work import Job, labels_of, reference_of, sequences
-
-ROUNDS, STEPS = 2, 6
 
 
 def test_accelerate(pool, tmp_path):
@@ -43,29 +38,14 @@ def one_sequence(job: Job, stages: list[list[str]]):
 
 @pytest.fixture(scope="module")
 def runs(pool, tmp_path_factory) -> dict[str, Results]:
-    folder, jobs = tmp_path_factory.mktemp("trainer"), []
-    for name in ("stock", "dp", "cdp-v2"):
-        config = json.loads((EXAMPLES / "hf_ds_config.json").read_text())
-        config["optimizer"]["params"]["torch_adam"] = True
-        config.pop("cyclic")
-        if name != "stock":
-            config["cyclic"] = {"enabled": True, "rule": name, "timeout_seconds": 60, "delay_correction": "extrapolate"}
-        (folder / f"{name}.json").write_text(json.dumps(config))
-        arguments = f"""--deepspeed {folder}/{name}.json --output_dir {folder}/{name} --use_cpu --report_to none
-        --disable_tqdm true --layers 3 --hidden 32 --length 32 --windows 48 --held_out 8 --max_steps {STEPS}
-        --per_device_train_batch_size 1 --per_device_eval_batch_size 1 --gradient_accumulation_steps {ROUNDS} --logging_steps 1
-        --eval_strategy steps --eval_steps 3 --save_steps 3 --warmup_steps 2 --learning_rate 3e-3 --max_grad_norm 0.5
-        --adam_epsilon 1e-2 --train_sampling_strategy sequential"""
-        jobs.append(arguments.split())
+    folder = tmp_path_factory.mktemp("trainer")
+    jobs = [trainer_arguments(folder, name, None if name == "stock" else name) for name in ("stock", "dp", "cdp-v2")]
     pool.run(4, trainer, jobs, timeout=400)
     return {name: Results(folder / name) for name in ("stock", "dp", "cdp-v2")}
 
 
 def test_trainer_under_dp_equals_zero3(runs):
-    dp, stock = runs["dp"], runs["stock"]
-    for key in ("loss", "eval_loss", "learning_rate"):
-        assert len(stock.log(key)) == len(dp.log(key)) > 1 and dp.log(key) == pytest.approx(stock.log(key), rel=1e-5), key
-    same_weights(dp.weights(STEPS), stock.weights(STEPS), 1e-5)
+    dp_is_stock(runs["dp"], runs["stock"])
 
 
 def test_trainer_under_cdp_v2_equals_the_oracle(runs):

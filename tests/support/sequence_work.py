@@ -20,29 +20,39 @@ OPTIMIZERS: dict[str, Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Opt
 
 
 @dataclass(frozen=True)
-class Job:
-    """One training run with sequence groups of ``sequence`` ranks.
+class Training:
+    """What a training run has with groups of any kind.
 
     Attributes:
-        rule: None for stock ZeRO-3.
-        how: how DeepSpeed learns of the groups: "mpu", "mesh" (mesh_param) or "config" (two keys).
+        rule: None for stock DeepSpeed.
         rounds: gradient_accumulation_steps; config, cyclic: added to the config and to its cyclic block.
         eval_after: steps after which all ranks evaluate a batch.
-        checkpointing: activations are recomputed; init: zero.Init has partitioned the model.
+        init: zero.Init has partitioned the model.
     """
 
     rule: str | None = "cdp-v2"
-    sequence: int = 2
-    how: str = "mpu"
     rounds: int = 1
     steps: int = 6
     clip: float = 0.0
     optimizer: str = "sgd"
     eval_after: tuple[int, ...] = ()
-    checkpointing: bool = False
     init: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     cyclic: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job(Training):
+    """One with sequence groups of ``sequence`` ranks.
+
+    Attributes:
+        how: how DeepSpeed learns of the groups: "mpu", "mesh" (mesh_param) or "config" (two keys).
+        checkpointing: activations are recomputed.
+    """
+
+    sequence: int = 2
+    how: str = "mpu"
+    checkpointing: bool = False
 
 
 def here() -> torch.device:

@@ -5,7 +5,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,34 +17,21 @@ from deepspeed_cdp.plan.schedule import threshold
 from support.client_results import EXAMPLES
 from support.engine_work import pack, told
 from support.sequence_clients import client
-from support.sequence_work import LENGTH, OPTIMIZERS, VOCABULARY, labels_of, sequences
+from support.sequence_work import LENGTH, OPTIMIZERS, VOCABULARY, Training, labels_of, sequences
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Training):
     """One training run with tensor groups of ``tensor`` ranks.
 
     Attributes:
-        rule: None for stock DeepSpeed.
         model: "llama"; "biases": a Llama with biases; "tied": its head is its embedding, so that AutoTP shards the loss, too;
             "qwen3": with norms of sharded heads, whose gradients DeepSpeed adds up.
-        rounds: gradient_accumulation_steps; config, cyclic: added to the config and to its cyclic block.
-        eval_after: steps after which all ranks evaluate a batch.
-        init: zero.Init has partitioned the model.
     """
 
-    rule: str | None = "cdp-v2"
     tensor: int = 2
     model: str = "llama"
-    rounds: int = 1
-    steps: int = 6
-    clip: float = 0.0
-    optimizer: str = "sgd"
     stage: int = 3
-    eval_after: tuple[int, ...] = ()
-    init: bool = False
-    config: dict[str, Any] = field(default_factory=dict)
-    cyclic: dict[str, Any] = field(default_factory=dict)
 
 
 def build(kind: str = "llama", heads: int = 4) -> nn.Module:
