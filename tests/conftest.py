@@ -82,3 +82,10 @@ def pool(operators: None) -> Iterator[Pool]:
     yield workers
     workers.close()
     stop_fork_server()
+
+
+@pytest.fixture(params=["Python", "C++"])
+def written_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Autograd's side of passes in both languages."""
+    monkeypatch.setenv("DEEPSPEED_CDP_NATIVE", "1" if request.param == "C++" else "0")
+    return request.param

@@ -25,13 +25,34 @@ class UserPacked(NamedTuple):
 
 def placeholder(p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch.Tensor:
     """The data of a parameter without values: its shape and dtype, over one element, which is nan."""
-    value = float("nan") if p.dtype.is_floating_point or p.dtype.is_complex else 0
-    return torch.full((), value, dtype=p.dtype, device=p.device).expand(p.shape if shape is None else shape)
+    return Placeholders()(p, shape)
+
+
+class Placeholders:
+    """Makes data of parameters without values: shape and dtype over one element, which is nan.
+
+    Attributes:
+        elements: those in use, one for each dtype and device.
+    """
+
+    def __init__(self) -> None:
+        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def __call__(self, p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch.Tensor:
+        element = self._elements.get((p.dtype, p.device))
+        if element is None:
+            value = float("nan") if p.dtype.is_floating_point or p.dtype.is_complex else 0
+            element = self._elements[p.dtype, p.device] = torch.full((), value, dtype=p.dtype, device=p.device)
+        return element.expand(p.shape if shape is None else shape)
+
+    @property
+    def elements(self) -> list[torch.Tensor]:
+        return list(self._elements.values())
 
 
 def is_placeholder(p: torch.nn.Parameter, empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> bool:
     """Whether a parameter is a placeholder."""
-    return p in empty and p.numel() > 0 and p.data_ptr() == empty[p].data_ptr()
+    return p in empty and p.numel() > 0 and p.untyped_storage()._cdata == empty[p].untyped_storage()._cdata
 
 
 def refuse_use(modules: Sequence[torch.nn.Module], empty: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:

@@ -1,7 +1,6 @@
 // Autograd's side of a rank's passes in C++: what runtime/grad_accumulation.py and runtime/param_hooks.py do most often.
 // native/load.py builds it. Whatever is not common is left to Python, which decides anew.
 #include <ATen/PythonTorchFunctionTLS.h>
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/_foreach_add.h>
 #include <ATen/ops/_foreach_copy.h>
@@ -10,13 +9,13 @@
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/utils/pybind.h>
+#include <torch/version.h>
 
 namespace {
 namespace ag = torch::autograd;
@@ -49,41 +48,46 @@ auto made() {
         return std::shared_ptr<N>(new N(), [](N* node) { deleteNode(node); });
 }
 
-// Hooks of tensors that autograd saves, for ParamHooks: only tensors in the buffer of the unit bound last concern it.
-class SavedTensors {
+// A storage may forbid reads, with an error's text.
+void forbid_reads(c10::StorageImpl& s, const std::string& error) { s.release_data_and_set_meta_custom_data_ptr_error_msg_(error); }
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 13
+void allow_reads(c10::StorageImpl& s) { s.clear_data_ptr_access_error_msg_(); }
+#else  // which knows no way back
+template <bool c10::StorageImpl::* member>
+struct Member {
+    friend bool& forbids(c10::StorageImpl& s) { return s.*member; }
+};
+bool& forbids(c10::StorageImpl&);
+template struct Member<&c10::StorageImpl::throw_on_immutable_data_ptr_>;
+void allow_reads(c10::StorageImpl& s) { forbids(s) = false; }
+#endif
+
+c10::StorageImpl& storage_of(const Tensor& x) { return *x.storage().unsafeGetStorageImpl(); }
+
+// Bytes whose address changes: views of them, and what autograd saves of these, follow.
+class Memory {
    public:
-    SavedTensors(py::object pack, py::object unpack) : pack_(std::move(pack)), unpack_(std::move(unpack)) {}
-
-    void bound(uintptr_t low, uintptr_t high) { low_ = low, high_ = high; }
-
-    bool concern(const Tensor& x) const {
-        if (x.layout() != at::kStrided) return true;  // Python decides
-        auto at = reinterpret_cast<uintptr_t>(x.data_ptr());
-        return has_outer || (low_ <= at && at < high_);
+    // Of ``size`` bytes on the device of ``like``, nowhere at first. ``away``: the error of a read while they are nowhere.
+    Memory(int64_t size, const Tensor& like, std::string away) : away_(std::move(away)) {
+        at::Storage storage(at::Storage::use_byte_size_t(), size, at::DataPtr(nullptr, like.device()), nullptr, false);
+        bytes_ = at::empty({0}, like.options().dtype(at::kByte)).set_(storage, 0, {size}, {1});
+        take_away();
     }
-
-    py::object pack(py::object x) const { return concern(THPVariable_Unpack(x.ptr())) ? pack_(x) : x; }
-    py::object unpack(py::object x) const { return THPVariable_CheckExact(x.ptr()) ? x : unpack_(x); }
-
-    // Whether these hooks are the innermost ones.
-    bool innermost() const {
-        const auto& stack = at::SavedTensorDefaultHooks::get_tls_state().stack;
-        return !stack.empty() && hook && stack.top().first.ptr(getPyInterpreter()) == hook;
+    void move_to(const Tensor& flat) {
+        auto* kept = new at::Storage(flat.storage());
+        auto drop = [](void* x) { delete static_cast<at::Storage*>(x); };
+        allow_reads(storage_of(bytes_));
+        storage_of(bytes_).set_data_ptr_noswap(at::DataPtr(flat.data_ptr(), kept, drop, flat.device()));
     }
-
-    int visit(visitproc visit, void* arg) const {
-        Py_VISIT(pack_.ptr());
-        Py_VISIT(unpack_.ptr());
-        return 0;
+    void take_away() {
+        storage_of(bytes_).set_data_ptr_noswap(at::DataPtr(nullptr, bytes_.device()));
+        forbid_reads(storage_of(bytes_), away_);
     }
-    void clear() { pack_ = unpack_ = py::object(); }
-
-    bool has_outer = false;    // the user's hooks are outside, and want the other tensors
-    PyObject* hook = nullptr;  // the object that autograd calls to pack
+    const Tensor& bytes() const { return bytes_; }
 
    private:
-    py::object pack_, unpack_;
-    uintptr_t low_ = 0, high_ = 0;
+    Tensor bytes_;
+    std::string away_;
 };
 
 // A linear layer that adds its weight's gradient to the sum. The Python object that has it keeps all that it points to alive.
@@ -93,9 +97,8 @@ class Layer {
         : self_(self), accumulation_(self.attr("accumulation")), passes_(self.attr("passes")), module_(self.attr("module")),
           parameters_(self.attr("parameters")), sums_(accumulation_.attr("_in_use")), empty_(accumulation_.attr("_empty")),
           summed_(accumulation_.attr("_summed")), weight_object_(self.attr("weight")), functional_(functional),
-          unit_(self.attr("unit")), slot_(self.attr("slot")), saved_(py::cast<SavedTensors*>(accumulation_.attr("saved"))),
-          weight_(THPVariable_Unpack(weight_object_.ptr())), kind_(py::type::of(module_)), stock_forward_(kind_.attr("forward")),
-          stock_linear_(functional["linear"]) {}
+          unit_(self.attr("unit")), slot_(self.attr("slot")), weight_(THPVariable_Unpack(weight_object_.ptr())),
+          kind_(py::type::of(module_)), stock_forward_(kind_.attr("forward")), stock_linear_(functional["linear"]) {}
 
     void remove() {
         fused_ = false;
@@ -124,7 +127,6 @@ class Layer {
 
     py::handle self_, accumulation_, passes_, module_, parameters_, sums_, empty_, summed_, weight_object_, functional_;
     py::object unit_, slot_;
-    SavedTensors* saved_;
     Tensor weight_;
     py::object kind_, stock_forward_, stock_linear_;
     bool fused_ = true;
@@ -169,15 +171,6 @@ bool in_rows(const Tensor& x) {
     return true;
 }
 
-// Save x without the hooks of saved tensors.
-ag::SavedVariable saved_as_it_is(const Tensor& x) {
-    struct NoHooks {
-        bool before = at::SavedTensorDefaultHooks::set_tracing(true);
-        ~NoHooks() { at::SavedTensorDefaultHooks::set_tracing(before); }
-    } no_hooks;
-    return ag::SavedVariable(x, false);
-}
-
 py::object Layer::forward(py::handle input) {
     if (!fused_ || !at::GradMode::is_enabled() || reinterpret_cast<PyObject*>(Py_TYPE(input.ptr())) != THPVariableClass)
         return py::none();
@@ -210,8 +203,7 @@ py::object Layer::forward(py::handle input) {
     node->owner = keep(self_.ptr());
     node->layer = this;
     node->version = weight_._version();
-    // the hooks would return it
-    node->x = saved_ && saved_->innermost() && !saved_->concern(x) ? saved_as_it_is(x) : ag::SavedVariable(x, false);
+    node->x = ag::SavedVariable(x, false);
     Tensor y;
     {
         py::gil_scoped_release unlock;
@@ -344,32 +336,19 @@ bool hook_output(py::handle output, py::handle arguments, const Tensor& flat, py
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-    // Python's collector must see through it: the functions hold the object that holds it
-    auto collected = py::custom_type_setup([](PyHeapTypeObject* heap) {
-        PyTypeObject* type = &heap->ht_type;
-        type->tp_flags |= Py_TPFLAGS_HAVE_GC;
-        type->tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
-            Py_VISIT(Py_TYPE(self));
-            return py::detail::is_holder_constructed(self) ? py::cast<SavedTensors&>(py::handle(self)).visit(visit, arg) : 0;
-        };
-        type->tp_clear = [](PyObject* self) {
-            if (py::detail::is_holder_constructed(self)) py::cast<SavedTensors&>(py::handle(self)).clear();
-            return 0;
-        };
-    });
-    py::class_<SavedTensors>(m, "SavedTensors", collected)
-        .def(py::init<py::object, py::object>())
-        .def("bound", &SavedTensors::bound)
-        .def("pack", &SavedTensors::pack)
-        .def("unpack", &SavedTensors::unpack)
-        .def("is_hook", [](SavedTensors& s, py::handle hook) { s.hook = hook.ptr(); })
-        .def_readwrite("has_outer", &SavedTensors::has_outer);
+    py::class_<Memory>(m, "Memory")
+        .def(py::init<int64_t, const Tensor&, std::string>())
+        .def("move_to", &Memory::move_to)
+        .def("take_away", &Memory::take_away)
+        .def_property_readonly("bytes", &Memory::bytes);
     py::class_<Layer>(m, "Layer")
         .def(py::init<py::handle, py::handle>())
         .def("forward", &Layer::forward)
         .def("forget_views", &Layer::forget_views)
         .def("remove", &Layer::remove);
     py::class_<Views>(m, "Views").def(py::init<const std::vector<py::object>&, const std::vector<Tensor>&>()).def("show", &Views::show);
+    m.def("forbid_reads", [](const Tensor& x, const std::string& error) { forbid_reads(storage_of(x), error); });
+    m.def("allow_reads", [](const Tensor& x) { allow_reads(storage_of(x)); });
     m.def("add_grads", &add_grads);
     m.def("before_grad", &before_grad);
     m.def("hook_output", &hook_output);

@@ -54,7 +54,6 @@ class GradAccumulation:
         empty_sums: Set[int],
         passes: Passes,
         native: ModuleType | None = None,
-        saved: Any = None,
     ):
         """
         Args:
@@ -62,9 +61,8 @@ class GradAccumulation:
             grad_sums: by unit, the flat sums in use (uint8, 1-D).
             empty_sums: units whose sum in use is uninitialized.
             native: what C++ does (native/autograd.cpp); None: Python does all.
-            saved: its hooks of saved tensors.
         """
-        self.native, self.saved = native, saved
+        self.native = native
         self.passes, self._slots, self._in_use, self._empty = passes, slots, grad_sums, empty_sums
         self._parameters = {i: [p for p, _ in pairs] for i, pairs in slots.items()}
         self._views: dict[tuple[int, int], list[torch.Tensor]] = {}

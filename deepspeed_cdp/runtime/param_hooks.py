@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from deepspeed_cdp.errors import SET_ANY_ORDER
 from deepspeed_cdp.model.flat_layout import FlatLayout, Slot
 from deepspeed_cdp.model.lookup import holds, links
-from deepspeed_cdp.model.placeholders import SavedView, UserPacked, is_placeholder, placeholder, refuse_use
+from deepspeed_cdp.model.placeholders import Placeholders, SavedView, UserPacked, is_placeholder, refuse_use
 from deepspeed_cdp.plan.constants import PERSISTENT
 from deepspeed_cdp.runtime.events import Events
 from deepspeed_cdp.runtime.executor import Executor
@@ -25,8 +25,13 @@ from deepspeed_cdp.runtime.grad_accumulation import AFTER_DESTROY, GradAccumulat
 from deepspeed_cdp.runtime.program import OutOfOrder
 
 IDLE, FORWARD, BACKWARD, FAILED, REHEARSAL = "idle", "forward", "backward", "failed", "rehearsal"
+READ_ELSEWHERE = (
+    "a backward read parameters that are not there: it is the second over a graph, or does not begin at the outputs of their "
+    "module, or reads a tensor kept from its forward; " + SET_ANY_ORDER
+)
 MOST_NODES = 1000  # of a loss's graph that are searched
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
+_next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)  # the number of the node that autograd creates next
 
 
 class Views(Protocol):
@@ -34,6 +39,18 @@ class Views(Protocol):
 
     def show(self) -> None:
         """Point the parameters at them."""
+
+
+class Memory(Protocol):
+    """Bytes of a unit whose address changes, in C++: views of them, which autograd has saved, follow."""
+
+    bytes: torch.Tensor
+
+    def move_to(self, flat: torch.Tensor) -> None:
+        """They are those of ``flat``."""
+
+    def take_away(self) -> None:
+        """They are nowhere: reading them raises RuntimeError."""
 
 
 class _Views:
@@ -104,8 +121,7 @@ class ParamHooks:
         }
         self.visited: set[int] = set()
         self._native = native
-        self._saved = None if native is None else native.SavedTensors(self._pack, self._unpack)
-        self.accumulation = GradAccumulation(self.slots, executor.grad_sums, executor.empty_sums, self, native, self._saved)
+        self.accumulation = GradAccumulation(self.slots, executor.grad_sums, executor.empty_sums, self, native)
         self.called: set[str] = set()
         self._part_handles: dict[torch.nn.Module, list[Any]] = {}  # of modules that ran without gradients in a forward
         self._inside: int | None = None  # the unit whose modules are being called
@@ -114,16 +130,25 @@ class ParamHooks:
         self._bound: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}  # with any_order, each unit's parameters
         self.holds = self._stays = self._has_held = False  # the last: this micro-batch, or the one before
-        self._cache: dict[tuple[int, int], Views] = {}  # by unit and address
+        self._cache: dict[tuple[int, int], Views] = {}  # by unit and address; -1: of memory that moves
         self._rebuilt: dict[tuple[SavedView, int], torch.Tensor] = {}
         self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
-        pack_and_unpack = (self._pack, self._unpack) if self._saved is None else (self._saved.pack, self._saved.unpack)
-        self._saving = torch.autograd.graph.saved_tensors_hooks(*pack_and_unpack)
-        if self._saved is not None:
-            self._saved.is_hook(self._saving.pack_hook)
+        self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._forbids = False  # reads of placeholders
         self._is_saving = self._saving_borrowed = False  # the second: ``borrow`` pushed them
+        self._follows: dict[str, bool] = {}  # by module: whether what autograd saves may follow the memory, without hooks
+        self._last_saved = 0  # number of the autograd node after the last that saved a parameter, or a view of one
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
-        self._empty = {p: placeholder(p) for pairs in self.slots.values() for p, _ in pairs}
+        self._memory: dict[int, Memory] = {}
+        if native is not None and not self.always_resident:
+            self._memory = {
+                i: native.Memory(executor.plan.unit(i).p_bytes, executor.buffers.arena, READ_ELSEWHERE)
+                for i in layouts
+                if i != PERSISTENT
+            }
+        empty = Placeholders()
+        self._empty = {p: empty(p) for pairs in self.slots.values() for p, _ in pairs}
+        self._forbidden = empty.elements  # to be read in a backward, with ``_memory``
         # the same by unit: looking up a parameter calls a function of Python, its hash
         self._placeholders = {i: self._views(i, [self._empty[p] for p, _ in pairs]) for i, pairs in self.slots.items()}
         self._without_sums = {i for i, layout in layouts.items() if not layout.g_bytes}
@@ -154,7 +179,7 @@ class ParamHooks:
                     # before all other hooks, which may read the parameters (torch.nn.utils.weight_norm)
                     self._handles += [
                         modules[path].register_forward_pre_hook(self._pre(i, path), prepend=True),
-                        modules[path].register_forward_hook(self._post(i, path == paths[-1]), with_kwargs=True),
+                        modules[path].register_forward_hook(self._post(i, path, path == paths[-1]), with_kwargs=True),
                     ]
 
     def remove(self, refuse: bool = True) -> None:
@@ -166,6 +191,7 @@ class ParamHooks:
         for handle in (*self._handles, *itertools.chain(*self._part_handles.values())):
             handle.remove()
         self.accumulation.remove()
+        self._allow_reads()
         self._output_nodes.clear()
         self._outputs.hooks = None
         if self._handles and refuse:
@@ -192,19 +218,26 @@ class ParamHooks:
             self.events.used_outside("was given a state dict")
 
     # ---- parameters -----------------------------------------------------------------------------------------------------
-    def bind(self, i: int, flat: torch.Tensor) -> None:
-        """Make the unit's parameters views of ``flat`` (uint8, 1-D)."""
+    def bind(self, i: int, flat: torch.Tensor, moves: bool = False) -> None:
+        """Make the unit's parameters views of ``flat`` (uint8, 1-D).
+
+        Args:
+            moves: another ``flat`` takes its place in the same micro-batch; views that autograd saves then follow, in C++.
+        """
         if self._bound.get(i) is flat:
             return
-        key = (i, flat.data_ptr())
+        address = flat.data_ptr()
+        key = (i, -1 if moves and i in self._memory else address)
         views = self._cache.get(key)
         if views is None:
-            views = self._cache[key] = self._views(i, [s.value(flat) for _, s in self.slots[i]])
+            base = flat if key[1] == address else self._memory[i].bytes
+            views = self._cache[key] = self._views(i, [s.value(base) for _, s in self.slots[i]])
+        if key[1] != address:
+            self._memory[i].move_to(flat)
         views.show()
         self._bound[i] = flat
         if i != PERSISTENT:  # persistent parameters stay where they are until the backward is over
-            self._current = i
-            self._saves(key[1], key[1] + flat.numel())
+            self._current, self._low, self._high = i, address, address + flat.numel()
 
     def _views(self, i: int, values: list[torch.Tensor]) -> Views:
         parameters = [p for p, _ in self.slots[i]]
@@ -212,17 +245,13 @@ class ParamHooks:
             return _Views(parameters, values)
         return self._native.Views(parameters, values)
 
-    def _saves(self, low: int, high: int) -> None:
-        """Replace saved tensors between these addresses from now on."""
-        self._low, self._high = low, high
-        if self._saved is not None:
-            self._saved.bound(low, high)
-
     def unbind(self, i: int) -> None:
         """Make the unit's parameters placeholders: right shape and dtype, no memory, cannot be written, nan if read."""
         if not self.any_order and self._bound.pop(i, None) is not None:
             if i == self._current:
-                self._saves(0, 0)
+                self._low = self._high = 0
+            if i in self._memory:
+                self._memory[i].take_away()
             self._placeholders[i].show()
         if i in self._without_sums:
             self._drop_untrained_grads(i)
@@ -236,9 +265,11 @@ class ParamHooks:
         """Make every parameter a placeholder."""
         for views in self._placeholders.values():
             views.show()
+        for memory in self._memory.values():
+            memory.take_away()
         self.drop_grads()
         self._bound.clear()
-        self._saves(0, 0)
+        self._low = self._high = 0
 
     def forget_views(self) -> None:
         """Drop cached views, whose memory may have been freed."""
@@ -378,7 +409,7 @@ class ParamHooks:
 
     def _bind_for_backward(self) -> None:
         for i, flat in self.executor.pull_backward().items():
-            self.bind(i, flat)
+            self.bind(i, flat, moves=True)
 
     def _end_hold(self) -> None:
         self.any_order = self.holds = False
@@ -416,6 +447,7 @@ class ParamHooks:
             ValueError: there was no forward, or this is its second backward.
         """
         self.check_forward()
+        self._allow_reads()
         self._output_nodes.clear()  # they keep hooks of this object alive, and Python does not see that circle
         self.executor.end_round()
         self.mode = IDLE
@@ -466,7 +498,7 @@ class ParamHooks:
         except OutOfOrder as error:
             self.events.order_needed(str(error), alone=True)
         else:
-            self.bind(i, self.executor.params[i])
+            self.bind(i, self.executor.params[i], moves=True)
 
     def borrow(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
         """Acquire parameters for a function other than their module's forward (a fused head and loss, for example).
@@ -504,11 +536,25 @@ class ParamHooks:
             self._borrowed_units.discard(i)
             self.executor.release(i, False)
 
+    def begin_backward(self) -> None:
+        """Until its end placeholders cannot be read, in C++: what autograd saves of units without hooks is not looked after."""
+        if self._native is not None and self._memory and not self._forbids and not self.any_order:
+            self._forbids = True
+            for element in self._forbidden:
+                self._native.forbid_reads(element, READ_ELSEWHERE)
+
+    def _allow_reads(self) -> None:
+        if self._native is not None and self._forbids:
+            self._forbids = False
+            for element in self._forbidden:
+                self._native.allow_reads(element)
+
     def _enter_backward(self, i: int) -> None:
         if self.mode != BACKWARD or self.any_order or self._latest == i and i in self._bound:
             return
+        self.begin_backward()
         self.executor.acquire(i, True)
-        self.bind(i, self.executor.params[i])
+        self.bind(i, self.executor.params[i], moves=True)
         self._latest = i
 
     def in_forward(self, i: int) -> bool:
@@ -532,13 +578,13 @@ class ParamHooks:
             raise self._no_forward()
         self._enter_backward(i)
 
-    def _begin_saving(self) -> bool:
-        """Push the saved-tensor hooks, if they are not active. Returns whether this call did."""
+    def _begin_saving(self, path: str = "") -> bool:
+        """Push the saved-tensor hooks, if they are not active, and the module needs them. Returns whether this call did."""
         if self._is_saving or not _innermost:
             return False
-        self._outer = _innermost(True)
-        if self._saved is not None:
-            self._saved.has_outer = bool(self._outer)
+        self._outer, self._last_saved = _innermost(True), 0
+        if not self._outer and self._follows.get(path):
+            return False
         if not self._outer or "checkpoint" not in (
             getattr(self._outer[0], "__module__", "") or ""
         ):  # a checkpoint, which saves nothing
@@ -550,6 +596,19 @@ class ParamHooks:
         if self._is_saving:
             self._saving.__exit__(None, None, None)
             self._is_saving = self._saving_borrowed = False
+
+    def _learn(self, path: str, args: Any, output: Any) -> None:
+        """Find out whether gradients of the module's outputs come before any read of its parameters: then it needs no hooks.
+
+        Autograd runs nodes in the reverse order of their creation. So an output comes first that is not older than the last
+        node that saved a parameter. Views do not count: if one is changed in place, its node leaves the graph.
+        """
+        if self._native is None or _next_node is None or path in self._follows or not self._is_saving:
+            return
+        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor) and not holds(args, x)]
+        nodes = [x.grad_fn._sequence_nr() for x in tensors if x.grad_fn is not None and not x._is_view()]
+        if nodes:
+            self._follows[path] = self._last_saved <= 1 + max(nodes)
 
     def _between_passes(self) -> bool:
         """Whether a forward waits for its backward, and this is not activation checkpointing, which calls modules in it."""
@@ -594,7 +653,7 @@ class ParamHooks:
                 if self.any_order:  # from now on
                     return
                 if not kept:
-                    self._begin_saving()
+                    self._begin_saving(path)
                 if not torch.is_grad_enabled():
                     self._enter_through_parts(i, module)
             elif self.mode == IDLE:
@@ -622,13 +681,14 @@ class ParamHooks:
         parts = [m for m in module.modules() if m is not module]
         self._part_handles[module] = [m.register_forward_pre_hook(hook, prepend=True) for m in parts]
 
-    def _post(self, i: int, last: bool) -> Callable[..., Any]:
+    def _post(self, i: int, path: str, last: bool) -> Callable[..., Any]:
         @torch.compiler.disable
         def hook(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
             if self.any_order or self.mode in (IDLE, REHEARSAL):
                 return None
             output = self._hook_outputs(i, (args, kwargs), output)
             if self.mode == FORWARD:
+                self._learn(path, (args, kwargs), output)
                 self._end_saving()
                 if last:
                     self.executor.release(i, False)
@@ -662,6 +722,7 @@ class ParamHooks:
     def _pack(self, x: torch.Tensor) -> torch.Tensor | SavedView | UserPacked:
         pointer = _address(x)
         if self._low <= pointer < self._high:
+            self._last_saved = _next_node() if _next_node else 0
             if x.layout is not torch.strided:
                 return x.clone()
             return SavedView(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)

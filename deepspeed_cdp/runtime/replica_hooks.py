@@ -45,7 +45,7 @@ class ReplicaHooks(ParamHooks):
             return self._unit_of[p] not in self.executor.params
         return not (self.executor.newest or self.all_there)
 
-    def bind(self, i: int, flat: torch.Tensor) -> None:
+    def bind(self, i: int, flat: torch.Tensor, moves: bool = False) -> None:
         """Nothing: parameters always point at the replica."""
 
     def unbind(self, i: int) -> None:
@@ -59,7 +59,7 @@ class ReplicaHooks(ParamHooks):
     def forget_views(self) -> None:
         """Nothing: the replica's memory stays."""
 
-    def _begin_saving(self) -> bool:
+    def _begin_saving(self, path: str = "") -> bool:
         return False  # tensors that autograd saves stay where they are
 
     def _receive_all(self) -> None:

@@ -43,7 +43,8 @@ def memory(rank: int, world: int, job: Job) -> dict[str, Any]:
             {p.data.untyped_storage().data_ptr(): p.data.untyped_storage().nbytes() for p in engine.module.parameters()}.values()
         )
 
-    regions = {t.untyped_storage().data_ptr() for t in runtime.executor.buffers.regions.values()}
+    storages = [t.untyped_storage() for t in runtime.executor.buffers.regions.values()]
+    regions = [range(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages]
     small = {n: p.untyped_storage().nbytes() for n, p in engine.module.named_parameters()}
 
     def check(*_: Any) -> None:
@@ -52,7 +53,7 @@ def memory(rank: int, world: int, job: Job) -> dict[str, Any]:
             return
         for name, p in engine.module.named_parameters():
             storage = p.data.untyped_storage()
-            if storage.data_ptr() in regions:
+            if any(storage.data_ptr() in region for region in regions):
                 seen_in_forward[name] = 1
             else:
                 assert storage.nbytes() == p.element_size(), (name, storage.nbytes())
@@ -111,7 +112,7 @@ def test_memory_is_the_plans_and_about_one_nth(pool, world, kind, cyclic):
     for rank, r in enumerate(results):
         assert r["buffers"] == sum(r["plan"].values()), rank
         assert all(nbytes == 4 for nbytes in r["placeholders"].values()), "a released parameter keeps one element"
-        assert r["alive"] == 4 * r["count"], "between steps no parameter has memory"
+        assert r["alive"] == 4, "between steps all parameters share one element"
         assert r["checks"] > 0 and r["bound"] > 0 and r["grads"] == 0
         assert r["masters"] <= r["owned"] and r["optimizer"] == 2 * r["masters"] + 4 * r["kept"], rank
         total = r["buffers"] + r["masters"] + r["optimizer"]

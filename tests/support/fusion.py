@@ -10,7 +10,6 @@ from torch import nn
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.model.make_plan import Settings
-from deepspeed_cdp.native import load
 from deepspeed_cdp.plan.schedule import threshold
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 from deepspeed_cdp.runtime.runtime import Runtime
@@ -70,13 +69,6 @@ MODELS = {
     "shapes": lambda: Chain(*(Shapes() for _ in range(4))),
 }
 ORACLE = {f"hooks: {k}": f"hooks: {v}" for k, v in hooked_chains.WITHOUT.items()} | {"gradients: sparse": "gradients: dense"}
-
-
-@pytest.fixture(params=["Python", "C++"])
-def written_in(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Both ways of adding inside the product."""
-    monkeypatch.setenv(load.OFF, "1" if request.param == "C++" else "0")
-    return request.param
 
 
 def build(kind: str, dtype: torch.dtype = torch.float32) -> nn.Module:

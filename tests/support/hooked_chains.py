@@ -64,6 +64,70 @@ class Unboxing(nn.Module):
         return torch.tanh(self.linear(x.value if isinstance(x, Box) else x))
 
 
+class Branch(nn.Module):
+    """A unit with a second result, that reads a parameter of its own; ``late``: after the output."""
+
+    def __init__(self, late: bool):
+        super().__init__()
+        self.linear, self.scale, self.late = line(), nn.Parameter(torch.full((8,), 1.1)), late
+
+    def forward(self, x):
+        if self.late:
+            y = torch.tanh(self.linear(x))
+            self.second = torch.tanh(x) * self.scale
+        else:
+            self.second = torch.tanh(x) * self.scale
+            y = torch.tanh(self.linear(self.second))
+        return y
+
+
+class Branches(Chain):
+    """It uses second results for some inputs only, not for the first one."""
+
+    def __init__(self, *blocks: nn.Module, uses: Callable[[torch.Tensor], bool] = lambda x: bool(x.sum() > 0)):
+        super().__init__(*blocks)
+        self.uses = uses
+
+    def forward(self, x):
+        uses = self.uses(x)
+        for block in self.blocks:
+            x = block(x)
+            if uses:
+                x = x + block.second.mean()
+        return x
+
+
+class ReturnsInput(nn.Module):
+    """Changes its input in place, and returns it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = line(), nn.Parameter(torch.full((8,), 1.1))
+
+    def forward(self, x):
+        x = x.add_(torch.tanh(self.linear(torch.tanh(x))) * self.scale)
+        return x
+
+
+class ChangedViews(Chain):
+    """The outputs of units are views, and some of their elements are replaced."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            x[:, 0] = 0.5
+        return x
+
+
+class Copies(Chain):
+    """Its units own their inputs."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x * 1.0)
+        return x
+
+
 def same(x: torch.Tensor) -> torch.Tensor:
     return x
 
@@ -103,6 +167,10 @@ MODELS = {
     "all boxed": lambda: Chain(*(Boxed() for _ in range(8)), unwrap=True),
     "in place": lambda: Chain(*(line() if i % 2 == 0 else InPlaceBias() for i in range(8))),
     "changed outputs": lambda: ChangedOutputs(*deep()),
+    "changed views": lambda: ChangedViews(*(nn.Sequential(nn.Unflatten(0, (2, 2)), line(), nn.Flatten(0, 1)) for _ in range(8))),
+    "early branch": lambda: Branches(*(Branch(late=False) for _ in range(8))),
+    "late branch": lambda: Branches(*(Branch(late=True) for _ in range(8))),
+    "returns its input": lambda: Copies(*(ReturnsInput() for _ in range(8))),
     "hooks that keep": lambda: Watched(*deep(), watch=as_they_are),
     "hooks that change": lambda: Watched(*deep(), watch=halved),
 }

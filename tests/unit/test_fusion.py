@@ -13,7 +13,7 @@ from torch import nn
 from deepspeed_cdp.runtime.grad_accumulation import GradAccumulation
 from support import chains
 from support.chains import Chain, batch, line, loss
-from support.fusion import MODELS, SIZE, assert_equal, build, difference, inside, one_step, settings, written_in  # noqa: F401
+from support.fusion import MODELS, SIZE, assert_equal, build, difference, inside, one_step, settings
 from support.local_ring import run_ranks
 from support.optimizers import sgd
 
@@ -34,7 +34,7 @@ def test_on_rings_of_all_sizes_and_with_replicas(size: int, replicated: bool) ->
 
 
 @pytest.mark.parametrize("broken", ["lost", "twice", "not started"])
-def test_the_oracle_would_notice(broken: str, written_in: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_the_oracle_would_notice(broken: str, written_in: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if written_in == "C++":  # it asks where to add
         where, add_all = GradAccumulation.views, GradAccumulation.add
 

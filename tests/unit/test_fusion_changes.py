@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from deepspeed_cdp.runtime.runtime import Runtime
 from support.chains import Chain, batch, line, loss
-from support.fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, sgd, watch, written_in  # noqa: F401
+from support.fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, sgd, watch
 from support.local_ring import run_ranks
 
 pytestmark = pytest.mark.usefixtures("written_in")

@@ -18,12 +18,13 @@ from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.plan.schedule import threshold
 from deepspeed_cdp.runtime.runtime import Runtime
 from support.chains import Chain, batch, line, loss, train
-from support.hooked_chains import MODELS, WITHOUT, as_they_are, deep, halved
+from support.hooked_chains import MODELS, WITHOUT, Branch, Branches, as_they_are, deep, halved
 from support.local_ring import run_ranks
 from support.optimizers import sgd
 
 SIZE = 4
 innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+pytestmark = pytest.mark.usefixtures("written_in")
 needs_innermost = pytest.mark.skipif(innermost is None, reason="this torch does not tell which saved-tensor hooks are innermost")
 
 
@@ -124,7 +125,7 @@ class Fails(nn.Module):
 
 @needs_innermost
 @pytest.mark.parametrize("keep", [False, True])
-def test_only_units_that_come_anew_have_their_saved_tensors_looked_after(keep: bool) -> None:
+def test_only_units_that_come_anew_have_their_saved_tensors_looked_after(keep: bool, written_in: str) -> None:
     modules = [Chain(*(Fails() for _ in range(8))) for _ in range(SIZE)]
 
     def work(rank: int, transport: Any) -> Any:
@@ -133,7 +134,8 @@ def test_only_units_that_come_anew_have_their_saved_tensors_looked_after(keep: b
         return runtime.plan
 
     for module, plan in zip(modules, run_ranks(SIZE, work)):
-        assert [block.seen for block in module.blocks] == [[not plan.kept(i)] * 2 for i in range(8)]
+        for i, block in enumerate(module.blocks):  # in C++ the first forward shows that they are not needed
+            assert block.seen == [not plan.kept(i), not plan.kept(i) and written_in == "Python"]
 
 
 @needs_innermost
@@ -203,13 +205,56 @@ def test_a_second_backward_is_refused_in_every_stage() -> None:
     run_ranks(SIZE, work)
 
 
-def test_a_second_backward_is_refused_where_outputs_have_no_hook() -> None:
-    """Boxed outputs: it gets as far as the units that are not kept."""
+@pytest.mark.parametrize("late", [False, True])
+def test_a_branch_created_after_the_output_is_looked_after(late: bool, written_in: str) -> None:
+    """Its gradient may come first; of one created before, the output's does."""
+    modules = [Branches(*(Branch(late) for _ in range(8))) for _ in range(2)]
+    for runtime, *_ in run_ranks(2, lambda rank, transport: train(modules[rank], rank, transport, settings(), sgd)):
+        units = [i for i in range(8) if not runtime.plan.kept(i) and written_in == "C++"]
+        # the first unit's input has no gradient, so its branch saves no parameter
+        assert runtime.param_hooks._follows == {f"blocks.{i}": i == 0 or not late for i in units}
+
+
+class Skips(Branches):
+    """In some forwards the second unit's output is not used, but its second result is."""
+
+    def forward(self, x):
+        uses = self.uses(x)
+        for i, block in enumerate(self.blocks):
+            y = block(x)
+            x = x + block.second.mean() if uses and i == 1 else y
+        return x
+
+
+def test_a_backward_that_never_comes_to_the_outputs_is_told(written_in: str) -> None:
+    """Python's hooks notice what it reads; in C++ the first forward has shown that they are not needed."""
+    done: list[list[int]] = [[], []]
+    modules = [Skips(*(Branch(False) for _ in range(8)), uses=lambda x, at=at: at.append(1) or len(at) == 2) for at in done]
+
+    def work(rank: int, transport: Any) -> str:
+        try:
+            train(modules[rank], rank, transport, settings(), sgd)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    said = run_ranks(2, work)
+    if written_in == "Python":
+        assert said == ["", ""]
+    else:
+        assert any("read parameters that are not there" in x and "any_order" in x for x in said)
+
+
+def test_a_second_backward_is_refused_where_outputs_have_no_hook(written_in: str) -> None:
+    """Boxed outputs. In Python it gets as far as the units that are not kept."""
     modules = [build("all boxed") for _ in range(SIZE)]
+    error, words = {"C++": (RuntimeError, "is the second over a graph"), "Python": (ValueError, "without a training forward")}[
+        written_in
+    ]
 
     def work(rank: int, transport: Any) -> None:
         with one_step(modules[rank], rank, transport) as value:
-            with pytest.raises(ValueError, match="without a training forward"):
+            with pytest.raises(error, match=words):
                 value.backward()
 
     run_ranks(SIZE, work)

@@ -17,7 +17,7 @@ from deepspeed_cdp.runtime.grad_accumulation import _Layer
 from deepspeed_cdp.runtime.runtime import Runtime
 from support import chains
 from support.chains import Chain, batch, line, loss
-from support.fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings, written_in  # noqa: F401
+from support.fusion import MODELS, SIZE, assert_equal, build, inside, one_step, settings
 from support.local_ring import run_ranks
 from support.optimizers import sgd
 
