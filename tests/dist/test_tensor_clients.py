@@ -4,8 +4,7 @@ import pytest
 
 from support.client_results import Results
 from support.client_results import same as same_weights
-from support.sequence_clients import STEPS, dp_is_stock, trainer_arguments
-from support.tensor_work import trainer
+from support.sequence_clients import STEPS, dp_is_stock, tensor_trainer, trainer_arguments
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +13,7 @@ def runs(pool, tmp_path_factory) -> dict[str, Results]:
     folder, rules = tmp_path_factory.mktemp("trainer"), {"stock": None, "dp": "dp", "cdp-v2": "cdp-v2", "resumed": "cdp-v2"}
     jobs = [trainer_arguments(folder, name, rule, tensor_parallel={"autotp_size": 2}) for name, rule in rules.items()]
     jobs[-1] += ["--resume_from_checkpoint", f"{folder}/cdp-v2/checkpoint-3"]
-    pool.run(4, trainer, jobs, timeout=400)
+    pool.run(4, tensor_trainer, jobs, timeout=400)
     return {name: Results(folder / name) for name in rules}
 
 

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
-from benchmarks import models  # noqa: E402
+from benchmarks import models, samples  # noqa: E402
 from benchmarks.sizes import SIZES  # noqa: E402
 from support.rank_tools import Tools, finish, parser  # noqa: E402
 
@@ -61,9 +61,9 @@ def measure(tools: Tools, how: str, config: Any, folder: Path) -> bool:
     model = made(tools, how, config, settings)
     engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=settings)[0]
     tools.engines.append(engine)
-    ids = torch.randint(config.vocab_size, (1, 128), device=tools.device)
+    (batch,) = samples.alike(config, 1, 128, 1, tools.rank, tools.device)
     for _ in range(2):
-        loss = engine(input_ids=ids, labels=ids).loss
+        loss = engine(**batch).loss
         engine.backward(loss)
         engine.step()
     engine.flush()

@@ -4,7 +4,7 @@
 # OUT gets parity.log, stress.log, cases.log, rings.log, failures.log, sanitizer.log and table.txt. ITEMS="stress cases" runs only those.
 out=${1:?where to write}; budget=${2:?seconds for everything}; shift 2
 ranks=${*:-2 4}
-here=$(dirname "$(realpath "$0")"); python=${PYTHON:-python}; items=" ${ITEMS:-parity stress cases rings sequence failures sanitizer} "
+here=$(dirname "$(realpath "$0")"); python=${PYTHON:-python}; items=" ${ITEMS:-parity stress cases rings groups failures sanitizer} "
 cpu=${CPU:+--cpu}; begun=$SECONDS
 mkdir -p "$out"; : >"$out/table.txt"
 export PYTHONPATH=$(realpath "$here/../..")${PYTHONPATH:+:$PYTHONPATH}
@@ -50,8 +50,8 @@ for n in $ranks; do
             item "rings of 2, $n ranks, $transport" rings.log 200 $(run "$n" rank_rings.py $cpu --transport $transport --budget @BUDGET@)
         done
     fi
-    for transport in $(wanted sequence && { [ -n "$cpu" ] && echo auto || echo peer nccl; }); do
-        item "sequence groups, $n ranks, $transport" rings.log 120 $(run "$n" rank_sequence.py $cpu --transport $transport --budget @BUDGET@)
+    for transport in $(wanted groups && { [ -n "$cpu" ] && echo auto || echo peer nccl; }); do
+        item "groups, experts, $n ranks, $transport" rings.log 200 $(run "$n" rank_groups.py $cpu --transport $transport --budget @BUDGET@)
     done
     wanted failures && item "failures, $n ranks" failures.log 330 "$python" "$here/rank_failures.py" $cpu --ranks "$n" --budget @BUDGET@
     if wanted failures && [ -z "$cpu" ]; then

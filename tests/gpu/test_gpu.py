@@ -102,9 +102,9 @@ def test_rings_of_rings_and_the_warm_up(transport):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("transport", ["peer", "nccl"])
-def test_sequence_parallelism(ranks, transport):
+def test_groups_experts_and_a_curriculum(ranks, transport):
     needs(ranks)
-    ranks_run(ranks, "rank_sequence.py", "--transport", transport)
+    ranks_run(ranks, "rank_groups.py", "--transport", transport)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.engine_work import pack, told, whole
+from support.engine_work import here, pack, told, whole
 
 LENGTH = 64
 STEPS, SAVED_AFTER, ROUNDS, MICRO = 14, 6, 2, 3
@@ -171,7 +171,9 @@ class Backwards(Bytes):
 MODELS = {"bytes": Bytes, "backwards": Backwards}
 
 
-def start(rule: str | None, indices: str, folder: str, model: str = "bytes", seed: int = 5) -> tuple[Any, Any]:
+def start(
+    rule: str | None, indices: str, folder: str, model: str = "bytes", seed: int = 5, cyclic: dict[str, Any] | None = None
+) -> tuple[Any, Any]:
     """The engine, stock ZeRO-3 if ``rule`` is None, and its data loader, which cuts sequences to the difficulty."""
     import deepspeed
 
@@ -188,9 +190,9 @@ def start(rule: str | None, indices: str, folder: str, model: str = "bytes", see
         "data_efficiency": data_efficiency("value", indices, os.path.join(folder, f"clusters-{rule}")),
     }
     if rule:
-        config["cyclic"] = {"enabled": True, "rule": rule, "timeout_seconds": 30, "delay_correction": "none"}
+        config["cyclic"] = {"enabled": True, "rule": rule, "timeout_seconds": 30, "delay_correction": "none", **(cyclic or {})}
     config["data_efficiency"]["seed"] = seed
-    module = MODELS[model]()
+    module = MODELS[model]().to(here())
     engine, _, loader, _ = deepspeed.initialize(
         model=module, model_parameters=module.parameters(), training_data=Lines(), config=config
     )
@@ -203,16 +205,25 @@ def start(rule: str | None, indices: str, folder: str, model: str = "bytes", see
 
 
 def train(
-    rank: int, world: int, rule: str | None, indices: str, folder: str, model: str = "bytes", load: str = "", save: str = ""
+    rank: int,
+    world: int,
+    rule: str | None,
+    indices: str,
+    folder: str,
+    model: str = "bytes",
+    load: str = "",
+    save: str = "",
+    cyclic: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train.
 
     Args:
         load: folder of a checkpoint to go on from; save: folder to save into after SAVED_AFTER steps.
+        cyclic: added to the cyclic block.
     Returns:
         losses, numbers and shapes of the samples by micro-batch, the state at the end, the engine's class.
     """
-    engine, loader = start(rule, indices, folder, model)
+    engine, loader = start(rule, indices, folder, model, cyclic=cyclic)
     if load:
         engine.load_checkpoint(load)
     first = engine.global_steps
@@ -222,7 +233,7 @@ def train(
         for _ in range(ROUNDS):
             numbers, x = next(batches)
             result["samples"].append((numbers.tolist(), tuple(x.shape)))
-            loss = engine(x)
+            loss = engine(x.to(here()))
             result["losses"].append(loss.item())
             engine.backward(loss)
             engine.step()

@@ -77,6 +77,13 @@ def warmup(optimizer: torch.optim.Optimizer) -> Any:
 SCHEDULES = {"lambda": decay, "warmup": warmup}
 
 
+def here() -> torch.device:
+    """Where this rank trains."""
+    from deepspeed.accelerator import get_accelerator
+
+    return torch.device(get_accelerator().current_device_name())
+
+
 def ds_config(job: Job, world: int) -> dict[str, Any]:
     """The ds_config.json of a job."""
     config: dict[str, Any] = {
@@ -110,7 +117,7 @@ def start(job: Job, world: int, module: nn.Module | None = None) -> Any:
 
     deepspeed_cdp.register()
     if module is None:
-        module = models.build(job.kind)
+        module = models.build(job.kind).to(here())
     named = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
     given: dict[str, Any] = {"model_parameters": [p for _, p in named]}
     if job.optimizer == "callable":
@@ -140,7 +147,7 @@ def train(
         for m in range(job.rounds):
             if job.style == "accelerate":
                 engine.set_gradient_accumulation_boundary(is_boundary=m == job.rounds - 1)
-            loss = models.loss(engine, job.kind, models.batch(job.kind, step, m, rank))
+            loss = models.loss(engine, job.kind, models.batch(job.kind, step, m, rank).to(here()))
             losses[step, m, rank] = loss.item()
             if job.style == "loss":
                 loss.backward()
@@ -162,7 +169,8 @@ def evaluate(engine: Any, job: Job, rank: int, batches: int) -> list[float]:
     """As a script does; ranks may run different numbers of batches."""
     engine.eval()
     with torch.no_grad():
-        values = [models.loss(engine, job.kind, models.batch(job.kind, OFF_STEPS + i, 0, rank)).item() for i in range(batches)]
+        data = (models.batch(job.kind, OFF_STEPS + i, 0, rank).to(here()) for i in range(batches))
+        values = [models.loss(engine, job.kind, x).item() for x in data]
     engine.train()
     return values
 
@@ -180,6 +188,7 @@ def run_jobs(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
                 "losses": losses,
                 "class": type(engine).__name__,
                 "stages": engine.cyclic_plan.stages if job.rule is not None else None,
+                "collectives": engine._runtime.counters.collectives() if job.rule is not None else None,
                 "fused": engine._runtime.fused if job.rule is not None else None,
                 "visited": sorted(engine._runtime.param_hooks.visited) if job.rule is not None else None,
                 "norm": engine.get_global_grad_norm(),

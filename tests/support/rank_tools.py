@@ -12,6 +12,7 @@ import random
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -57,6 +58,8 @@ class Tools:
             torch.set_num_threads(1)
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # a kernel per allocation, for nothing here
+        if backend == "gloo":  # DeepSpeed would bind the GPU to it; torch then fails to make groups of some ranks
+            torch.distributed.init_process_group(backend)
         deepspeed.init_distributed(backend)
 
     def say(self, text: str) -> None:
@@ -198,13 +201,22 @@ def parser(text: str, budget: float) -> argparse.ArgumentParser:
 
 
 def run_cases(tools: Tools, cases: dict[str, Callable[[Tools], tuple[bool, dict[str, Any]]]], seconds: float) -> bool:
-    """Each case on all ranks; a line for each. A case that raises ends the process: its peers are in another place."""
+    """Each case on all ranks; a line for each.
+
+    A case that raises ends the process, since its peers are in another place. All ranks have seconds to show their errors.
+    """
     good = True
     for name, case in cases.items():
         begun = time.monotonic()
         with tools.limit(name, seconds):
-            fine, figures = case(tools)
-            fine = tools.agree(fine)
+            try:
+                fine, figures = case(tools)
+                fine = tools.agree(fine)
+            except Exception as error:
+                print(f"rank {tools.rank}: {name}\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                print(f"BAD  {name} rank {tools.rank} raised {type(error).__name__}", flush=True)
+                time.sleep(3)
+                os._exit(1)
         tools.say(f"{'ok  ' if fine else 'BAD '} {name} {json.dumps(figures)} {time.monotonic() - begun:.1f} s")
         if not fine and tools.rank != 0:
             print(f"rank {tools.rank}: {name} {json.dumps(figures)}", file=sys.stderr, flush=True)

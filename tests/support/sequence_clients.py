@@ -1,4 +1,4 @@
-"""Sequence parallelism through the Hugging Face Trainer and Accelerate, in worker processes."""
+"""Sequence and tensor parallelism through the Hugging Face Trainer and Accelerate, in worker processes."""
 
 import gc
 import json
@@ -18,6 +18,7 @@ from support.client_results import EXAMPLES, Results
 from support.client_results import same as same_weights
 from support.engine_work import pack
 from support.sequence_work import LENGTH, Job, build, labels_of, sequences
+from support.tensor_work import own_groups
 
 ROUNDS, STEPS = 2, 6
 PARALLELISM = {  # what `accelerate launch` sets for --parallelism_config_...
@@ -109,6 +110,17 @@ def trainer(rank: int, world: int, jobs: list[list[str]]) -> None:
         with client(PARALLELISM):
             sys.argv = ["hf_trainer.py", *arguments]
             runpy.run_path(str(EXAMPLES / "hf_trainer.py"), run_name="__main__")
+
+
+def tensor_trainer(rank: int, world: int, jobs: list[list[str]]) -> None:
+    """The same with AutoTP."""
+    from deepspeed.runtime.tensor_parallel import init_utils
+
+    for arguments in jobs:
+        with client({}), own_groups():
+            sys.argv = ["hf_trainer.py", *arguments]
+            runpy.run_path(str(EXAMPLES / "hf_trainer.py"), run_name="__main__")
+            init_utils._TP_MODEL_INIT_ARGS = None  # transformers has given the config's size to DeepSpeed's tp_model_init
 
 
 def accelerate(rank: int, world: int, jobs: list[Job], folder: str) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.errors import DivergenceError
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
-from support.engine_work import pack, told, whole
+from support.engine_work import here, pack, told, whole
 from support.optimizers import sgd, two_groups
 
 LENGTH, VOCABULARY = 16, 64
@@ -55,13 +55,6 @@ class Job(Training):
     checkpointing: bool = False
 
 
-def here() -> torch.device:
-    """Where this rank trains."""
-    from deepspeed.accelerator import get_accelerator
-
-    return torch.device(get_accelerator().current_device_name())
-
-
 def build() -> nn.Module:
     """Four layers, four heads, two heads of keys and values."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -89,7 +82,7 @@ def sequences(number: int, rank: int) -> torch.Tensor:
 
 
 def labels_of(x: torch.Tensor) -> torch.Tensor:
-    return x.masked_fill((x < 12) | (torch.arange(LENGTH) < 3), -100)
+    return x.masked_fill((x < 12) | (torch.arange(LENGTH, device=x.device) < 3), -100)
 
 
 def batch(job: Job, step: int, rnd: int, group: int) -> torch.Tensor:
@@ -102,7 +95,9 @@ def batch(job: Job, step: int, rnd: int, group: int) -> torch.Tensor:
 def ulysses(model: nn.Module, sequence: int) -> Iterator[Any]:
     """The mpu; transformers' attention is the sequence-parallel one inside."""
     import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+    from deepspeed.utils import groups
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     deepspeed.init_distributed("gloo" if here().type == "cpu" else "nccl")
@@ -117,6 +112,8 @@ def ulysses(model: nn.Module, sequence: int) -> Iterator[Any]:
         )
     finally:
         ALL_ATTENTION_FUNCTIONS["sdpa"] = before
+        parallel_state_sp._release_sequence_parallel_groups()
+        groups.mpu = groups.mesh_device = None
 
 
 def run_jobs(rank: int, world: int, jobs: list[Job]) -> list[dict[str, Any]]:
@@ -201,8 +198,9 @@ def train(engine: Any, job: Job, mpu: Any, rank: int, first: int = 0) -> dict[tu
     adapted = UlyssesSPDataLoaderAdapter(
         loader, sp_rank=mpu.get_sequence_parallel_rank(), sp_group=group, sp_world_size=job.sequence, device=here()
     )
-    for number, part in zip(range(begin, end), adapted):
+    for number, given in zip(range(begin, end), adapted):
         step, rnd = divmod(number, job.rounds)
+        part = {k: v.to(here()) for k, v in given.items() if torch.is_tensor(v)}  # the adapter leaves that to the script
         loss = loss_of(engine, part, group)
         losses[step, rnd, rank // job.sequence] = loss.item()
         engine.backward(loss)

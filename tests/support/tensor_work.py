@@ -1,8 +1,6 @@
 """AutoTP in worker processes: a script for a Llama, the same for stock DeepSpeed and the cyclic engine."""
 
-import runpy
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,9 +12,7 @@ from torch import nn
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.delay_correction import DelayCorrection
 from deepspeed_cdp.plan.schedule import threshold
-from support.client_results import EXAMPLES
-from support.engine_work import pack, told
-from support.sequence_clients import client
+from support.engine_work import here, pack, told
 from support.sequence_work import LENGTH, OPTIMIZERS, VOCABULARY, Training, labels_of, sequences
 
 
@@ -134,7 +130,7 @@ def start(job: Job, **given: Any) -> Any:
     if job.rule is not None:
         block = {"rule": job.rule, "timeout_seconds": 30.0, "delay_correction": "none"}
         config["cyclic"] = {"enabled": True, **block, **job.cyclic}
-    model = given.pop("model", None) or build(job.model)
+    model = given.pop("model", None) or build(job.model).to(here())
     if job.init:
         deepspeed.zero.Init(module=model, config_dict_or_path=config)
     optimizer = OPTIMIZERS[job.optimizer](list(model.named_parameters()))
@@ -150,7 +146,7 @@ def train(engine: Any, job: Job, rank: int, first: int = 0) -> tuple[dict[tuple[
     losses, norms, group = {}, [], rank // job.tensor
     for step in range(first, job.steps):
         for rnd in range(job.rounds):
-            x = batch(job, step, rnd, group)
+            x = batch(job, step, rnd, group).to(here())
             loss = engine(input_ids=x, labels=labels_of(x), use_cache=False).loss
             losses[step, rnd, group] = loss.item()
             engine.backward(loss)
@@ -252,14 +248,3 @@ def refused(rank: int, world: int) -> list[str]:
             told(lambda: start(Job(config={"sequence_parallel_size": 2, "data_parallel_size": 2}))),
             told(lambda: start(Job(config={"checkpoint": {"writer": {"type": "FAST", "decoupled": True}}}))),
         ]
-
-
-def trainer(rank: int, world: int, jobs: list[list[str]]) -> None:
-    """Run the Hugging Face Trainer's example with each job's arguments."""
-    from deepspeed.runtime.tensor_parallel import init_utils
-
-    for arguments in jobs:
-        with client({}), own_groups():
-            sys.argv = ["hf_trainer.py", *arguments]
-            runpy.run_path(str(EXAMPLES / "hf_trainer.py"), run_name="__main__")
-            init_utils._TP_MODEL_INIT_ARGS = None  # transformers has given the config's size to DeepSpeed's tp_model_init
