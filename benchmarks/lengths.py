@@ -8,8 +8,10 @@ step t depends on (seed, r, t, m) only, so all engines compute the same. There a
   fit are left out. ``position_ids`` start anew with each sample, from which Hugging Face's models see where one ends.
 """
 
+import itertools
 import math
 import random
+from collections.abc import Iterable
 from typing import NamedTuple
 
 STEPS = 64  # lengths are multiples of the longest by this
@@ -70,6 +72,22 @@ def parse(text: str, longest: int, packed: bool) -> Lengths:
             "and sigma at least 0"
         )
     return Lengths(median, sigma, longest, packed)
+
+
+def warmup(drawer: Lengths, count: int, drawn: Iterable[list[list[list[int]]]], least: int) -> list[list[list[int]]]:
+    """Steps with every shape once, the longest first.
+
+    Args:
+        count: samples of a micro-batch.
+        drawn: of each rank, [step][micro-batch] -> lengths of its samples.
+        least: number of steps.
+    """
+    everything = [step for steps in drawn for step in steps]
+    found = {n for step in everything for one in step for n in computed(one, drawer.packed)} | {drawer.longest}
+    rounds, shapes = len(everything[0]), sorted(found, reverse=True)
+    number = max(-(-len(shapes) // rounds), least)
+    turns = itertools.cycle(shapes)
+    return [[[next(turns)] * (1 if drawer.packed else count) for _ in range(rounds)] for _ in range(number)]
 
 
 def computed(lengths: list[int], packed: bool) -> list[int]:

@@ -98,6 +98,7 @@ class Measurement:
             args.sequence,
         )
         self.drawn: list[list[list[int]]] = []  # [step][micro-batch] -> lengths of its samples
+        self.warmup = args.warmup  # steps
         self.batches = self._samples() if args.lengths else self._alike()  # [step], in turns; of each: its micro-batches
         self.late = random.Random(1000 + self.rank)
         self.cycles_per_ms = limited.cycles_per_second(device) / 1000 if self.cuda and args.jitter_ms else 0.0
@@ -134,19 +135,21 @@ class Measurement:
         return measured
 
     def _alike(self) -> list[list[engines.Batch]]:
-        generator = torch.Generator().manual_seed(self.rank)
-        shape, count = (self.args.micro_batch, self.args.sequence), self.args.accumulation
-        batches = [torch.randint(0, self.config.vocab_size, shape, generator=generator).to(self.device) for _ in range(4 * count)]
+        args, count = self.args, self.args.accumulation
+        batches = samples.alike(self.config, args.micro_batch, args.sequence, 4 * count, self.rank, self.device)
         return [list(batches[i : i + count]) for i in range(0, len(batches), count)]
 
     def _samples(self) -> list[list[engines.Batch]]:
-        """Micro-batches of all steps. The first step's are as long as any, so that the device's memory is reserved."""
+        """Micro-batches of all steps; those of the warm-up have every shape that a rank's windows have.
+
+        A process needs a shape's kernels and memory once. Else the first engine would wait for them, and a ring for each rank's.
+        """
         args, generator = self.args, torch.Generator().manual_seed(self.rank)
         drawer = lengths.parse(args.lengths, args.sequence, args.packed)
-        count = args.warmup + args.windows * args.steps
-        micro_batches = range(args.accumulation)
-        self.drawn = [[drawer.draw(self.rank, t, m, args.micro_batch) for m in micro_batches] for t in range(count)]
-        self.drawn[0] = [[args.sequence] * (1 if args.packed else args.micro_batch) for _ in micro_batches]
+        steps, micro_batches = range(args.warmup, args.warmup + args.windows * args.steps), range(args.accumulation)
+        drawn = [[[drawer.draw(r, t, m, args.micro_batch) for m in micro_batches] for t in steps] for r in range(self.size)]
+        warmup = lengths.warmup(drawer, args.micro_batch, drawn, args.warmup)
+        self.warmup, self.drawn = len(warmup), warmup + drawn[self.rank]
         return [
             [
                 {k: v.to(self.device) for k, v in samples.micro_batch(n, args.packed, self.config.vocab_size, generator).items()}
@@ -200,14 +203,14 @@ class Measurement:
     def _drained(self, what: str) -> list[dict]:
         """A row per window of unlike steps, each from a common start until all ranks have nothing left to do."""
         args = self.args
-        self._steps(args.warmup)
+        self._steps(self.warmup)
         self._drain()
         first_peak, measured = self._peak(), []
         if self.cuda:
             torch.cuda.reset_peak_memory_stats()
         for window in range(args.windows):
             self.progress.advance(f"{what}: window {window + 1} of {args.windows}")
-            first, received, waited = args.warmup + window * args.steps, self._received(), self._waited()
+            first, received, waited = self.warmup + window * args.steps, self._received(), self._waited()
             dist.barrier()
             if self.cuda:
                 torch.cuda.synchronize()
