@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig
 
 from benchmarks import fsdp, limited, models
 from benchmarks.pauses import Pause
@@ -39,16 +38,16 @@ class Job:
             make them; cdp-...-uncorrected: with delay_correction none; cdp-...-nccl: hand-offs over NCCL even where peer
             copies would do; zero3...-offload, cdp-...-offload: with the optimizer in host memory, stepped by DeepSpeedCPUAdam.
         dtype: of the passes.
-        compiled: torch.compile every decoder layer.
-        sharded: fsdp2 and zero3 build their shards only; their weights are then not those of the other engines.
-        layer_ms: how long each decoder layer sleeps in its forward; in its backward twice that (CPU only).
+        compiled: torch.compile every layer.
+        sharded: fsdp2 and zero3 build their shards only (of Llamas); their weights are then not those of the other engines.
+        layer_ms: how long each layer sleeps in its forward; in its backward twice that (CPU only).
         sequence: tokens of a row that sleeps so long; other lengths sleep in proportion.
         accumulation: micro-batches per step.
         bandwidth: limit in GB/s of each stream of messages; 0: no limit (cdp engines only).
     """
 
     name: str
-    config: LlamaConfig
+    config: models.Config
     device: torch.device
     dtype: torch.dtype
     micro_batch: int
@@ -74,12 +73,12 @@ def make(job: Job) -> tuple[Callable[..., torch.Tensor], Any]:
 
 
 def _compile(job: Job, model: torch.nn.Module) -> None:
-    """Compile the computation of a decoder layer without the hooks around it, which run Python between layers in every engine.
+    """Compile the computation of a layer without the hooks around it, which run Python between layers in every engine.
 
     ``layer.compile()`` would trace the hooks too.
     """
     if job.compiled:
-        for layer in model.model.layers:
+        for layer in models.layers(model):
             layer.forward = torch.compile(layer.forward)
 
 
@@ -93,7 +92,7 @@ def _slow_down(job: Job, model: torch.nn.Module) -> None:
         slow = Pause.apply(hidden, mine, 2 * mine)
         return (slow, *output[1:]) if isinstance(output, tuple) else slow
 
-    for layer in model.model.layers if job.layer_ms else ():
+    for layer in models.layers(model) if job.layer_ms else ():
         layer.register_forward_hook(after)
 
 
@@ -148,7 +147,7 @@ def _fsdp2(job: Job) -> tuple[Callable, Any]:
     else:
         model = models.build(job.config, job.device, job.dtype).float()
     _slow_down(job, model)
-    gather = fsdp.shard(model, parts, job.dtype)
+    gather = fsdp.shard(model, list(models.layers(model)), parts, job.dtype)
     if job.sharded:
         rotary = type(model.model.rotary_emb)
         model.to_empty(device=job.device)
@@ -212,7 +211,7 @@ def _deepspeed(job: Job) -> tuple[Callable, Any]:
             engine, *_ = deepspeed.initialize(model=model, config=config, **given)
     else:
         if name == "zero3-leaf":
-            deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0])])
+            deepspeed.utils.set_z3_leaf_modules(model, [type(models.layers(model)[0])])
         if name == "zero3-deepcompile":
             config["compile"] = {"deepcompile": True}
         engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -106,15 +106,14 @@ class AllGathers(tuple[SymmetricAllGather, ...]):
             one.destroy()
 
 
-def shard(model: torch.nn.Module, parts: re.Match[str], dtype: torch.dtype) -> AllGathers | None:
-    """Shard a model whose layers are ``model.model.layers``, as the variant says; the object to destroy, if there is one.
+def shard(model: Any, layers: list[Any], parts: re.Match[str], dtype: torch.dtype) -> AllGathers | None:
+    """Shard a model and its layers, each by itself, as the variant says; the object to destroy, if there is one.
 
     Passes are in ``dtype``; parameters are gathered anew for the backward, as ZeRO-3 does.
     """
     how: dict[str, Any] = {"mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype)}
     if parts["gather"] == "-zerocta":
         how["mesh"] = _zero_cta_mesh()
-    layers = list(model.model.layers)
     for layer in layers:
         fully_shard(layer, **how)
     fully_shard(model, **how)

@@ -19,14 +19,14 @@ import faulthandler
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks import engines, models
+from benchmarks import engines, models, samples
 from deepspeed_cdp.transport import wait_timing
 
 SETTLE = 6  # steps that are left out at first
@@ -99,7 +99,9 @@ def the_same() -> float:
     return time.perf_counter() - begun
 
 
-def steps(job: engines.Job, step: Callable[..., Any], engine: Any, batches: list[torch.Tensor], count: int) -> dict[str, Any]:
+def steps(
+    job: engines.Job, step: Callable[..., Any], engine: Any, batches: Sequence[engines.Batch], count: int
+) -> dict[str, Any]:
     """Train ``count`` steps; per step: seconds by part on the device and the host, of the main thread, and waits."""
     cuda, seen = job.device.type == "cuda", collections.defaultdict(list)
     marks: list[list[Any]] = []
@@ -145,7 +147,7 @@ def in_parts(job: engines.Job) -> tuple[Callable[..., None], Any]:
         _, engine = engines.make(job)
         parts = engine, engine.backward, engine.step
 
-    def step(batch: torch.Tensor, note: Callable[[], None]) -> None:
+    def step(batch: engines.Batch, note: Callable[[], None]) -> None:
         forward, backward, end = parts
         note()
         loss = engines._loss(forward, batch)
@@ -182,10 +184,7 @@ def run(args: argparse.Namespace, device: torch.device) -> list[str]:
     rank, lines = dist.get_rank(), []
     config = models.configuration(args.model, host_sync=not args.no_host_sync)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    random = torch.Generator().manual_seed(rank)
-    batches = [
-        torch.randint(0, config.vocab_size, (args.micro_batch, args.sequence), generator=random).to(device) for _ in range(4)
-    ]
+    batches = samples.alike(config, args.micro_batch, args.sequence, 4, rank, device)
     for name in args.engines.split(","):
         job = engines.Job(name, config, device, dtype, args.micro_batch)
         step, engine = in_parts(job)
@@ -210,7 +209,7 @@ def parser() -> argparse.ArgumentParser:
     new = argparse.ArgumentParser(prog="python -m benchmarks.phases", description=__doc__.split("\n")[0])
     new.add_argument("--model", default="llama-1.3b")
     new.add_argument("--micro-batch", type=int, default=1)
-    new.add_argument("--sequence", type=int, default=2048)
+    new.add_argument("--sequence", type=int, default=2048, help="of text; images have their own number of tokens")
     new.add_argument("--steps", type=int, default=24)
     new.add_argument("--engines", default="compute,cdp-v2,compute,cdp-v2", help="compute, or DeepSpeed's (benchmarks.run)")
     new.add_argument("--no-host-sync", action="store_true")

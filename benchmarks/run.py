@@ -15,14 +15,13 @@ import time
 from pathlib import Path
 
 from benchmarks import lengths, report, rows
-from benchmarks.sizes import SIZES
+from benchmarks.sizes import IMAGES, SIZES
 
 ENGINES = ("compute", "ddp", "fsdp2", "zero3", "zero3-leaf", "cdp-v2", "cdp-v1")
 RIVALS = r"fsdp2(-prefetch2)?(-symm|-zerocta)?(-keep)?|zero3-deepcompile|zero3(-leaf)?-offload"
 REPLICAS = ("zero1", "zero2", "cdp-v2-replicas", "cdp-v1-replicas")  # beside ddp: every rank keeps all parameters
 PASSED_ON = (
     "engines",
-    "sequence",
     "steps",
     "windows",
     "warmup",
@@ -40,7 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line; unknown names end with an error on stderr."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.run", description=__doc__.split("\n")[0])
     parser.add_argument("--models", default="llama-1.3b", help="comma-separated, of " + ", ".join(SIZES))
-    parser.add_argument("--micro-batch", default="4", help="comma-separated sizes")
+    parser.add_argument("--micro-batch", default="4", help="samples of a rank, for vit-... images; comma-separated")
     parser.add_argument(
         "--engines",
         default=",".join(ENGINES),
@@ -55,7 +54,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=0, help="default: all GPUs, or 2 with --cpu")
     parser.add_argument(
-        "--sequence", type=int, default=2048, help="tokens of a sample; with --lengths: of the longest, or of a pack"
+        "--sequence",
+        type=int,
+        help="tokens of a sample (default: 2048); with --lengths: of the longest, or of a pack; not for vit-...",
     )
     parser.add_argument("--accumulation", default="1", help="micro-batches per step; comma-separated")
     parser.add_argument(
@@ -79,7 +80,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         const="yes",
         default="no",
         choices=("no", "yes", "both"),
-        help="torch.compile the forward of every decoder layer",
+        help="torch.compile the forward of every layer",
     )
     parser.add_argument(
         "--no-host-sync",
@@ -109,7 +110,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--layer-ms",
         type=float,
         default=0.0,
-        help="with --cpu: each decoder layer sleeps this long in its "
+        help="with --cpu: each layer sleeps this long in its "
         "forward and twice as long in its backward, as if a device that shares no core with anybody computed it; shorter samples "
         "sleep less, in proportion",
     )
@@ -130,6 +131,10 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     for model in args.models.split(","):
         if model not in SIZES:
             parser.error(f"--models has {model!r}; allowed are {', '.join(SIZES)}")
+        given = {"--sequence": args.sequence is not None, "--lengths": args.lengths, "--build sharded": args.build == "sharded"}
+        if model in IMAGES and (option := next((o for o in given if given[o]), None)):
+            parser.error(f"{option} is for Llamas, and --models has {model!r}; use another call without it for that model")
+    args.sequence = 2048 if args.sequence is None else args.sequence
     others = [n for n in names if not n.startswith("cdp-")]
     if args.bandwidth_limit and others:
         parser.error(f"--bandwidth-limit holds back hand-offs and {others[0]!r} has none; use it with cdp engines only")
@@ -195,6 +200,8 @@ def main(argv: list[str] | None = None) -> int:
             model,
             "--micro-batch",
             micro_batch,
+            "--sequence",
+            str(IMAGES[model].tokens if model in IMAGES else args.sequence),
             "--accumulation",
             accumulation,
             "--jitter-ms",

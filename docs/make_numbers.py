@@ -32,7 +32,7 @@ ENGINES = {
     "ddp": "DDP",
     "compute": "passes alone",
 }
-MODELS = {"llama-1.3b": "Llama 1.35B", "llama-3b": "Llama 3B", "llama-8b": "Llama 8B"}
+MODELS = {"llama-1.3b": "Llama 1.35B", "llama-3b": "Llama 3B", "llama-8b": "Llama 8B", "vit-200": "ViT of 200 layers"}
 RULES = {"dp": "`dp`", "cdp-v2-warmup": "`cdp-v2` after 100 steps of `dp`", "cdp-v2": "`cdp-v2`", "cdp-v1": "`cdp-v1`"}
 BASE_RATE = 1e-3  # of the GPT in benchmarks/learning_tasks.py; rows record a multiple of it
 GPTS = {"gpt": "3.4 million", "gpt-31m": "32 million", "gpt-31m-tuned": "32 million, fine-tuned", "gpt-128m": "128 million"}

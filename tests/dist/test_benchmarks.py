@@ -2,35 +2,33 @@
 
 import functools
 import gc
+import math
 import os
 import re
 import subprocess
 import sys
 import weakref
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 
-from benchmarks import engines, models, phases, rows, run
+from benchmarks import engines, models, phases, rows, run, samples
 from support import processes
 
 REPOSITORY = Path(__file__).parents[2]
 
 
 def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """``python -m benchmarks.run`` with the smallest model, two ranks, short sequences."""
+    """``python -m benchmarks.run`` on two ranks."""
     command = [
         sys.executable,
         "-m",
         "benchmarks.run",
         "--cpu",
-        "--models",
-        "llama-tiny",
         "--micro-batch",
         "1",
-        "--sequence",
-        "16",
         "--steps",
         "2",
         "--windows",
@@ -45,25 +43,44 @@ def bench(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return processes.run(command, 170, environment, cwd=out.parent)
 
 
-@pytest.fixture(scope="module")
-def done(pool, tmp_path_factory):
-    """One run of six engines; the pool has built DeepSpeed's operator before."""
+class Done(NamedTuple):
+    """A finished run of the benchmark: its folder and process; what was asked for; the loss of a model that knows nothing."""
+
+    out: Path
+    process: subprocess.CompletedProcess[str]
+    model: str
+    engines: list[str]
+    sequence: str
+    chance: float
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("llama-tiny", "compute,ddp,fsdp2,zero3-leaf,cdp-v2,cdp-v1", "16", 256, ["--sequence", "16"]),
+        ("vit-tiny", "compute,fsdp2,cdp-v2", "17", 10, []),
+    ],
+    ids=lambda p: p[0],
+)
+def done(request, pool, tmp_path_factory):
+    """One run of some engines; the pool has built DeepSpeed's operator before."""
+    model, names, sequence, classes, options = request.param
     out = tmp_path_factory.mktemp("bench") / "out"
-    return out, bench(out, "--engines", "compute,ddp,fsdp2,zero3-leaf,cdp-v2,cdp-v1", "--no-host-sync")
+    process = bench(out, "--models", model, *options, "--engines", names, "--no-host-sync")
+    return Done(out, process, model, names.split(","), sequence, math.log(classes))
 
 
 @pytest.mark.slow
 def test_rows_table_and_plots(done):
-    out, process = done
+    out, process, names = done.out, done.process, done.engines
     assert process.returncode == 0, process.stdout + process.stderr
     read = rows.read(out / "results.csv")
-    names = ["compute", "ddp", "fsdp2", "zero3-leaf", "cdp-v2", "cdp-v1"]
     assert [(r["engine"], r["window"]) for r in read] == [(n, str(w)) for n in names for w in range(2)]
     assert (out / "results.csv").read_text().splitlines()[0] == ",".join(rows.FIELDS)
-    assert len((out / "results.jsonl").read_text().splitlines()) == 12
+    assert len((out / "results.jsonl").read_text().splitlines()) == 2 * len(names)
     for r in read:
         settings = [r[key] for key in ("model", "ranks", "micro_batch", "sequence", "host_sync")]
-        assert settings == ["llama-tiny", "2", "1", "16", "False"]
+        assert settings == [done.model, "2", "1", done.sequence, "False"]
         assert float(r["step_ms"]) > 0 and float(r["tokens_per_s_per_gpu"]) > 0
         assert 0 < float(r["p20_ms"]) <= float(r["p80_ms"]) <= float(r["p99_ms"])
         assert all(r[k] for k in ("python", "torch", "deepspeed", "transformers", "commit", "device", "time"))
@@ -74,15 +91,16 @@ def test_rows_table_and_plots(done):
 
 @pytest.mark.slow
 def test_engines_learn_alike(done):
-    """The same weights and batches: the first loss is the same, later ones nearly (bytes are counted where they can be)."""
-    out, _ = done
-    losses = {r["engine"]: float(r["loss"]) for r in rows.read(out / "results.csv") if r["window"] == "1"}
-    assert max(losses.values()) - min(losses.values()) < 0.02 and 5 < losses["cdp-v2"] < 6
-    received = {r["engine"]: r["received_mib_per_step"] for r in rows.read(out / "results.csv")}
+    """The same weights and batches: engines that train have nearly the same loss (bytes are counted where they can be)."""
+    read = rows.read(done.out / "results.csv")
+    losses = {r["engine"]: float(r["loss"]) for r in read if r["window"] == "1"}
+    assert abs(losses.pop("compute") - losses["cdp-v2"]) < 0.1
+    assert max(losses.values()) - min(losses.values()) < 0.02 and abs(losses["cdp-v2"] - done.chance) < 0.5
+    received = {r["engine"]: r["received_mib_per_step"] for r in read}
     assert received["fsdp2"] == "" and float(received["cdp-v2"]) > 1
 
 
-def steps(rank: int, world: int, name: str, compiled: bool) -> tuple[list[float], int]:
+def steps(rank: int, world: int, name: str, compiled: bool, model: str = "llama-tiny") -> tuple[list[float], int]:
     """Losses of four steps, and how many graphs were compiled."""
     import deepspeed
     from torch._dynamo.utils import counters
@@ -92,12 +110,11 @@ def steps(rank: int, world: int, name: str, compiled: bool) -> tuple[list[float]
     plain = torch.compile
     torch.compile = functools.partial(plain, backend="aot_eager")  # all of it but the seconds of the C++ compiler
     try:
-        config = models.configuration("llama-tiny", host_sync=False)
-        step, engine = engines.make(engines.Job(name, config, torch.device("cpu"), torch.float32, 1, compiled))
+        config, cpu = models.configuration(model, host_sync=False), torch.device("cpu")
+        step, engine = engines.make(engines.Job(name, config, cpu, torch.float32, 1, compiled))
     finally:
         torch.compile = plain
-    batches = torch.randint(0, 256, (4, 1, 16), generator=torch.Generator().manual_seed(rank))
-    losses = [float(step(batch).detach()) for batch in batches]
+    losses = [float(step(batch).detach()) for batch in samples.alike(config, 1, 16, 4, rank, cpu)]
     graphs, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
     if engine is not None:
         engine.destroy()
@@ -113,6 +130,16 @@ def test_engines_that_keep_all_parameters_learn_as_ddp_does(pool):
         for got, plain in zip(pool.run(2, steps, name, False), want):
             assert got[0][0] == pytest.approx(plain[0], abs=1e-6) and got[0] == pytest.approx(plain, abs=0.02), name
     assert want[0][3] != want[0][0]
+
+
+def test_a_vision_transformer_learns_alike_in_all_engines(pool):
+    """The same first loss; later ones as DDP's, nearly so under the cyclic delay. ``compute`` learns nothing, which shows."""
+    found = {n: [losses for losses, _ in pool.run(2, steps, n, False, "vit-tiny")] for n in ("ddp", "fsdp2", "cdp-v2", "compute")}
+    for rank, want in enumerate(found["ddp"]):
+        got = {name: losses[rank] for name, losses in found.items()}
+        assert [x[0] for x in got.values()] == pytest.approx([want[0]] * 4, abs=1e-5)
+        assert got["fsdp2"] == pytest.approx(want, abs=1e-5) and got["cdp-v2"] == pytest.approx(want, abs=0.01)
+        assert got["compute"] != pytest.approx(want, abs=0.01)
 
 
 def parts_of_steps(rank: int, world: int) -> list[str]:
@@ -136,9 +163,10 @@ def test_phases_tell_the_parts_of_a_step_and_of_the_walk(pool):
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.parametrize("model", ["llama-tiny", "vit-tiny"])
 @pytest.mark.parametrize("name", ["cdp-v2", "cdp-v2-replicas", "fsdp2"])
-def test_compiled_layers_train_as_eager_ones(pool, name):
-    eager, compiled = (pool.run(2, steps, name, c) for c in (False, True))
+def test_compiled_layers_train_as_eager_ones(pool, name, model):
+    eager, compiled = (pool.run(2, steps, name, c, model) for c in (False, True))
     assert [graphs for _, graphs in eager] == [0, 0] and [graphs for _, graphs in compiled] == [1, 1], "one graph for all layers"
     for (a, _), (b, _) in zip(eager, compiled):
         assert a == pytest.approx(b, abs=1e-5)

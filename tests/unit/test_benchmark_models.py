@@ -1,11 +1,15 @@
 """The models that benchmarks train, and the options that change how."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import transformers.masking_utils as masking
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig
 
-from benchmarks import engines, models
+from benchmarks import engines, models, samples
+from benchmarks.sizes import IMAGES
 
 CPU = torch.device("cpu")
 
@@ -38,20 +42,43 @@ def test_no_host_sync_is_the_same_computation_without_the_search(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(gradients, unmasked_gradients))
 
 
-def test_no_host_sync_reads_no_value(monkeypatch):
-    model = models.build(models.configuration("llama-tiny", False), CPU, torch.float32)
-    batch = torch.zeros(1, 8, dtype=torch.long)
+@pytest.mark.parametrize(
+    "name, host_sync, reads",
+    [("llama-tiny", False, False), ("llama-tiny", True, True), ("vit-tiny", False, False), ("vit-tiny", True, False)],
+)
+def test_no_host_sync_reads_no_value(monkeypatch, name, host_sync, reads):
+    model = models.build(models.configuration(name, host_sync), CPU, torch.float32)
+    (batch,) = samples.alike(model.config, 2, 8, 1, 0, CPU)
 
     def told(self):
         raise RuntimeError("the host wants to know a tensor's value")
 
-    with monkeypatch.context() as patched:
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError, match="wants to know") if reads else nullcontext():
         for name in ("item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
             patched.setattr(torch.Tensor, name, told)
-        model(input_ids=batch, labels=batch).loss.backward()
-        synchronizing = models.build(models.configuration("llama-tiny", True), CPU, torch.float32)
-        with pytest.raises(RuntimeError, match="wants to know"):
-            synchronizing(input_ids=batch, labels=batch)
+        model(**batch).loss.backward()
+
+
+def test_a_vision_transformer_reads_whole_images(monkeypatch):
+    """Attention is not causal, with either name of the attention function, and a sample differs by rank and by place."""
+    attention, real = [], torch.nn.functional.scaled_dot_product_attention
+
+    def spy(query, *args, **kwargs):
+        attention.append((query.shape, kwargs["attn_mask"], kwargs["is_causal"]))
+        return real(query, *args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    losses = []
+    for host_sync in (True, False):
+        model = models.build(models.configuration("vit-tiny", host_sync), CPU, torch.float32)
+        a, b = samples.alike(model.config, 2, 0, 2, 0, CPU)
+        assert a["pixel_values"].shape == (2, 3, 32, 32) and a["labels"].shape == (2,)
+        assert not torch.equal(a["pixel_values"], b["pixel_values"])
+        (other,) = samples.alike(model.config, 2, 0, 1, 1, CPU)
+        assert not torch.equal(a["pixel_values"], other["pixel_values"])
+        losses.append(model(**a).loss)
+    assert torch.equal(*losses)
+    assert attention == [((2, 4, IMAGES["vit-tiny"].tokens, 16), None, False)] * 8
 
 
 def test_operations_are_six_per_parameter_of_a_product_and_token():
@@ -61,9 +88,22 @@ def test_operations_are_six_per_parameter_of_a_product_and_token():
     assert models.flops_per_token(config, 100) == 6 * products + 6 * 4 * 64 * 100
     sizes = {
         name: models.build(models.configuration(name), torch.device("meta"), torch.float32).num_parameters() / 1e9
-        for name in ("llama-1.3b", "llama-3b", "llama-8b")
+        for name in ("llama-1.3b", "llama-3b", "llama-8b", "vit-200")
     }
-    assert {n: round(s, 1) for n, s in sizes.items()} == {"llama-1.3b": 1.3, "llama-3b": 3.1, "llama-8b": 8.0}
+    want = {"llama-1.3b": 1.3, "llama-3b": 3.1, "llama-8b": 8.0, "vit-200": 0.4}
+    assert {n: round(s, 1) for n, s in sizes.items()} == want
+
+
+@pytest.mark.parametrize("name", ["vit-tiny", "vit-200"])
+def test_operations_of_an_image_are_those_that_torch_counts(name):
+    """But for the first layer's gradient by its input, which the pixels do not need."""
+    model = models.build(models.configuration(name), torch.device("meta"), torch.float32)
+    (batch,), tokens = samples.alike(model.config, 2, 0, 1, 0, torch.device("meta")), IMAGES[name].tokens
+    model.set_attn_implementation("eager")  # torch counts fused attention's recomputation, too
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    unneeded = 2 * (tokens - 1) * model.vit.embeddings.patch_embeddings.projection.weight.numel()
+    assert counter.get_total_flops() == 2 * (round(models.flops_per_token(model.config, tokens) * tokens) - unneeded)
 
 
 def test_what_zero3_leaves_behind_is_undone():

@@ -151,6 +151,12 @@ def test_plots(some, tmp_path):
         (["--engines", "cdp-v2,fsdp2", "--bandwidth-limit", "25"], "--bandwidth-limit holds back hand-offs and 'fsdp2' has none"),
         (["--engines", "cdp-v2", "--bandwidth-limit", "-1"], "--bandwidth-limit is -1; it must be above 0"),
         (["--models", "llama-1.3b,llama-2b"], "--models has 'llama-2b'; allowed are llama-tiny"),
+        (
+            ["--models", "llama-1.3b,vit-200", "--sequence", "64"],
+            "--sequence is for Llamas, and --models has 'vit-200'; use another",
+        ),
+        (["--models", "vit-200", "--lengths", "99:1"], "--lengths is for Llamas, and --models has 'vit-200'"),
+        (["--models", "vit-tiny", "--build", "sharded"], "--build sharded is for Llamas, and --models has 'vit-tiny'"),
         (["--layer-ms", "5"], "--layer-ms is 5, but GPUs compute by themselves; use it with --cpu"),
         (["--windows", "0"], "must each be at least 1"),
         (["--engines", "fsdp2-prefetch3"], "--engines has 'fsdp2-prefetch3'; allowed are compute"),
