@@ -85,6 +85,10 @@ class CyclicOptimizer(ZeROOptimizer):
         return value * self.scale.of(self._live_runtime.executor.global_step) if scaled else value
 
     # ---- a step -----------------------------------------------------------------------------------------------------------
+    def backward_prologue(self) -> None:
+        if self._runtime is not None:
+            self._runtime.param_hooks.begin_backward()
+
     def backward_epilogue(self, **_: Any) -> None:
         if self._runtime is not None:
             self._runtime.end_backward()

@@ -32,18 +32,20 @@ class Placeholders:
     """Makes data of parameters without values: shape and dtype over one element, which is nan.
 
     Attributes:
-        elements: those in use, one for each dtype and device.
+        elements: those in use, one for each dtype and device; parameters of one element, which scripts can write, have their own.
     """
 
     def __init__(self) -> None:
-        self._elements: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._elements: dict[tuple[torch.dtype, torch.device, int | None], torch.Tensor] = {}
 
     def __call__(self, p: torch.nn.Parameter, shape: torch.Size | None = None) -> torch.Tensor:
-        element = self._elements.get((p.dtype, p.device))
+        shape = p.shape if shape is None else shape
+        key = p.dtype, p.device, id(p) if shape.numel() == 1 else None
+        element = self._elements.get(key)
         if element is None:
             value = float("nan") if p.dtype.is_floating_point or p.dtype.is_complex else 0
-            element = self._elements[p.dtype, p.device] = torch.full((), value, dtype=p.dtype, device=p.device)
-        return element.expand(p.shape if shape is None else shape)
+            element = self._elements[key] = torch.full((), value, dtype=p.dtype, device=p.device)
+        return element.expand(shape)
 
     @property
     def elements(self) -> list[torch.Tensor]:

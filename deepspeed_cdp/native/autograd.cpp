@@ -321,17 +321,19 @@ int holds(PyObject* tree, PyObject* x) {
     return 0;
 }
 
-// ParamHooks._hook_outputs of one tensor; false where Python must do it.
-bool hook_output(py::handle output, py::handle arguments, const Tensor& flat, py::object function, py::object unit) {
-    if (!THPVariable_CheckExact(output.ptr())) return false;
+// ParamHooks._hook_outputs of one tensor: 1 + its node's number, 0 if it has none or may lose it; -1 where Python must do it.
+int64_t hook_output(py::handle output, py::handle arguments, const Tensor& flat, py::object function, py::object unit) {
+    if (!THPVariable_CheckExact(output.ptr())) return -1;
     const Tensor& x = THPVariable_Unpack(output.ptr());
     // a hook of C++ on a leaf drops the hooks that it has
-    if (x.layout() != at::kStrided || (x.requires_grad() && x.is_leaf())) return false;
+    if (x.layout() != at::kStrided || (x.requires_grad() && x.is_leaf())) return -1;
     auto low = static_cast<char*>(flat.data_ptr()), at = static_cast<char*>(x.data_ptr());
-    if (low <= at && at < low + flat.numel()) return false;
+    if (low <= at && at < low + flat.numel()) return -1;
     int held = holds(arguments.ptr(), output.ptr());
-    if (!held && x.requires_grad()) before_grad(x, std::move(function), std::move(unit));
-    return held >= 0;
+    if (held < 0) return -1;
+    if (held || !x.requires_grad()) return 0;
+    before_grad(x, std::move(function), std::move(unit));
+    return x.is_view() ? 0 : 1 + static_cast<int64_t>(x.grad_fn()->sequence_nr());
 }
 }  // namespace
 

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from operator import is_
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, Protocol
 
 import torch
@@ -136,8 +136,12 @@ class ParamHooks:
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._forbids = False  # reads of placeholders
         self._is_saving = self._saving_borrowed = False  # the second: ``borrow`` pushed them
-        self._follows: dict[str, bool] = {}  # by module: whether what autograd saves may follow the memory, without hooks
-        self._last_saved = 0  # number of the autograd node after the last that saved a parameter, or a view of one
+        # by module, how many of autograd's nodes it creates behind its outputs; None: it needs hooks of saved tensors
+        self._behind: dict[str, int | None] = {}
+        # numbers of autograd's nodes: the one after the last that saved a parameter, or a view of one; the one after the newest
+        # output's; the module's first, if it runs without hooks
+        self._last_saved, self._after_outputs, self._first_node = 0, 0, -1
+        self._lasting: dict[int, torch.Tensor] = {}  # copies of units' parameters, until their backward in this micro-batch
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._memory: dict[int, Memory] = {}
         if native is not None and not self.always_resident:
@@ -250,11 +254,17 @@ class ParamHooks:
         if not self.any_order and self._bound.pop(i, None) is not None:
             if i == self._current:
                 self._low = self._high = 0
-            if i in self._memory:
-                self._memory[i].take_away()
-            self._placeholders[i].show()
+            if self.mode == FORWARD and i in self._lasting:
+                self._memory[i].move_to(self._lasting[i])
+            else:
+                self._take_away(i)
         if i in self._without_sums:
             self._drop_untrained_grads(i)
+
+    def _take_away(self, i: int) -> None:
+        if i in self._memory:
+            self._memory[i].take_away()
+        self._placeholders[i].show()
 
     def _drop_untrained_grads(self, i: int) -> None:
         """Clear the gradients of a unit without sums: the optimizer has none of its parameters."""
@@ -269,6 +279,7 @@ class ParamHooks:
             memory.take_away()
         self.drop_grads()
         self._bound.clear()
+        self._lasting.clear()
         self._low = self._high = 0
 
     def forget_views(self) -> None:
@@ -393,7 +404,7 @@ class ParamHooks:
             nbytes, device = self.executor.plan.unit(i).p_bytes, self.executor.buffers.arena.device
             self._copies[i] = torch.empty(nbytes, dtype=torch.uint8, device=device) if values is None else values[i]
             if values is not None:
-                self.bind(i, values[i])
+                self.bind(i, values[i], moves=True)
 
     def hold(self, stays: bool) -> None:
         """``any_order`` to the end of this micro-batch, from inside its forward or after it. Other ranks do not notice.
@@ -453,6 +464,10 @@ class ParamHooks:
         self.mode = IDLE
         if self.holds:
             self._end_hold()
+        for i in self._lasting:  # perhaps no pass of the backward was theirs
+            if i not in self._bound:
+                self._take_away(i)
+        self._lasting.clear()
         for i in self.visited:  # autograd's order excludes it, but a gradient must not be lost silently
             for p, s in self.slots[i]:
                 if s.sum_offset >= 0 and p.grad is not None:
@@ -576,6 +591,8 @@ class ParamHooks:
     def _on_output_grad(self, i: int) -> None:
         if self.mode == IDLE:  # a second backward over a graph that was retained
             raise self._no_forward()
+        if self.mode == FORWARD:  # torch.autograd.grad inside it
+            self.begin_backward()
         self._enter_backward(i)
 
     def _begin_saving(self, path: str = "") -> bool:
@@ -583,7 +600,8 @@ class ParamHooks:
         if self._is_saving or not _innermost:
             return False
         self._outer, self._last_saved = _innermost(True), 0
-        if not self._outer and self._follows.get(path):
+        if not self._outer and self._behind.get(path) is not None:
+            self._first_node = _next_node() if _next_node else -1
             return False
         if not self._outer or "checkpoint" not in (
             getattr(self._outer[0], "__module__", "") or ""
@@ -597,18 +615,24 @@ class ParamHooks:
             self._saving.__exit__(None, None, None)
             self._is_saving = self._saving_borrowed = False
 
-    def _learn(self, path: str, args: Any, output: Any) -> None:
+    def _learn(self, i: int, path: str) -> None:
         """Find out whether gradients of the module's outputs come before any read of its parameters: then it needs no hooks.
 
         Autograd runs nodes in the reverse order of their creation. So an output comes first that is not older than the last
         node that saved a parameter. Views do not count: if one is changed in place, its node leaves the graph.
+
+        A later forward without hooks may create other nodes behind its outputs. Then the parameters stay for this micro-batch,
+        and the module has hooks from the next one on.
         """
-        if self._native is None or _next_node is None or path in self._follows or not self._is_saving:
+        if self._native is None or _next_node is None:
             return
-        tensors = [x for x in tree_flatten(output)[0] if isinstance(x, torch.Tensor) and not holds(args, x)]
-        nodes = [x.grad_fn._sequence_nr() for x in tensors if x.grad_fn is not None and not x._is_view()]
-        if nodes:
-            self._follows[path] = self._last_saved <= 1 + max(nodes)
+        behind, first, self._first_node = _next_node() - self._after_outputs, self._first_node, -1
+        if self._is_saving:
+            if self._after_outputs:
+                self._behind.setdefault(path, behind if self._last_saved <= self._after_outputs else None)
+        elif behind and first not in (-1, _next_node()) and behind != self._behind[path]:
+            self._behind[path] = None
+            self._lasting[i] = self._bound[i].clone()
 
     def _between_passes(self) -> bool:
         """Whether a forward waits for its backward, and this is not activation checkpointing, which calls modules in it."""
@@ -688,7 +712,7 @@ class ParamHooks:
                 return None
             output = self._hook_outputs(i, (args, kwargs), output)
             if self.mode == FORWARD:
-                self._learn(path, (args, kwargs), output)
+                self._learn(i, path)
                 self._end_saving()
                 if last:
                     self.executor.release(i, False)
@@ -700,13 +724,17 @@ class ParamHooks:
     def _hook_outputs(self, i: int, args: Any, output: Any) -> Any:
         """Hook the unit's outputs, so that their gradients begin its backward; copy outputs that lie in its buffer."""
         flat, on_grad = self._bound[i], self._outputs.on_grad
-        if self._native is not None and self._native.hook_output(output, args, flat, on_grad, i):
-            return output
+        if self._native is not None:
+            self._after_outputs = self._native.hook_output(output, args, flat, on_grad, i)
+            if self._after_outputs >= 0:
+                return output
         low, high = flat.data_ptr(), flat.data_ptr() + flat.numel()
         leaves, spec = ([output], None) if isinstance(output, torch.Tensor) else tree_flatten(output)
-        copied = False
+        copied, after, unknown = False, 0, False
         for at, x in enumerate(leaves):
-            if isinstance(x, torch.Tensor) and not holds(args, x):
+            if not isinstance(x, torch.Tensor):
+                unknown |= not (isinstance(x, (int, float, str, NoneType)) or holds(args, x))
+            elif not holds(args, x):
                 if low <= _address(x) < high:
                     leaves[at] = x = x.clone()
                     copied = True
@@ -714,8 +742,11 @@ class ParamHooks:
                     continue
                 if self._native is None or x.is_leaf:  # a hook of C++ on a leaf drops the hooks that it has
                     x.register_hook(lambda grad: on_grad(i))
-                else:
-                    self._native.before_grad(x, on_grad, i)
+                    continue
+                self._native.before_grad(x, on_grad, i)
+                if (node := x.grad_fn) is not None and not x._is_view():
+                    after = max(after, 1 + node._sequence_nr())
+        self._after_outputs = 0 if unknown else after  # tensors inside of unknown objects have no hooks
         return output if not copied else leaves[0] if spec is None else tree_unflatten(leaves, spec)
 
     # ---- tensors that autograd saves, of units that are not kept after the forward -----------------------------------------

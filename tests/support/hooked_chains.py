@@ -109,6 +109,51 @@ class ReturnsInput(nn.Module):
         return x
 
 
+class Sometimes(nn.Module):
+    """A unit that does something else for some inputs, if ``positive`` says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = line(), nn.Parameter(torch.full((8,), 1.1))
+
+    @staticmethod
+    def positive(x: torch.Tensor) -> bool:
+        return bool(x.sum() > 0)
+
+
+class SometimesLate(Sometimes):
+    """It creates its second result after the output, if at all."""
+
+    def forward(self, x):
+        y = torch.tanh(self.linear(x))
+        self.second = torch.tanh(x) * self.scale if self.positive(x) else torch.zeros(1)
+        return y
+
+
+class SometimesInput(Sometimes):
+    """It changes its input in place and returns it, or does not."""
+
+    def forward(self, x):
+        y = torch.tanh(torch.tanh(x) * self.scale) * self.scale + self.linear(torch.tanh(x))
+        return x.add_(y) if self.positive(x) else x + y
+
+
+class HalfBoxed(Sometimes):
+    """Its outputs are a tensor and one in a box, of which either is used."""
+
+    def forward(self, x):
+        boxed = Box(torch.tanh(self.linear(x) * self.scale))
+        return torch.tanh(x * self.scale), boxed
+
+
+class HalvesBoxed(Chain):
+    def forward(self, x):
+        for block in self.blocks:
+            y, boxed = block(x)
+            x = boxed.value if block.positive(x) else y
+        return x
+
+
 class ChangedViews(Chain):
     """The outputs of units are views, and some of their elements are replaced."""
 
@@ -171,6 +216,9 @@ MODELS = {
     "early branch": lambda: Branches(*(Branch(late=False) for _ in range(8))),
     "late branch": lambda: Branches(*(Branch(late=True) for _ in range(8))),
     "returns its input": lambda: Copies(*(ReturnsInput() for _ in range(8))),
+    "late branch at times": lambda: Branches(*(SometimesLate() for _ in range(8)), uses=lambda x: True),
+    "returns its input at times": lambda: Copies(*(SometimesInput() for _ in range(8))),
+    "half boxed": lambda: HalvesBoxed(*(HalfBoxed() for _ in range(8))),
     "hooks that keep": lambda: Watched(*deep(), watch=as_they_are),
     "hooks that change": lambda: Watched(*deep(), watch=halved),
 }

@@ -7,6 +7,7 @@ keep_after_forward those of stage 0 alone come anew.
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -212,7 +213,80 @@ def test_a_branch_created_after_the_output_is_looked_after(late: bool, written_i
     for runtime, *_ in run_ranks(2, lambda rank, transport: train(modules[rank], rank, transport, settings(), sgd)):
         units = [i for i in range(8) if not runtime.plan.kept(i) and written_in == "C++"]
         # the first unit's input has no gradient, so its branch saves no parameter
-        assert runtime.param_hooks._follows == {f"blocks.{i}": i == 0 or not late for i in units}
+        needs = {path: behind is None for path, behind in runtime.param_hooks._behind.items()}
+        assert needs == {f"blocks.{i}": i > 0 and late for i in units}
+
+
+class Guided(Chain):
+    """From the second forward on, a gradient that goes back through the first units adds to its output."""
+
+    guides = False
+
+    def forward(self, x):
+        h, before = x.detach().requires_grad_(), []
+        for block in self.blocks:
+            before.append(h)
+            h = block(h)
+        if self.guides:
+            (g,) = torch.autograd.grad(before[2].sum(), before[0], retain_graph=True)
+            h = h + (g > 0) * 0.5  # which hides nan
+        self.guides = True
+        return h
+
+
+class Scale(nn.Module):
+    """A unit whose parameter autograd saves as it is."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 1.1))
+
+    def forward(self, x):
+        return torch.tanh(x * self.scale)
+
+
+def test_a_gradient_inside_a_forward_that_reads_absent_parameters_is_refused(written_in: str) -> None:
+    modules = [Guided(*(Scale() for _ in range(8))) for _ in range(2)]
+    error, words = {"C++": (RuntimeError, "parameters that are not there"), "Python": (ValueError, "without a training forward")}[
+        written_in
+    ]
+    with pytest.raises(error, match=words):
+        run_ranks(2, lambda rank, transport: train(modules[rank], rank, transport, settings(), sgd))
+
+
+def test_what_was_saved_before_all_parameters_come_is_looked_after() -> None:
+    """In the first micro-batch since a flush, when modules have shown before that they need no hooks."""
+    torch.manual_seed(7)
+    stock = Chain(*deep(6))
+    modules = [deepcopy(stock) for _ in range(2)]
+
+    def work(rank: int, transport: Any) -> dict[str, torch.Tensor]:
+        transport.rendezvous, module = True, modules[rank]  # as over NCCL, where a rank does not leave the plan alone
+        runtime = Runtime(module, sgd(list(module.named_parameters())), settings("dp"), transport, torch.device("cpu"))
+        for step in range(2):
+            with runtime.forward():
+                value = loss(module, batch(step, 0, rank))
+            if step:
+                with runtime.forward():
+                    value = value + loss(module, batch(step, 1, rank))
+            value.backward()
+            runtime.end_backward()
+            runtime.step()
+            runtime.flush()
+        state = {k: v.clone() for k, v in runtime.whole_state().items()}
+        runtime.close(True)
+        return state
+
+    optimizer = sgd(list(stock.named_parameters()))
+    for step in range(2):
+        for rank in range(2):
+            value = sum(loss(stock, batch(step, m, rank)) for m in range(1 + step))
+            (value / 2).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for state in run_ranks(2, work):
+        for name, value in stock.state_dict().items():
+            torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
 class Skips(Branches):

@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch import nn
 
 from deepspeed_cdp.model.make_plan import Settings
 from deepspeed_cdp.plan.plan import Plan
@@ -269,6 +270,19 @@ def test_the_module_outside_the_engine():
 
     for seen in run_ranks(2, work):
         torch.testing.assert_close(seen, models.build("mlp")(models.batch("mlp", 0, 0, 0)), rtol=0, atol=0)
+
+
+def test_a_write_to_an_absent_parameter_of_one_element_changes_no_other():
+    modules = [nn.Sequential(*(nn.PReLU() for _ in range(4))) for _ in range(2)]
+
+    def work(rank, transport):
+        module = modules[rank]
+        runtime = Runtime(module, sgd(list(module.named_parameters())), Settings(), transport, torch.device("cpu"))
+        module[0].weight.data.fill_(1.0)
+        assert all(m.weight.isnan() for m in module[1:])
+        runtime.close(True)
+
+    run_ranks(2, work)
 
 
 def test_where_both_sides_start_a_message_another_order_later_is_told():
