@@ -23,6 +23,7 @@ PAIRS = [  # stock, and the same script with a cyclic block
 ]
 
 
+@pytest.mark.slow
 def test_dp_equals_stock_zero(pool):
     jobs = [job for pair in PAIRS for job in pair]
     results = pool.run(4, run_jobs, jobs, timeout=240)
@@ -51,7 +52,12 @@ COVER = {
 }
 
 
-@pytest.mark.parametrize("case", COVER, ids=str)
+LIGHT = {(4, 2, "init"), (4, 4)}  # in `make test`, too
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in LIGHT else pytest.param(case, marks=pytest.mark.slow) for case in COVER], ids=str
+)
 def test_every_weight_and_loss_equals_the_oracle(pool, case):
     jobs, (world, sequence) = COVER[case], case[:2]
     results = pool.run(world, run_jobs, jobs, timeout=240)
