@@ -162,6 +162,7 @@ EQUAL = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("world", EQUAL)
 def test_equal_ranks_raise_nothing_over_fifty_steps(pool, world, tmp_path):
     for number, job in enumerate(EQUAL[world]):

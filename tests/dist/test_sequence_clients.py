@@ -13,6 +13,8 @@ from support.engine_work import same, unpack
 from support.sequence_clients import ROUNDS, STEPS, accelerate, dp_is_stock, trainer, trainer_arguments
 from support.sequence_work import Job, labels_of, reference_of, sequences
 
+pytestmark = pytest.mark.slow
+
 
 def test_accelerate(pool, tmp_path):
     jobs = [Job(rule, steps=STEPS, clip=0.5) for rule in (None, "dp", "cdp-v2")]

@@ -6,6 +6,8 @@ from support.client_results import Results
 from support.client_results import same as same_weights
 from support.sequence_clients import STEPS, dp_is_stock, tensor_trainer, trainer_arguments
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runs(pool, tmp_path_factory) -> dict[str, Results]:
