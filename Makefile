@@ -7,6 +7,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 
 export OMP_NUM_THREADS := 1
 export PATH := $(BIN):$(PATH)
+# Every process would compile all modules of this repository, where Python is told to keep none.
+export PYTHONDONTWRITEBYTECODE :=
 # What DeepSpeed and torch compile belongs to this environment: no lock or build of another one is in the way.
 export TORCH_EXTENSIONS_DIR := $(CURDIR)/$(VENV)/torch_extensions
 

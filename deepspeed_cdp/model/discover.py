@@ -223,41 +223,50 @@ class UnknownValueError(Exception):
     """A trace cannot keep what it knows apart from what it does not know; it is made again without known values."""
 
 
-class _Operations(FlopCounterMode):
-    """Counts operations of the model only, not by module: the tracker of modules has hooks that fail under no_grad."""
-
-    class Nowhere(nullcontext):
-        parents = ("Global",)
-
-    def __init__(self) -> None:
-        super().__init__(display=False, custom_mapping=_MORE_FLOPS)
-        self.mod_tracker: Any = self.Nowhere()
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operator's arguments or results."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (tuple, list)):
+        for x in given:
+            yield from _tensors(x)
 
 
 class _Recorder(TorchDispatchMode):
-    """Records module calls (through hooks), and the modules that are running when an operator reads a parameter."""
+    """Records module calls (through hooks), operations, and the modules that are running when an operator reads a parameter."""
 
-    def __init__(self, names: dict[int, str], flops: FlopCounterMode, known: bool = False) -> None:
+    def __init__(self, names: dict[int, str], known: bool = False) -> None:
         """
         Args:
             known: among fake tensors, compute what follows from real ones.
         """
         super().__init__()
-        self.names, self.counter, self.known = names, flops, known
+        self.names, self.known = names, known
+        self.formulas = FlopCounterMode(display=False, custom_mapping=_MORE_FLOPS).flop_registry
+        self.operations = 0
         self.running: list[tuple[str, int]] = []  # (path, operations before it was entered)
         self.trace = Trace()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        for leaf in tree_leaves((args, kwargs)):
-            if (name := self.names.get(id(leaf))) is not None:
+        if func is torch.ops.prim.device.default:  # most of what a trace asks
+            return func(*args, **kwargs)
+        inputs = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        for x in inputs:
+            if (name := self.names.get(id(x))) is not None:
                 now = frozenset(path for path, _ in self.running)
                 self.trace.inside[name] = self.trace.inside.get(name, now) & now
-        return self.computed(func, args, kwargs) if self.known else func(*args, **kwargs)
+        formula = self.formulas.get(func._overloadpacket)
+        if formula is None and _composite(func):
+            with self:
+                return func.decompose(*args, **kwargs)
+        made = self.computed(func, args, kwargs, inputs) if self.known else func(*args, **kwargs)
+        if formula is not None:
+            self.operations += formula(*args, **kwargs, out_val=made)
+        return made
 
-    def computed(self, func: Any, args: tuple, kwargs: dict) -> Any:
+    def computed(self, func: Any, args: tuple, kwargs: dict, inputs: list[torch.Tensor]) -> Any:
         """The operator's result: a real one if it follows from known numbers, such as token ids and sizes of images."""
-        inputs = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         if inputs and not any(map(_known, inputs)):
             return func(*args, **kwargs)
         given = [*zip(func._schema.arguments, args), *((a, kwargs.get(a.name)) for a in func._schema.arguments[len(args) :])]
@@ -273,8 +282,7 @@ class _Recorder(TorchDispatchMode):
                 made = func(*args, **kwargs)
             except Exception:  # the result, or its shape, depends on the values
                 made = None
-            outputs = [x for x in tree_leaves(made) if isinstance(x, torch.Tensor)]
-            if any(x.numel() > _MOST_KNOWN or x.is_meta or not (_whole(x) or inputs) for x in outputs):
+            if any(x.numel() > _MOST_KNOWN or x.is_meta or not (_whole(x) or inputs) for x in _tensors(made)):
                 return made
         with unset_fake_temporarily():
             return func(*args, **kwargs)
@@ -292,14 +300,14 @@ class _Recorder(TorchDispatchMode):
         def enter(*_: Any) -> None:
             self.trace.order.setdefault(path, len(self.trace.order))
             self.trace.calls[path] = self.trace.calls.get(path, 0) + 1
-            self.trace.before.setdefault(path, self.counter.get_total_flops())
-            self.running.append((path, self.counter.get_total_flops()))
+            self.trace.before.setdefault(path, self.operations)
+            self.running.append((path, self.operations))
 
         def leave(*_: Any) -> None:
             while self.running:  # pops more than one only after the model caught an exception of a submodule
                 name, before = self.running.pop()
                 if name == path:
-                    self.trace.flops[path] = self.trace.flops.get(path, 0) + self.counter.get_total_flops() - before
+                    self.trace.flops[path] = self.trace.flops.get(path, 0) + self.operations - before
                     return
 
         module.register_forward_pre_hook(enter, prepend=True)
@@ -336,12 +344,11 @@ def observe(module: nn.Module, example: Example) -> Trace:
         return t.to(device, dtype if t.is_floating_point() else None, copy=True)  # a forward may write into its inputs
 
     args, kwargs = tree_map_only(torch.Tensor, place, (tuple(example.args), dict(example.kwargs)))
-    counter = _Operations()
-    recorder = _Recorder(names, counter)
+    recorder = _Recorder(names)
     with _unchanged(module), torch.no_grad():
         try:
             recorder.watch(module)
-            with _eager(), counter, recorder:
+            with _eager(), recorder:
                 module(*args, **kwargs)
         finally:
             for buffer, value in buffers:
@@ -376,6 +383,12 @@ def _places(at: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         return at.nonzero(as_tuple=True)
 
 
+@cache
+def _composite(func: Any) -> bool:
+    """Whether the operator is made of others, which autograd calls; only in inference mode it arrives as it is."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd)
+
+
 def _known(x: torch.Tensor) -> bool:
     return not (isinstance(x, FakeTensor) or x.is_meta)
 
@@ -392,8 +405,7 @@ def _trace(module: nn.Module, example: Example, known: bool = True) -> Trace:
             if hasattr(p, "ds_shape") or 0 in p.stride():  # of zero.Init, whose local shape is [0]; a placeholder
                 shape = getattr(p, "ds_shape", p.shape)
                 fakes[name] = nn.Parameter(torch.empty(shape, dtype=p.dtype, device=p.device), p.requires_grad)
-    counter = _Operations()
-    recorder = _Recorder({id(fake): name for name, fake in fakes.items()}, counter, known)
+    recorder = _Recorder({id(fake): name for name, fake in fakes.items()}, known)
     buffers = {name: mode.from_tensor(b) for name, b in module.named_buffers()}
     devices, dtypes = {p.device for p in parameters.values()}, {p.dtype for p in parameters.values() if p.is_floating_point()}
 
@@ -415,7 +427,7 @@ def _trace(module: nn.Module, example: Example, known: bool = True) -> Trace:
         for name in vars(m).keys() - _OWN:  # tensors that are neither parameters nor buffers, such as LSTM's _flat_weights
             if isinstance(vars(m)[name], (torch.Tensor, list, dict, tuple)):
                 m.__dict__[name] = tree_map_only(torch.Tensor, mode.from_tensor, vars(m)[name])
-    with _eager(), torch.enable_grad(), mode, counter, recorder:
+    with _eager(), torch.enable_grad(), mode, recorder:
         torch.func.functional_call(module, {**fakes, **buffers}, args, kwargs)
     return recorder.trace
 

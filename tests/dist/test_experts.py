@@ -20,6 +20,7 @@ def used(kind: str, rank: int) -> set[int]:
     return seen
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_that_ranks_do_not_use(pool, kind):
     assert len(used(kind, 0)) < 16 and used(kind, 0) != used(kind, 1), "the test needs unused experts, others on each rank"

@@ -8,76 +8,63 @@ from support.sequence_work import Job, build, diverges, oracle, refused, run_job
 CLOSE = dict(rtol=1e-5, atol=1e-5)  # parts of a sequence are added in another order than whole ones
 
 
-def stock(**options) -> Job:
-    return Job(rule=None, **options)
+def pair(cyclic: dict | None = None, **options) -> list[Job]:
+    """Stock, and the same script with a cyclic block."""
+    return [Job(None, steps=4, **options), Job("dp", steps=4, cyclic=cyclic or {}, **options)]
 
 
-PAIRS = [  # stock, and the same script with a cyclic block
-    (stock(rounds=2, clip=0.3), Job("dp", rounds=2, clip=0.3)),
-    (stock(how="mesh"), Job("dp", how="mesh")),
-    (stock(how="config"), Job("dp", how="config", cyclic={"ring_size": 1})),
-    *(
-        (stock(config=config), Job("dp", config=config))  # gradients are divided by the data-parallel ranks
-        for config in ({"zero_optimization": {"stage": 3, "reduce_scatter": False}}, {"zero_optimization": {"stage": 2}})
-    ),
+PAIRS = [
+    pair(rounds=2, clip=0.3),
+    pair(how="mesh"),
+    pair(how="config", cyclic={"ring_size": 1}),
+    # gradients are divided by the data-parallel ranks
+    pair(config={"zero_optimization": {"stage": 3, "reduce_scatter": False}}),
+    pair(config={"zero_optimization": {"stage": 2}}),
 ]
 
 
-@pytest.mark.slow
-def test_dp_equals_stock_zero(pool):
-    jobs = [job for pair in PAIRS for job in pair]
-    results = pool.run(4, run_jobs, jobs, timeout=240)
-    for at in range(0, len(jobs), 2):
-        for rank, result in enumerate(results):
-            theirs, ours = result[at], result[at + 1]
-            assert (theirs["class"], ours["class"]) == ("DeepSpeedEngine", "CyclicEngine")
-            assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5), (jobs[at], rank)
-            assert theirs["batch"][0] == ours["batch"][0] == 2 * jobs[at].rounds * 2 and ours["batch"][1] == 2
-            same(unpack(ours["state"]), unpack(theirs["state"]), **CLOSE)
-    mean, summed = (unpack(results[0][at]["state"]) for at in (2, 6))
-    assert farthest(mean, summed) > 1e-3, "the test needs divisors that differ"
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("jobs", PAIRS)
+def test_dp_equals_stock_zero(pool, jobs):
+    for rank, (theirs, ours) in enumerate(pool.run(4, run_jobs, jobs, timeout=120)):
+        assert (theirs["class"], ours["class"]) == ("DeepSpeedEngine", "CyclicEngine")
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-5), rank
+        assert theirs["batch"][0] == ours["batch"][0] == 2 * jobs[0].rounds * 2 and ours["batch"][1] == 2
+        same(unpack(ours["state"]), unpack(theirs["state"]), **CLOSE)
+        same(unpack(ours["state"]), oracle(jobs[1], ours["stages"], 4, 2 if jobs[1].config else 1).masters, **CLOSE)
 
 
-COVER = {
-    (4, 2): [
-        Job("cdp-v2", rounds=2, clip=0.3, optimizer="groups", eval_after=(2,)),
-        Job("cdp-v1", clip=0.3, how="mesh"),
-        Job("cdp-v2", cyclic={"delay_correction": "extrapolate", "warmup_steps": 2}, optimizer="groups"),
-        Job("cdp-v2", cyclic={"ring_size": 1}),  # four rings of one rank
-        Job("cdp-v2", config={"zero_optimization": {"stage": 1}}, rounds=3),
-    ],
-    (4, 2, "init"): [Job("cdp-v2", rounds=2, checkpointing=True, init=True)],
-    (4, 4): [Job("cdp-v2", sequence=4, rounds=2)],  # one group: four rings of one rank, and heads of keys that are repeated
-    (6, 2): [Job("cdp-v2", clip=0.3, optimizer="groups")],  # rings of three
-}
+COVER = [  # ranks, job
+    (4, Job("cdp-v2", rounds=2, clip=0.3, optimizer="groups", eval_after=(2,))),
+    (4, Job("cdp-v1", clip=0.3, how="mesh")),
+    (4, Job("cdp-v2", cyclic={"delay_correction": "extrapolate", "warmup_steps": 2}, optimizer="groups")),
+    (4, Job("cdp-v2", cyclic={"ring_size": 1})),  # four rings of one rank
+    (4, Job("cdp-v2", config={"zero_optimization": {"stage": 1}}, rounds=3)),
+    (4, Job("cdp-v2", rounds=2, checkpointing=True, init=True)),
+    (4, Job("cdp-v2", sequence=4, rounds=2)),  # one group: four rings of one rank, and heads of keys that are repeated
+    (6, Job("cdp-v2", clip=0.3, optimizer="groups")),  # rings of three
+]
 
 
-LIGHT = {(4, 2, "init"), (4, 4)}  # in `make test`, too
-
-
-@pytest.mark.parametrize(
-    "case", [case if case in LIGHT else pytest.param(case, marks=pytest.mark.slow) for case in COVER], ids=str
-)
-def test_every_weight_and_loss_equals_the_oracle(pool, case):
-    jobs, (world, sequence) = COVER[case], case[:2]
-    results = pool.run(world, run_jobs, jobs, timeout=240)
-    for at, job in enumerate(jobs):
-        ranks = [result[at] for result in results]
-        stages, replicated = ranks[0]["stages"], "zero_optimization" in job.config
-        size = job.cyclic.get("ring_size", world // sequence)
-        assert len(stages) == size and [r["rings"][1] for r in ranks] == [w // sequence % size for w in range(world)]
-        want = oracle(job, stages, world, sequence if replicated else 1)
-        scale = sequence if replicated else 1
-        losses = {place: loss / scale for place, loss in want.losses.items()}
-        assert {place: loss for r in ranks for place, loss in r["losses"].items()} == pytest.approx(losses, rel=1e-5), job
-        for r in ranks:
-            same(unpack(r["state"]), want.masters, **CLOSE)
-            step, mean, norm, slowest = r["metrics"]
-            known = [loss for (t, _, _), loss in losses.items() if t == step]
-            assert mean == pytest.approx(sum(known) / len(known), rel=1e-5) and norm == pytest.approx(want.norms[step], rel=1e-4)
-            assert slowest is None or slowest % sequence == ranks.index(r) % sequence, "of its own ring"
-            assert r["collectives"] == 0 and not r["any_order"]
-        assert all(unpack(r["state"])[n].equal(v) for r in ranks for n, v in unpack(ranks[0]["state"]).items())
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(("world", "job"), COVER)
+def test_every_weight_and_loss_equals_the_oracle(pool, world, job):
+    ranks = [result[0] for result in pool.run(world, run_jobs, [job], timeout=120)]
+    sequence, stages, replicated = job.sequence, ranks[0]["stages"], "zero_optimization" in job.config
+    size = job.cyclic.get("ring_size", world // sequence)
+    assert len(stages) == size and [r["rings"][1] for r in ranks] == [w // sequence % size for w in range(world)]
+    want = oracle(job, stages, world, sequence if replicated else 1)
+    scale = sequence if replicated else 1
+    losses = {place: loss / scale for place, loss in want.losses.items()}
+    assert {place: loss for r in ranks for place, loss in r["losses"].items()} == pytest.approx(losses, rel=1e-5)
+    for r in ranks:
+        same(unpack(r["state"]), want.masters, **CLOSE)
+        step, mean, norm, slowest = r["metrics"]
+        known = [loss for (t, _, _), loss in losses.items() if t == step]
+        assert mean == pytest.approx(sum(known) / len(known), rel=1e-5) and norm == pytest.approx(want.norms[step], rel=1e-4)
+        assert slowest is None or slowest % sequence == ranks.index(r) % sequence, "of its own ring"
+        assert r["collectives"] == 0 and not r["any_order"]
+    assert all(unpack(r["state"])[n].equal(v) for r in ranks for n, v in unpack(ranks[0]["state"]).items())
 
 
 def test_resuming_is_bitwise_continuing_and_parameters_can_be_read_and_written(pool, tmp_path):
@@ -102,10 +89,12 @@ def test_a_rank_that_diverges_is_named_by_its_number_in_the_world(pool):
         assert "but 0.01 on rank 3 in step 2" in said, said
 
 
-def test_rules_differ():
-    """Else no test here could see a rule that is not followed."""
-    a, b = (oracle(Job(rule), [[n for n, _ in names] for names in halves()], 4).masters for rule in ("dp", "cdp-v2"))
-    assert farthest(a, b) > 1e-4
+def test_rules_and_divisors_differ():
+    """Else no test here could see a rule, or what gradients are divided by, that is not followed."""
+    stages = [[n for n, _ in names] for names in halves()]
+    dp, v2 = (oracle(Job(rule), stages, 4).masters for rule in ("dp", "cdp-v2"))
+    assert farthest(dp, v2) > 1e-4
+    assert farthest(dp, oracle(Job("dp"), stages, 4, 2).masters) > 1e-3
 
 
 def halves():

@@ -1,4 +1,4 @@
-"""``make test`` runs a sample of the cases of large families, another one at each commit; ``make test-all`` runs all of them.
+"""``make test`` runs a sample of the cases of each test, another one at each commit; ``make test-all`` runs all of them.
 
 ``CDP_TEST_SEED`` chooses the sample; without it everything runs. The Makefile sets it to the commit.
 """
@@ -11,6 +11,7 @@ import pytest
 
 SEED = os.environ.get("CDP_TEST_SEED", "")
 MANY = 4  # cases of a test
+LESS = {False: 3, True: 6}  # one in so many runs: by whether a test has many
 
 
 def chosen(case: str, one_in: int) -> bool:
@@ -18,12 +19,17 @@ def chosen(case: str, one_in: int) -> bool:
     return not SEED or _rank(case) % one_in == 0
 
 
+def examples(count: int) -> int:
+    """Of a property test: fewer in a sample."""
+    return max(1, count // 4) if SEED else count
+
+
 def _rank(case: str) -> int:
     return zlib.crc32(f"{SEED} {case}".encode())
 
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases that are not in the sample: of tests marked ``sampled(one_in)``, and one in three of tests with many cases.
+    """Cases that are not in the sample, which is about one in ``one_in`` of a test marked ``sampled(one_in)``, and LESS of others.
 
     Of each test at least one case stays.
     """
@@ -34,7 +40,7 @@ def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
     out = []
     for cases in families.values():
         marker = cases[0].get_closest_marker("sampled")
-        one_in = marker.args[0] if marker else 3 if len(cases) > MANY else 1
+        one_in = marker.args[0] if marker else LESS[len(cases) > MANY]
         first = min(cases, key=lambda item: _rank(item.nodeid))
         out += [item for item in cases if item is not first and not chosen(item.nodeid, one_in)]
     return out

@@ -14,6 +14,7 @@ from deepspeed_cdp.plan.unit_schedule import Unit
 from deepspeed_cdp.verify.cross_ring import validate
 from deepspeed_cdp.verify.well_formed import PlanError
 from support.plans import plans
+from support.sampling import examples
 
 
 def plan(ranks: int, k: int, rings: int, rounds: int = 1) -> Plan:
@@ -31,7 +32,7 @@ def test_every_rule_passes(ranks, rings):
         validate(plan(ranks, k, rings, 1 + k % 2))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(plans(st.integers(1, 3)), st.integers(2, 4))
 def test_any_plan_passes(one, rings):
     validate(Plan(one.schedule, one.units, one.persistent, one.keep_after_forward, rings), steps=3)

@@ -18,9 +18,10 @@ from deepspeed_cdp.verify.dry_run import CONDITIONS
 from support import models, plans
 from support.local_ring import run_ranks, train
 from support.optimizers import adamw
+from support.sampling import examples
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(plans.plans(st.integers(1, 4)))
 def test_ranks_may_meet_between_forward_and_backward(plan: Plan):
     """Owners relay and predict beside their passes, so no rank that has come to the meeting is missed by one that has not."""
@@ -77,7 +78,7 @@ def pulled_at_once(plan: Plan, rank: int, first: bool) -> tuple[Action, ...]:
     return tuple(done)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(plans.plans(st.integers(2, 4)), st.sets(st.integers(0, 3)), st.sampled_from([{}, *CONDITIONS, {"meeting": True}]))
 def test_some_ranks_may_pull_a_whole_backward_before_it(plan: Plan, some: set[int], condition: dict[str, bool]):
     """Whatever the others do: what owners offer for a backward is offered when it is for the forward."""

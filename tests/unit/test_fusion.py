@@ -20,7 +20,7 @@ from support.optimizers import sgd
 pytestmark = pytest.mark.usefixtures("written_in")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_it_is_the_oracle_to_rounding(kind: str, rule: str) -> None:

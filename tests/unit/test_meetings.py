@@ -115,7 +115,7 @@ def run(plan: Plan, barrier: bool, programs_of=with_rendezvous) -> str | None:
     return "; ".join(stuck) or None
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("barrier", [False, True])
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize(("ranks", "k"), [(n, k) for n in range(1, 5) for k in range(2 * n)] + [(5, 3), (6, 4), (8, 6)])

@@ -35,7 +35,7 @@ def trained(kind: str, native: bool, monkeypatch: pytest.MonkeyPatch, dtype: tor
     return run_ranks(SIZE, work)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("fusion", [True, False])
 @pytest.mark.parametrize("kind", MODELS)
 def test_both_give_the_same_bits(kind: str, fusion: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_a_step_whose_norm_is_not_finite_is_skipped():
     assert all(torch.equal(x, offloaded[0]["state"][n]) and x.isfinite().all() for n, x in plain[0]["state"].items())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize("clip", [0.0, 0.3])
 def test_deepspeed_cpu_adam(cpu_adam, rule, clip):

@@ -14,6 +14,7 @@ from torch import nn
 
 from deepspeed_cdp.model.discover import FoundUnit, FoundUnits, find_units, stages, why_persistent
 from deepspeed_cdp.plan.partition import assign, by_memory, contiguous, merged
+from support.sampling import examples
 
 
 def score(costs, bounds):
@@ -35,7 +36,7 @@ numbers = st.one_of(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=examples(600), deadline=None)
 @given(numbers, st.data())
 def test_equals_brute_force(costs, data):
     parts = data.draw(st.integers(1, len(costs)))

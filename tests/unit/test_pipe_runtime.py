@@ -26,7 +26,7 @@ def check(case: Case, tolerance: float = 0.0) -> None:
         assert rank == pytest.approx(told(means, case.threshold, case.warmup_steps), rel=1e-6, nan_ok=True), case
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_equals_the_oracle(stages, placement):
@@ -58,7 +58,7 @@ def test_ranks_that_dawdle_change_nothing(placement):
     check(Case(3, 2, placement, tied=True, delay=0.002), 1e-7)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_corrections_equal_the_oracle(stages, placement):

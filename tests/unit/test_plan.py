@@ -22,7 +22,7 @@ SMALL = [(n, k, rounds, keep) for n in range(1, 7) for k in range(2 * n) for rou
 
 
 # ---- the dry-run --------------------------------------------------------------------------------------------------------
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize(("ranks", "k", "rounds", "keep"), SMALL)
 def test_every_small_ring_passes(ranks: int, k: int, rounds: int, keep: bool) -> None:
     units = []

@@ -54,7 +54,7 @@ def expanded(plan: Plan, rank: int, first: bool, rendezvous: bool = False) -> tu
     return tuple(actions)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [Plan, ReplicatedPlan])
 @pytest.mark.parametrize("persistent", [None, plans.PERSISTENT_UNIT])
 @pytest.mark.parametrize("ranks", [1, 2, 3])

@@ -31,7 +31,7 @@ def replicated(plan: Plan) -> ReplicatedPlan:
 
 
 # ---- plans --------------------------------------------------------------------------------------------------------------
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("ranks", "k", "rounds"), [(n, k, m) for n in range(1, 6) for k in range(2 * n) for m in (1, 2, 3)])
 def test_every_small_ring_passes(ranks: int, k: int, rounds: int) -> None:
     units = []
@@ -220,7 +220,7 @@ def test_every_threshold(threshold):
     check("mlp", threshold, 4, two_groups, clip=0.5, replicated=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["rooted", "conv", "llama", "llama-tied"])
 def test_models(kind, rule):

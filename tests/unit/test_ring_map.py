@@ -14,6 +14,7 @@ from deepspeed_cdp.transport.ring_view import ring_size
 from deepspeed_cdp.verify.cross_ring import lock_step, validate
 from deepspeed_cdp.verify.well_formed import PlanError
 from support.plans import plans
+from support.sampling import examples
 
 MAPS = [
     RingMap(ranks, size, sequence)
@@ -107,7 +108,7 @@ def groups(ring_map: RingMap) -> list[list[tuple[int, int]]]:
 SMALL = [m for m in MAPS + TENSOR if m.members > 1 and m.ranks <= 12 and m.ring_size <= 4]
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize("ring_map", SMALL, ids=str)
@@ -118,7 +119,7 @@ def test_groups_in_lock_step_end(ring_map: RingMap, rule: str, rounds: int):
     validate(one, steps=3, groups=groups(ring_map), tensor=ring_map.tensor)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(16), deadline=None)
 @given(plans(st.integers(1, 3)), st.integers(2, 3), st.integers(1, 2))
 def test_any_plan_ends_in_lock_step(one: Plan, sequence: int, blocks: int):
     one = replace(one, rings=sequence * blocks)

@@ -19,7 +19,7 @@ from support.ring_runs import check
 from support.runtime_runs import named_rule, oracle, schedule
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2", "between"])
 @pytest.mark.parametrize(("size", "rings"), [(1, 2), (2, 2), (3, 2), (2, 3), (1, 4)])
@@ -27,7 +27,7 @@ def test_mlp(size, rings, rule, rounds):
     check("mlp", named_rule(rule, size), size, rings, rounds=rounds, flush_after={2})
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2", 3])
 @pytest.mark.parametrize("kind", ["rooted", "conv", "llama-tied"])
 def test_models_with_clipping_schedules_and_groups(kind, rule):
@@ -35,7 +35,7 @@ def test_models_with_clipping_schedules_and_groups(kind, rule):
     check(kind, rule, 3, 2, two_groups, steps=4, on_step=schedule, clip=0.3, rounds=2 if rule == "cdp-v2" else 1)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sum_dtype", [None, torch.float32])
 @pytest.mark.parametrize("rule", ["cdp-v1", "cdp-v2"])
 def test_bf16(rule, sum_dtype):

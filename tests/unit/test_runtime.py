@@ -17,7 +17,7 @@ from support.optimizers import muon, sgd, two_groups
 from support.runtime_runs import EXTRAPOLATE, NONE, PREDICT, RULES, check, named_rule, oracle, schedule
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rounds", [1, 2])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -30,7 +30,7 @@ def test_every_threshold(threshold):
     check("mlp", threshold, 4, two_groups, clip=0.5)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("correction", [PREDICT, EXTRAPOLATE], ids=["predict", "extrapolate"])
 @pytest.mark.parametrize("replicated", [False, True])
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -54,7 +54,7 @@ def test_a_correction_in_the_wrong_place_is_seen(monkeypatch, wrong):
         check("mlp", "cdp-v2", 3, two_groups, correction=PREDICT)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("kind", ["rooted", "conv", "llama", "llama-tied"])
 def test_models(kind, rule):
@@ -106,7 +106,7 @@ def test_bf16(rule, sum_dtype):
     check("llama-tied", rule, 2, two_groups, dtype=torch.bfloat16, sum_dtype=sum_dtype, clip=0.5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("kind", ["rooted", "llama-tied"])

@@ -388,7 +388,7 @@ def case(seed: int) -> Iterator[tuple[Plan, dict[str, Any]]]:
         )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("like", ["peer", "nccl"])
 @pytest.mark.parametrize("seed", range(60))
 def test_nothing_is_written_while_it_is_read(seed: int, like: str) -> None:
