@@ -20,7 +20,7 @@ demo: export DS_ACCELERATOR ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
 demo: $(STAMP)
 	$(BIN)/deepspeed --num_gpus 2 --log_level error examples/train_gpt.py --deepspeed --deepspeed_config examples/ds_config.json
 
-# Some cases of every promise; of large families a sample, chosen by the commit. WORKERS processes share the tests
+# Some cases of every promise: of each test a sample, chosen by the commit. WORKERS processes share the tests
 # (tests/support/parallel.py); WORKERS=0 runs one after the other.
 WORKERS ?= 3
 test: export CDP_TEST_SEED ?= $(shell git rev-parse HEAD 2>/dev/null || echo 0)

@@ -62,7 +62,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     if sampling.SEED:
-        terminalreporter.write_line(f"Of large families a sample has run; CDP_TEST_SEED={sampling.SEED} repeats it.")
+        terminalreporter.write_line(f"Of each test a sample of its cases has run; CDP_TEST_SEED={sampling.SEED} repeats it.")
     for line in config.stash.get(left, []):
         terminalreporter.write_line(f"LEFT BEHIND by the tests, which fails the run: {line}", red=True)
 

@@ -29,7 +29,7 @@ def _rank(case: str) -> int:
 
 
 def left_out(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Cases that are not in the sample, which is one in ``one_in`` of a test marked ``sampled(one_in)``, and LESS of others.
+    """Cases that are not in the sample: about one in ``n`` stays of a test marked ``sampled(n)``, and one in LESS of others.
 
     Of each test at least one case stays.
     """
