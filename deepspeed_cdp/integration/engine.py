@@ -298,7 +298,6 @@ class CyclicEngine(EngineBase, DeepSpeedEngine):
             self._check_meetings()
             self._runtime.check_loss(loss)
             self._runtime.executor.add_loss(loss)
-            self._runtime.param_hooks.begin_backward()
             return super().backward(loss, retain_graph, scale_wrt_gas)
 
     def _check_meetings(self) -> None:

@@ -31,7 +31,7 @@ READ_ELSEWHERE = (
 )
 MOST_NODES = 1000  # of a loss's graph that are searched
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
-_next_node = getattr(torch._C._autograd, "_get_sequence_nr", None)  # the number of the node that autograd creates next
+_next_node = torch.autograd._get_sequence_nr  # the number of the node that autograd creates next
 
 
 class Views(Protocol):
@@ -601,7 +601,7 @@ class ParamHooks:
             return False
         self._outer, self._last_saved = _innermost(True), 0
         if not self._outer and self._behind.get(path) is not None:
-            self._first_node = _next_node() if _next_node else -1
+            self._first_node = _next_node()
             return False
         if not self._outer or "checkpoint" not in (
             getattr(self._outer[0], "__module__", "") or ""
@@ -624,7 +624,7 @@ class ParamHooks:
         A later forward without hooks may create other nodes behind its outputs. Then the parameters stay for this micro-batch,
         and the module has hooks from the next one on.
         """
-        if self._native is None or _next_node is None:
+        if self._native is None:
             return
         behind, first, self._first_node = _next_node() - self._after_outputs, self._first_node, -1
         if self._is_saving:
@@ -753,7 +753,7 @@ class ParamHooks:
     def _pack(self, x: torch.Tensor) -> torch.Tensor | SavedView | UserPacked:
         pointer = _address(x)
         if self._low <= pointer < self._high:
-            self._last_saved = _next_node() if _next_node else 0
+            self._last_saved = _next_node()
             if x.layout is not torch.strided:
                 return x.clone()
             return SavedView(self._current, pointer - self._low, x.shape, x.stride(), x.dtype)

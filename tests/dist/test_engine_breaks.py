@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from support import models
@@ -66,6 +67,9 @@ def change_result(rank: int, world: int, style: str) -> str:
             engine.step()
     except RuntimeError as error:
         return str(error)
+    finally:
+        dist.barrier()  # the other rank must come to its own error
+        engine.destroy()
     return ""
 
 

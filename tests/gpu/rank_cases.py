@@ -23,7 +23,7 @@ from deepspeed_cdp.errors import HandoffError  # noqa: E402
 from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
 from support.engine_work import explicit  # noqa: E402
 from support.gpu_runs import LR, STEPS, Verdict, apart, same, steps_of  # noqa: E402
-from support.rank_tools import Tools, finish, models, parser, run_cases  # noqa: E402
+from support.rank_tools import Tools, finish, models, parsed, parser, run_cases  # noqa: E402
 
 
 def run(
@@ -403,16 +403,9 @@ CASES: dict[str, Callable[[Tools], Verdict]] = {
 
 
 def main() -> None:
-    arguments = parser(__doc__, 600)
-    arguments.add_argument("cases", nargs="*", default=[], metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    arguments.add_argument("--limit", type=float, default=200, help="seconds for one case")
-    options = arguments.parse_args()
-    unknown = set(options.cases) - set(CASES)
-    if unknown:
-        sys.exit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    options = parsed(parser(__doc__, 600), CASES, 200)
     tools = Tools(options)
-    good = run_cases(tools, {name: CASES[name] for name in options.cases or CASES}, options.limit)
-    finish(tools, good)
+    finish(tools, run_cases(tools, options.cases, options.limit))
 
 
 if __name__ == "__main__":

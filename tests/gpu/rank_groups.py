@@ -25,7 +25,7 @@ from support import curriculum_work, engine_work, sequence_work, tensor_work  # 
 from support.engine_work import farthest, unpack  # noqa: E402
 from support.gpu_places import shares_gpu  # noqa: E402
 from support.gpu_runs import Verdict  # noqa: E402
-from support.rank_tools import Tools, finish, parser, run_cases  # noqa: E402
+from support.rank_tools import Tools, finish, parsed, parser, run_cases  # noqa: E402
 
 LEAST = 5e-5  # parts of a sequence or product are added in another order, and on GPUs than on a CPU; rules differ by more
 CLIPPED = {"rounds": 2, "clip": 0.3}
@@ -115,18 +115,12 @@ CASES: dict[str, Callable[[Tools], Verdict]] = {
 
 
 def main() -> None:
-    arguments = parser(__doc__, 300)
-    arguments.add_argument("cases", nargs="*", default=[], metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
-    arguments.add_argument("--limit", type=float, default=90, help="seconds for one case")
-    options = arguments.parse_args()
-    unknown = set(options.cases) - set(CASES)
-    if unknown:
-        sys.exit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    options = parsed(parser(__doc__, 300), CASES, 90)
     if options.transport == "nccl" and shares_gpu() and os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") != "1":
         print("skipped: over nccl every rank needs a GPU")
         return
     tools = Tools(options)
-    finish(tools, run_cases(tools, {name: CASES[name] for name in options.cases or CASES}, options.limit))
+    finish(tools, run_cases(tools, options.cases, options.limit))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from deepspeed_cdp.analysis import reference  # noqa: E402
 from deepspeed_cdp.plan.schedule import threshold  # noqa: E402
 from support.engine_work import explicit  # noqa: E402
 from support.gpu_runs import LR, STEPS, Verdict, apart, same, steps_of  # noqa: E402
-from support.rank_tools import Tools, finish, models, parser, run_cases  # noqa: E402
+from support.rank_tools import Tools, finish, models, parsed, parser, run_cases  # noqa: E402
 
 
 def everyone(value: Any, tools: Tools) -> list[Any]:
@@ -198,16 +198,11 @@ CASES: dict[str, Callable[[Tools], Verdict]] = {
 
 def main() -> None:
     arguments = parser(__doc__, 300)
-    arguments.add_argument("cases", nargs="*", default=[], metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
     arguments.add_argument("--ring", type=int, default=2, help="ranks per ring")
-    arguments.add_argument("--limit", type=float, default=90, help="seconds for one case")
-    options = arguments.parse_args()
-    unknown = set(options.cases) - set(CASES)
-    if unknown:
-        sys.exit(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
+    options = parsed(arguments, CASES, 90)
     tools = Tools(options)
     tools.ring = options.ring
-    finish(tools, run_cases(tools, {name: CASES[name] for name in options.cases or CASES}, options.limit))
+    finish(tools, run_cases(tools, options.cases, options.limit))
 
 
 if __name__ == "__main__":

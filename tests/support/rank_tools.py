@@ -200,6 +200,19 @@ def parser(text: str, budget: float) -> argparse.ArgumentParser:
     return new
 
 
+def parsed(arguments: argparse.ArgumentParser, cases: dict[str, Any], seconds: float) -> argparse.Namespace:
+    """The arguments; ``cases`` are the chosen ones by name, and ``limit`` the seconds for one, ``seconds`` if not said."""
+    names = ", ".join(cases)
+    arguments.add_argument("cases", nargs="*", default=[], metavar="CASE", help=f"of {names}; default: all")
+    arguments.add_argument("--limit", type=float, default=seconds, help="seconds for one case")
+    options = arguments.parse_args()
+    unknown = set(options.cases) - set(cases)
+    if unknown:
+        sys.exit(f"no such case: {', '.join(sorted(unknown))}; there are {names}")
+    options.cases = {name: cases[name] for name in options.cases or cases}
+    return options
+
+
 def run_cases(tools: Tools, cases: dict[str, Callable[[Tools], tuple[bool, dict[str, Any]]]], seconds: float) -> bool:
     """Each case on all ranks; a line for each.
 
