@@ -46,7 +46,7 @@ def check(args: argparse.Namespace) -> int:
     planned = prediction.planned_in_order(args)
     try:
         plans = Phases(planned.plan, planned.config.settings.warmup_steps).plans
-        summary = check_rings(plans, planned.config.sequence)
+        summary = check_rings(plans, planned.config.sequence, planned.config.tensor["autotp_size"])
     except PlanError as error:
         complain(f"the plan fails its dry-run: {error}", args.json)
         return 1
@@ -78,6 +78,7 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
         "rounds": s.rounds,
         "rings": plan.rings,
         "sequence_parallel": p.config.sequence,
+        "tensor_parallel": p.config.tensor["autotp_size"],
         "across": [across_bytes(plan, r, plan.rings // 2) for r in range(s.ranks)],
         "exchange": max(p.exchange()) if plan.rings > 1 else 0.0,
         "units": [{"name": u.name, "stage": u.stage, "bytes": u.p_bytes, "flops": w.forward} for u, w in zip(plan.units, p.work)],
@@ -316,9 +317,12 @@ def text(r: dict[str, Any]) -> str:
     persistent = f" and {human(r['persistent']['bytes'])} persistent" if r["persistent"] else ""
     rings = f" in each of {r['rings']} rings" if r["rings"] > 1 else ""
     groups = f" ({r['sequence_parallel']} ranks work on a sequence)" if r["sequence_parallel"] > 1 else ""
+    shards = ""
+    if (tensor := r["tensor_parallel"]) > 1:
+        groups, shards = f" ({tensor} ranks share the layers, and have as many such rings)", " in the shards of a rank's ring"
     lines = [
-        f"{m['name']}: {m['parameters']:,} parameters, {human(m['bytes'])} in {m['dtype']}, {len(r['units'])} units{persistent}; "
-        f"micro-batch {m['batch']}",
+        f"{m['name']}: {m['parameters']:,} parameters{shards}, {human(m['bytes'])} in {m['dtype']}, {len(r['units'])} units"
+        f"{persistent}; micro-batch {m['batch']}",
         f"{r['ranks']} ranks{rings}{groups}, rule {r['rule']} (K = {r['threshold']}), delay correction {r['delay_correction']}, "
         f"{r['rounds']} micro-batch(es) per rank and step",
         "",
@@ -356,7 +360,7 @@ def text(r: dict[str, Any]) -> str:
             if r["rings"] > 1
             else []
         ),
-        *(["the collectives of sequence-parallel attention are not in the step's time"] if groups else []),
+        *(["the collectives of a group's ranks are not in the step's time"] if groups else []),
         "",
         f"predicted step: {milliseconds(time['step'])}, {time['of_compute']:.3f} of compute-only speed; beyond the passes, "
         f"{r['dominates']} is most",

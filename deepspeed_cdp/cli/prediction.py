@@ -110,13 +110,19 @@ def add(parser: argparse.ArgumentParser, required: bool = True) -> None:
         type=whole,
         metavar="R",
         help="ranks per ring, in the place of cyclic.ring_size; default: all ranks are one ring, or one per member of a "
-        "sequence group",
+        "sequence or tensor group",
     )
     parser.add_argument(
         "--sequence-parallel",
         type=whole,
         metavar="S",
         help="ranks that work on one sequence, in the place of sequence_parallel_size; --sequence is the whole length",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=whole,
+        metavar="T",
+        help="ranks that share the layers, in the place of tensor_parallel.autotp_size",
     )
     parser.add_argument(
         "--ring-bandwidth",
@@ -149,31 +155,41 @@ class Planned(NamedTuple):
 
 
 def planned(
-    args: argparse.Namespace, ranks: int, rule: str | int | None = None, ring_size: int | None = None, sequence: int | None = None
+    args: argparse.Namespace,
+    ranks: int,
+    rule: str | int | None = None,
+    ring_size: int | None = None,
+    sequence: int | None = None,
+    tensor: int | None = None,
 ) -> Planned:
     """The config and the model of the options, and the engine's plan after a batch of the model.
 
     Args:
         ranks: of all rings.
-        rule, ring_size, sequence: in the place of the config's.
+        rule, ring_size, sequence, tensor: in the place of the config's.
     Raises:
         UserError, ValueError: the model or config cannot be planned.
     """
     with contextlib.redirect_stdout(io.StringIO()):
-        config = settings.read(args.config, ranks, rule, ring_size, sequence)
-        ring = ranks // config.sequence if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
+        config = settings.read(args.config, ranks, rule, ring_size, sequence, tensor)
+        ring = ranks // config.members if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
         micro_batch = args.micro_batch or config.micro_batch or 1
         loaded = models.load(args.model, config.dtype, micro_batch, args.sequence, args.class_name)
+        if config.tensor["autotp_size"] > 1:
+            from deepspeed_cdp.integration.tensor_parallel import shard_alone
+
+            shard_alone(loaded.module, config.tensor)
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
         trace = discover.trace(loaded.module, loaded.example)
+        rings = ranks // ring // config.tensor["autotp_size"]  # that average
         found, made_anew = find_for_batch(loaded.module, trained, ring, config.settings, trace)
-        plan, layouts = make_plan(loaded.module, trained, config.settings, ring, ranks // ring, found)
+        plan, layouts = make_plan(loaded.module, trained, config.settings, ring, rings, found)
         return Planned(config, loaded, trace, found, made_anew, plan, layouts)
 
 
 def planned_in_order(args: argparse.Namespace) -> Planned:
     """As ``planned``, by the options; raises UserError for ``any_order``, of which times and memory are not predicted."""
-    result = planned(args, args.ranks, args.rule, args.ring_size, args.sequence_parallel)
+    result = planned(args, args.ranks, args.rule, args.ring_size, args.sequence_parallel, args.tensor_parallel)
     if result.found.any_order:
         raise UserError(
             "with cyclic.any_order, which this model or its ds_config needs, times and memory are not predicted; "

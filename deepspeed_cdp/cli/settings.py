@@ -30,6 +30,7 @@ class Config:
         cyclic: the block, or its defaults.
         assumed: batch keys that are "auto", which count as 1.
         sequence: ranks that work on one sequence.
+        tensor: the tensor_parallel block, with the ranks that share the layers as autotp_size.
     """
 
     dtype: torch.dtype
@@ -41,6 +42,12 @@ class Config:
     cyclic: CyclicConfig
     assumed: tuple[str, ...]
     sequence: int
+    tensor: dict[str, Any]
+
+    @property
+    def members(self) -> int:
+        """Ranks of a group, which are in as many rings."""
+        return self.sequence * self.tensor["autotp_size"]
 
     @property
     def halves(self) -> bool:
@@ -99,14 +106,19 @@ def _without_auto(value: Any) -> Any:
 
 
 def read(
-    path: str | None, ranks: int, rule: str | int | None = None, ring_size: int | None = None, sequence: int | None = None
+    path: str | None,
+    ranks: int,
+    rule: str | int | None = None,
+    ring_size: int | None = None,
+    sequence: int | None = None,
+    tensor: int | None = None,
 ) -> Config:
     """Read a ds_config file; without one: bf16, AdamW, no clipping, and defaults.
 
     Args:
         ranks: of all rings.
         rule, ring_size: override the cyclic block's.
-        sequence: overrides sequence_parallel_size.
+        sequence, tensor: override sequence_parallel_size and tensor_parallel.autotp_size.
     Raises:
         UserError, ValueError: the file cannot be read, or has a wrong value.
     """
@@ -137,14 +149,17 @@ def read(
     if ring_size is not None:
         block["ring_size"] = ring_size
     sequence = sequence or int(_number(config, "sequence_parallel_size", 1) or 1)
-    if ranks % sequence:
-        raise UserError(f"sequence_parallel_size is {sequence}, which does not divide --ranks {ranks}; choose a divisor")
-    if (tensor := int(_number(_block(config, "tensor_parallel"), "autotp_size", 1) or 1)) > 1:
+    layers = _block(config, "tensor_parallel")
+    tensor = tensor or int(_number(layers, "autotp_size", 1) or 1)
+    if sequence > 1 and tensor > 1:
         raise UserError(
-            f"tensor_parallel.autotp_size is {tensor} in the ds_config, but predictions know no shards of layers; remove it, and "
-            f"give --ranks {ranks // tensor}, of one member's rings"
+            f"sequence_parallel_size is {sequence} and tensor_parallel.autotp_size is {tensor}, but a group of ranks shares a "
+            "sequence or layers; remove one of both"
         )
-    groups = ranks // sequence
+    for key, size in (("sequence_parallel_size", sequence), ("tensor_parallel.autotp_size", tensor)):
+        if ranks % size:
+            raise UserError(f"{key} is {size}, which does not divide --ranks {ranks}; choose a divisor")
+    groups = ranks // (sequence * tensor)
     cyclic = parse_cyclic({CYCLIC: block}, groups)
     if not cyclic.enabled:
         raise UserError(f"{CYCLIC}.enabled is false in the ds_config, so nothing is planned; set it to true")
@@ -186,4 +201,5 @@ def read(
         cyclic,
         tuple(k for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps") if config.get(k) == "auto"),
         sequence,
+        {**_without_auto(layers), "autotp_size": tensor},
     )

@@ -1,13 +1,19 @@
 """AutoTP training: DeepSpeed shards the layers, and the members of a tensor group are in as many rings (docs/parallelism.md)."""
 
 import datetime
+import types
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.module_inject.layers import TensorParallel_Layer
+from deepspeed.module_inject.layers import TensorParallel_Layer, configure_tensor_parallel_runtime, set_autotp_mode
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.model_checkpointing.constants import CHECKPOINT_WRITER, CHECKPOINT_WRITER_DECOUPLED
+from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
+from deepspeed.sequence.cross_entropy import VocabParallelCausalLMLoss
 from deepspeed.utils import groups
 
 from deepspeed_cdp.errors import HandoffError
@@ -46,10 +52,49 @@ def check(size: int, model: torch.nn.Module, transport: Transport, config: Any) 
     if len({str(x) for x in transport.gather(agreement.digest(shapes), where)}) > 1:
         everyone = transport.gather(shapes, where)
         name = next(n for n in shapes if len({one.get(n) for one in everyone}) > 1)
-        raise ValueError(
-            f"{KEY} is {size}, which shards {name} unevenly ({', '.join(sorted({str(one.get(name)) for one in everyone}))}); "
-            "choose a size that divides the numbers of attention heads, of key-value heads and of the layers' features"
-        )
+        raise ValueError(_uneven(size, name, ", ".join(sorted({str(one.get(name)) for one in everyone}))))
+
+
+def shard_alone(model: torch.nn.Module, settings: dict[str, Any]) -> None:
+    """Give a model on the meta device the shards of a tensor group's first member, in a group whose other members do not exist.
+
+    It begins a process group, so it is for processes that train nothing.
+
+    Args:
+        settings: the tensor_parallel block.
+    Raises:
+        ValueError: members would have unlike shards, which ``check`` refuses.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
+
+    size, whole = settings["autotp_size"], {n: p.numel() for n, p in model.named_parameters()}
+    if not dist.is_initialized():
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    deepspeed.init_distributed("fake", verbose=False)
+    groups._init_tp_mesh_device(tensor_model_parallel_size=size)
+    config = TPTrainingConfig(**settings)
+    configure_tensor_parallel_runtime(config)
+    set_autotp_mode(training=True)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's calls
+    engine = types.SimpleNamespace(autotp_size=lambda: size, local_rank=-1, is_deepcompile_enabled=lambda: False)
+    DeepSpeedEngine._apply_autotp_partitioning(engine, model, config)
+    for name, p in model.named_parameters():
+        if p.numel() not in (whole[name], whole[name] / size):
+            raise ValueError(_uneven(size, name, f"one of {tuple(p.shape)}"))
+    if isinstance(getattr(model, "loss_function", None), VocabParallelCausalLMLoss):
+        model.loss_function = _loss_of_shard
+
+
+def _loss_of_shard(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:
+    """As many operations and bytes as DeepSpeed's loss of a vocabulary's shard, which reads values and asks the other members."""
+    return torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+
+def _uneven(size: int, name: str, shapes: str) -> str:
+    return (
+        f"{KEY} is {size}, which shards {name} unevenly ({shapes}); "
+        "choose a size that divides the numbers of attention heads, of key-value heads and of the layers' features"
+    )
 
 
 def uncounted(model: torch.nn.Module) -> frozenset[str]:

@@ -22,10 +22,14 @@ LONG = {
 
 
 def check(how: str, who: str, words: str) -> None:
+    told = 0
     for number, done in enumerate(both_ranks("failing_script", how, who, seconds=120)):
         last = done.stdout.rstrip().splitlines()[-1]
         assert done.returncode == 1, (number, done.returncode, done.stdout[-3000:])
-        assert (words if who in ("all", str(number)) else "HandoffError: ") in last, (number, done.stdout[-3000:])
+        # where all fail, the peer may be gone before this rank comes to its own error
+        assert words in last or (who != str(number) and "HandoffError: " in last), (number, done.stdout[-3000:])
+        told += words in last
+    assert told
 
 
 @pytest.mark.sampled(8)

@@ -1,11 +1,17 @@
 """AutoTP training, real processes over gloo: stock DeepSpeed's weights under dp, the whole model's oracle under every rule."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 from support.engine_work import farthest, same, unpack
 from support.tensor_work import Job, build, oracle, refused, run_jobs, uses
 
+MAIN = "deepspeed_cdp.cli.main"
 CLOSE = dict(rtol=1e-5, atol=1e-5)  # parts of a product are added in another order than the whole one
 
 
@@ -98,6 +104,21 @@ def test_resuming_is_bitwise_continuing_and_weights_are_whole(pool, tmp_path):
     for member in ("tensor_00_of_02", "tensor_01_of_02"):
         files = sorted(f.name for f in (tmp_path / "global_step2" / member).iterdir() if f.name.startswith("stage"))
         assert files == ["stage_000.safetensors", "stage_001.safetensors"]
+
+
+@pytest.mark.parametrize("model", ["llama", "tied"])
+def test_the_command_line_plans_the_same_shards(pool, tmp_path, model):
+    config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}, "tensor_parallel": {"autotp_size": 2}}
+    (tmp_path / "ds_config.json").write_text(json.dumps({**config, "cyclic": {"enabled": True}}))
+    name = {"llama": "llama", "tied": "llama_tied"}[model]
+    command = f"plan --model python:support.cli_models:{name} --ranks 4 --config {tmp_path}/ds_config.json --json"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    said = subprocess.run([sys.executable, "-m", MAIN, *command.split()], env=env, capture_output=True, timeout=100, text=True)
+    assert (said.returncode, said.stderr) == (0, ""), said.stdout
+    plan = json.loads(said.stdout)
+    assert (plan["ranks"], plan["rings"], plan["tensor_parallel"]) == (2, 1, 2)
+    for result in pool.run(4, run_jobs, [Job("cdp-v2", model=model, steps=1)], timeout=120):
+        assert result[0]["units"] == [(u["name"], u["stage"], u["bytes"]) for u in plan["units"]]
 
 
 def test_what_cannot_be_used_is_refused(pool):

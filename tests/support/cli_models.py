@@ -84,3 +84,22 @@ class _Twice(nn.Sequential):
 
 def everything_twice():
     return _Twice(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)), torch.zeros(2, 8)
+
+
+def sharded(kind):
+    """A model of tests/dist/test_tensor_parallel.py and its batch."""
+    from support.sequence_work import LENGTH
+    from support.tensor_work import build
+
+    tokens = torch.zeros(2, LENGTH, dtype=torch.long)
+    return build(kind), {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
+def llama():
+    """Its layers are sharded."""
+    return sharded("llama")
+
+
+def llama_tied():
+    """Its head, which is the embedding, and its loss are sharded, too."""
+    return sharded("tied")

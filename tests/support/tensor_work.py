@@ -100,6 +100,7 @@ def run(rank: int, job: Job) -> dict[str, Any]:
         "state": pack(state) if state else None,
         "class": type(engine).__name__,
         "stages": engine.cyclic_plan.stages if ours else None,
+        "units": [(u.name, u.stage, u.p_bytes) for u in engine._runtime.executor.plan.units] if ours else None,
         "rings": (engine._transport.ring, engine._transport.rank, engine._transport.rings) if ours else None,
         "collectives": engine._runtime.counters.collectives() if ours else None,
         "any_order": engine._runtime.param_hooks.any_order if ours else None,

@@ -65,6 +65,7 @@ SCHEMA = {
         "rounds": int,
         "rings": int,
         "sequence_parallel": int,
+        "tensor_parallel": int,
         "across": [int],
         "exchange": NUMBER,
         "units": [{"name": str, "stage": int, "bytes": int, "flops": NUMBER}],
@@ -253,8 +254,12 @@ WRONG = [
         "zero_optimization.stage is 0 in the ds_config",
     ),
     (
-        "plan --model python:support.cli_models:mlp --ranks 8 --config {bad}/tensor.json",
-        "tensor_parallel.autotp_size is 2 in the ds_config, but predictions know no shards of layers; remove it, and give --",
+        "plan --model python:support.cli_models:mlp --ranks 9 --config {bad}/tensor.json",
+        "tensor_parallel.autotp_size is 2, which does not divide --ranks 9",
+    ),
+    (
+        "plan --model python:support.cli_models:mlp --ranks 8 --sequence-parallel 2 --config {bad}/tensor.json",
+        "sequence_parallel_size is 2 and tensor_parallel.autotp_size is 2, but a group of ranks shares a sequence or layers",
     ),
     ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/cylic.json", "cylic is in the ds_config"),
     ("plan --model python:support.cli_models:mlp --ranks 2 --config {bad}/missing.json", "cyclic.enabled is missing"),
