@@ -64,6 +64,8 @@ CALLED: dict[str, tuple[str, ...]] = {
     _MODULE + "_is_checkpointable": ("self", "funcs"),
     "deepspeed.runtime.zero.partition_parameters:_init_external_params": ("module",),
     "deepspeed.runtime.utils:maybe_loss_for_backward": ("value",),
+    "deepspeed.utils.groups:_init_tp_mesh_device": ("tensor_model_parallel_size",),
+    _ENGINE + "_apply_autotp_partitioning": ("self", "model", "tp_config"),
     _SAMPLER + "__init__": ("data_efficiency_config", "data_parallel_rank", "data_parallel_group", "global_rank", "drop_last"),
     _SAMPLER + "sample_from_clusters": ("self",),
     _SAMPLER + "get_sample_from_cluster": ("self", "cidx", "num_samples"),
