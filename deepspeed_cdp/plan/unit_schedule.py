@@ -81,7 +81,12 @@ class UnitSchedule:
 
     def members(self, stage: int) -> tuple[int, ...]:
         """Indices of the stage's units, PERSISTENT first if it is one of them."""
-        return tuple(i for i in self.every_unit if self.unit(i).stage == stage)
+        return self._members[stage]
+
+    @cached_property
+    def _members(self) -> tuple[tuple[int, ...], ...]:
+        stages = [self.unit(i).stage for i in self.every_unit]
+        return tuple(tuple(i for i, of in zip(self.every_unit, stages) if of == stage) for stage in range(self.schedule.ranks))
 
     def unit(self, index: int) -> Unit:
         """The unit with this index, which may be PERSISTENT."""

@@ -1,5 +1,6 @@
 """Dry-run of several rings together (plan/cross_ring.py)."""
 
+import functools
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 from deepspeed_cdp.plan.actions import Action
 from deepspeed_cdp.plan.cross_ring import PAIR, Link, LinkKind, chain, finishing, first_posts
 from deepspeed_cdp.plan.plan import Plan
+from deepspeed_cdp.plan.program import build
 from deepspeed_cdp.plan.replicated import ReplicatedPlan
 from deepspeed_cdp.verify.dry_run import CONDITIONS, DryRun
 from deepspeed_cdp.verify.replicated import ReplicaDryRun
@@ -53,10 +55,11 @@ def validate(
     links = links or [
         [chain(c // tensor, plan.rings, finishing(plan, r)) if plan.rings > 1 else () for r in ranks] for c in range(count)
     ]
+    programs = functools.cache(lambda rank, first: build(plan, rank, first))  # all rings have the same
     for condition in CONDITIONS:
         rings: list[_Ring] = []
         for c in range(count):
-            rings.append(_RINGS[type(plan)](plan, steps, condition, links[c], rings, tensor))
+            rings.append(_RINGS[type(plan)](plan, steps, {**condition, "programs": programs}, links[c], rings, tensor))
         for group in groups:
             for c, r in group:
                 rings[c].groups[r] = [(rings[other], rings[other].ranks[place]) for other, place in group]

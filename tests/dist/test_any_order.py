@@ -11,6 +11,7 @@ from torch import nn
 
 from support import models
 from support.engine_work import Job, oracle, pack, same, start, told, unpack, whole
+from support.sampling import chosen
 
 
 class Parts(models.MLP):
@@ -120,10 +121,10 @@ def job_of(at: int, stage: int, world: int) -> Job:
     )
 
 
-def trained(rank: int, world: int, stage: int) -> list[tuple]:
+def trained(rank: int, world: int, stage: int, which: list[int]) -> list[tuple]:
     results = []
-    for at, (script, kind, _) in enumerate(SCRIPTS):
-        job = job_of(at, stage, world)
+    for at in which:
+        (script, kind, _), job = SCRIPTS[at], job_of(at, stage, world)
         engine, losses = start(job, world, built(kind)), {}
         for step in range(job.steps):
             for m in range(job.rounds):
@@ -142,16 +143,19 @@ def trained(rank: int, world: int, stage: int) -> list[tuple]:
 @pytest.mark.parametrize(("world", "stage"), [(2, 3), (3, 3), (2, 2)])
 def test_they_train_as_the_oracle_does(pool, world, stage, monkeypatch):
     """Bitwise."""
-    results = pool.run(world, trained, stage, timeout=400)
-    for at, (script, kind, setting) in enumerate(SCRIPTS):
+    which = [at for at in range(len(SCRIPTS)) if chosen(f"any order {at}", 3)]
+    results = pool.run(world, trained, stage, which, timeout=400)
+    for place, at in enumerate(which):
+        script, kind, setting = SCRIPTS[at]
         job, strays = job_of(at, stage, world), kind is models.Strays or script.__name__ == "strays"
         strays |= script is parts_only and setting == "auto"
         monkeypatch.setattr(models, "loss", lambda call, _, x, script=script: script(call, x, None))
-        want = oracle(job, results[0][at][1], world, build=lambda kind=kind: built(kind))
-        for state, *_ in (ranks[at] for ranks in results):
+        of_ranks = [ranks[place] for ranks in results]
+        want = oracle(job, of_ranks[0][1], world, build=lambda kind=kind: built(kind))
+        for state, *_ in of_ranks:
             same(unpack(state), want.masters)
-        assert any(ranks[at][3] for ranks in results) == strays, (kind, script)
-        assert {place: value for ranks in results for place, value in ranks[at][2].items()} == want.losses, script
+        assert any(told_of_holding for *_, told_of_holding in of_ranks) == strays, (kind, script)
+        assert {step: loss for _, _, losses, _ in of_ranks for step, loss in losses.items()} == want.losses, script
 
 
 def between_rounds(rank: int, world: int) -> bool:
