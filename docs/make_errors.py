@@ -40,6 +40,7 @@ FOLDERS = {  # in the order of the page
     "cli": "Command line",
     "verify": "Dry-run",
 }
+IN_CPP = ("Memory", "forbid_reads")  # functions of C++ whose last argument becomes the message of a later RuntimeError
 REASONS = ("fail", "abort")  # methods of transports whose argument becomes the message of a later HandoffError
 DIAGNOSES = ("diagnose", "explain")  # methods of transports that return such a message
 OF_METHODS = ("splitlines", "strip", "lower", "tolist", "item", "decode", "partition")  # value.method() is shown as {value}
@@ -98,6 +99,8 @@ class Catalogue:
             for node in _inside(function.body):
                 if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
                     yield from self._error(module, node.exc, names, 0)
+                elif isinstance(node, ast.Call) and _called(node) in IN_CPP:
+                    yield from (("RuntimeError", text) for text in self._texts(module, node.args[-1], names, frozenset()))
 
     def _error(self, module: Module, call: ast.Call, names: Names, depth: int) -> Iterator[tuple[str, str]]:
         """The messages of an error that ``call`` makes: a class, or a helper function that returns an error."""

@@ -236,6 +236,8 @@ def predict(args: argparse.Namespace) -> Prediction:
         if assumed
         else []
     )
+    if config.dtype == torch.float32 and args.tflops is None and compute is None:
+        warnings.append("the ds_config trains in fp32, but the passes' speed is assumed to be bf16's; give --tflops or --step-ms")
     return Prediction(loaded, config, plan, work, persistent, given, hardware, what, warnings, args.ring_bandwidth * 1e9)
 
 

@@ -25,13 +25,16 @@ from deepspeed_cdp.runtime.grad_accumulation import AFTER_DESTROY, GradAccumulat
 from deepspeed_cdp.runtime.program import OutOfOrder
 
 IDLE, FORWARD, BACKWARD, FAILED, REHEARSAL = "idle", "forward", "backward", "failed", "rehearsal"
-READ_ELSEWHERE = (
-    "a backward read parameters that are not there: it is the second over a graph, or does not begin at the outputs of their "
-    "module, or reads a tensor kept from its forward; " + SET_ANY_ORDER
-)
 MOST_NODES = 1000  # of a loss's graph that are searched
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in older versions of torch
 _next_node = torch.autograd._get_sequence_nr  # the number of the node that autograd creates next
+
+
+def _read_elsewhere(whose: str = "") -> str:
+    return (
+        f"a backward read parameters{whose} that are not there: it is the second over a graph, or does not begin at the outputs "
+        "of their module, or reads a tensor kept from its forward; " + SET_ANY_ORDER
+    )
 
 
 class Views(Protocol):
@@ -145,10 +148,10 @@ class ParamHooks:
         self._outer: tuple[Callable[..., Any], Callable[..., Any]] | None = None  # the user's own, while ours are innermost
         self._memory: dict[int, Memory] = {}
         if native is not None and not self.always_resident:
+            units = {i: executor.plan.unit(i) for i in layouts if i != PERSISTENT}
             self._memory = {
-                i: native.Memory(executor.plan.unit(i).p_bytes, executor.buffers.arena, READ_ELSEWHERE)
-                for i in layouts
-                if i != PERSISTENT
+                i: native.Memory(unit.p_bytes, executor.buffers.arena, _read_elsewhere(f" of {unit.name!r}"))
+                for i, unit in units.items()
             }
         empty = Placeholders()
         self._empty = {p: empty(p) for pairs in self.slots.values() for p, _ in pairs}
@@ -556,7 +559,7 @@ class ParamHooks:
         if self._native is not None and self._memory and not self._forbids and not self.any_order:
             self._forbids = True
             for element in self._forbidden:
-                self._native.forbid_reads(element, READ_ELSEWHERE)
+                self._native.forbid_reads(element, _read_elsewhere())
 
     def _allow_reads(self) -> None:
         if self._native is not None and self._forbids:

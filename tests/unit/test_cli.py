@@ -340,6 +340,18 @@ def test_a_plan_is_the_engines_with_the_configs_own_settings(tmp_path, capsys):
         assert received[0]["F"] == received[1]["F"] and received[1]["B"] == (stage if rank < 3 else 0) < received[0]["B"]
 
 
+@pytest.mark.parametrize("options", ["", "--tflops 1", "--step-ms 1"])
+def test_the_speed_of_fp32_is_not_guessed(options, tmp_path, capsys):
+    (tmp_path / "fp32.json").write_text('{"zero_optimization": {"stage": 3}, "cyclic": {"enabled": true}}')
+    (tmp_path / "bf16.json").write_text(
+        '{"zero_optimization": {"stage": 3}, "cyclic": {"enabled": true}, "bf16": {"enabled": true}}'
+    )
+    for name in ("fp32", "bf16"):
+        command = f"plan --model python:support.cli_models:mlp --ranks 2 --config {tmp_path}/{name}.json {options}"
+        assert main(shlex.split(command)) == 0
+        assert ("trains in fp32" in capsys.readouterr().out) == (name == "fp32" and not options)
+
+
 @pytest.mark.parametrize("rule", ["dp", "cdp-v1", "cdp-v2"])
 def test_a_plan_with_many_rounds_is_extrapolated(rule, tmp_path, monkeypatch, capsys):
     """Figures of few simulated rounds are those of all rounds, and 100,000 rounds take no longer."""
