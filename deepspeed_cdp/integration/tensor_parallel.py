@@ -82,7 +82,7 @@ def shard_alone(model: torch.nn.Module, settings: dict[str, Any]) -> None:
         if p.numel() not in (whole[name], whole[name] / size):
             raise ValueError(_uneven(size, name, f"one of {tuple(p.shape)}"))
     if isinstance(getattr(model, "loss_function", None), VocabParallelCausalLMLoss):
-        model.loss_function = _loss_of_shard
+        model.loss_function = _loss_of_shard  # type: ignore[assignment]
 
 
 def _loss_of_shard(logits: torch.Tensor, labels: torch.Tensor, **_: Any) -> torch.Tensor:

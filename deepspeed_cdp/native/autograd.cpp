@@ -260,6 +260,9 @@ class Views {
     void show() const {
         for (size_t k = 0; k < values_.size(); ++k) parameters_[k].set_data(values_[k]);
     }
+    bool has_grads() const {
+        return std::any_of(parameters_.begin(), parameters_.end(), [](const Tensor& p) { return p.grad().defined(); });
+    }
 
    private:
     std::vector<Tensor> parameters_, values_;
@@ -348,7 +351,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         .def("forward", &Layer::forward)
         .def("forget_views", &Layer::forget_views)
         .def("remove", &Layer::remove);
-    py::class_<Views>(m, "Views").def(py::init<const std::vector<py::object>&, const std::vector<Tensor>&>()).def("show", &Views::show);
+    py::class_<Views>(m, "Views")
+        .def(py::init<const std::vector<py::object>&, const std::vector<Tensor>&>())
+        .def("show", &Views::show)
+        .def("has_grads", &Views::has_grads);
     m.def("forbid_reads", [](const Tensor& x, const std::string& error) { forbid_reads(storage_of(x), error); });
     m.def("allow_reads", [](const Tensor& x) { allow_reads(storage_of(x)); });
     m.def("add_grads", &add_grads);

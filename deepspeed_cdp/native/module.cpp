@@ -142,7 +142,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             for (py::handle a : actions) all.push_back(action_of(py::cast<py::tuple>(a)));
             return std::make_unique<Program>(std::move(all), begin, end, per_round, repeats, slots, corrected, predicts);
         }))
-        .def_readwrite("cursor", &Program::cursor)
+        .def_readonly("cursor", &Program::cursor)
         .def("run", &Program::run);
 
     auto now = [](Messages& x) { return x.links->current(); };

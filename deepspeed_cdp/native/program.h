@@ -13,7 +13,7 @@ class Program {
         : held_(std::move(held)), begin_(begin), end_(end), per_round_(per_round), repeats_(repeats), slots_(slots),
           corrected_(corrected), predicts_(predicts) {}
 
-    int64_t cursor = 0;  // the next action
+    int64_t cursor = 0;  // the next action, after an error
 
     const Action& at(int64_t index) const {  // as plan.program.Program
         if (repeats_ && index >= end_) index -= std::min((index - begin_) / (end_ - begin_), repeats_) * 2 * per_round_;
@@ -22,8 +22,9 @@ class Program {
 
     const std::vector<Action>& held() const { return held_; }
 
-    // Execute up to ``end``. An error leaves ``cursor`` at the action that raised it.
-    void run(int64_t end, py::tuple shared) {
+    // Execute from ``begin`` to ``end``, if that is behind it. Returns where it ended; an error leaves that in ``cursor``.
+    int64_t run(int64_t begin, int64_t end, py::tuple shared) {
+        cursor = begin;
         Messages& m = py::cast<Messages&>(py::object(shared[MESSAGES]));
         int64_t step = m.step();
         Links& links = *m.links;
@@ -112,6 +113,7 @@ class Program {
             }
         }
         links.driver.flush();
+        return cursor;
     }
 
    private:

@@ -90,7 +90,7 @@ class Program:
 
     def skipped(self, round: int) -> int:
         """How many rounds come between this round of the step and the equal round of ``held``."""
-        return min(max(round // REPEATED - 1, 0), self.repeats) * REPEATED
+        return min(max(round // REPEATED - 1, 0), self.repeats) * REPEATED if self.repeats else 0
 
 
 def forward_ends(actions: Sequence[Action]) -> dict[int, int]:

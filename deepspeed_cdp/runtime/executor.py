@@ -279,17 +279,15 @@ class Executor:
         actions, native = self.actions, self._program.native
         try:
             if native is not None and actions is self._own_actions:  # else somebody watches
-                native.cursor = self._cursor
-                try:
-                    native.run(index, self._shared)
-                finally:
-                    self._cursor = native.cursor
+                self._cursor = native.run(self._cursor, index, self._shared)
                 return
             self.transport.work_enqueued()
             for a in self._program.actions.between(self._cursor, index):
                 actions[a.kind](a)
                 self._cursor += 1
         except BaseException as error:
+            if native is not None and actions is self._own_actions:
+                self._cursor = native.cursor
             self.failure = self.failure or class_and_text(error)
             raise
 

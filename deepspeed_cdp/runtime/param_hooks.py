@@ -43,6 +43,9 @@ class Views(Protocol):
     def show(self) -> None:
         """Point the parameters at them."""
 
+    def has_grads(self) -> bool:
+        """Whether a parameter has a gradient."""
+
 
 class Memory(Protocol):
     """Bytes of a unit whose address changes, in C++: views of them, which autograd has saved, follow."""
@@ -63,6 +66,9 @@ class _Views:
     def show(self) -> None:
         for p, value in self._pairs:
             p.data = value
+
+    def has_grads(self) -> bool:
+        return any(p.grad is not None for p, _ in self._pairs)
 
 
 def _address(x: torch.Tensor) -> int:
@@ -133,9 +139,9 @@ class ParamHooks:
         self._bound: dict[int, torch.Tensor] = {}
         self._copies: dict[int, torch.Tensor] = {}  # with any_order, each unit's parameters
         self.holds = self._stays = self._has_held = False  # the last: this micro-batch, or the one before
-        self._cache: dict[tuple[int, int], Views] = {}  # by unit and address; -1: of memory that moves
+        self._cache: dict[tuple[int, int], Views] = {}  # by unit and address
         self._rebuilt: dict[tuple[SavedView, int], torch.Tensor] = {}
-        self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last, and its addresses
+        self._current, self._low, self._high = PERSISTENT, 0, 0  # the unit bound last; while tensors are saved, its addresses
         self._saving = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
         self._forbids = False  # reads of placeholders
         self._is_saving = self._saving_borrowed = False  # the second: ``borrow`` pushed them
@@ -153,6 +159,7 @@ class ParamHooks:
                 i: native.Memory(unit.p_bytes, executor.buffers.arena, _read_elsewhere(f" of {unit.name!r}"))
                 for i, unit in units.items()
             }
+        self._moving = {i: self._views_of(i, memory.bytes) for i, memory in self._memory.items()}
         empty = Placeholders()
         self._empty = {p: empty(p) for pairs in self.slots.values() for p, _ in pairs}
         self._forbidden = empty.elements  # to be read in a backward, with ``_memory``
@@ -233,18 +240,28 @@ class ParamHooks:
         """
         if self._bound.get(i) is flat:
             return
-        address = flat.data_ptr()
-        key = (i, -1 if moves and i in self._memory else address)
-        views = self._cache.get(key)
-        if views is None:
-            base = flat if key[1] == address else self._memory[i].bytes
-            views = self._cache[key] = self._views(i, [s.value(base) for _, s in self.slots[i]])
-        if key[1] != address:
+        if moves and i in self._memory:
             self._memory[i].move_to(flat)
+            views = self._moving[i]
+        else:
+            key = i, flat.data_ptr()
+            views = self._cache.get(key) or self._cache.setdefault(key, self._views_of(i, flat))
         views.show()
         self._bound[i] = flat
         if i != PERSISTENT:  # persistent parameters stay where they are until the backward is over
-            self._current, self._low, self._high = i, address, address + flat.numel()
+            self._current = i
+            if self._is_saving:
+                self._find_current()
+
+    def _find_current(self) -> None:
+        """Find the addresses of the unit bound last, which saved tensors are compared with."""
+        flat = self._bound.get(self._current) if self._current != PERSISTENT else None
+        self._low = self._high = 0
+        if flat is not None:
+            self._low, self._high = flat.data_ptr(), flat.data_ptr() + flat.numel()
+
+    def _views_of(self, i: int, flat: torch.Tensor) -> Views:
+        return self._views(i, [s.value(flat) for _, s in self.slots[i]])
 
     def _views(self, i: int, values: list[torch.Tensor]) -> Views:
         parameters = [p for p, _ in self.slots[i]]
@@ -255,7 +272,7 @@ class ParamHooks:
     def unbind(self, i: int) -> None:
         """Make the unit's parameters placeholders: right shape and dtype, no memory, cannot be written, nan if read."""
         if not self.any_order and self._bound.pop(i, None) is not None:
-            if i == self._current:
+            if i == self._current and self._is_saving:
                 self._low = self._high = 0
             if self.mode == FORWARD and i in self._lasting:
                 self._memory[i].move_to(self._lasting[i])
@@ -283,7 +300,6 @@ class ParamHooks:
         self.drop_grads()
         self._bound.clear()
         self._lasting.clear()
-        self._low = self._high = 0
 
     def forget_views(self) -> None:
         """Drop cached views, whose memory may have been freed."""
@@ -472,7 +488,7 @@ class ParamHooks:
                 self._take_away(i)
         self._lasting.clear()
         for i in self.visited:  # autograd's order excludes it, but a gradient must not be lost silently
-            for p, s in self.slots[i]:
+            for p, s in self.slots[i] if self._placeholders[i].has_grads() else ():
                 if s.sum_offset >= 0 and p.grad is not None:
                     raise ValueError(
                         f"the gradient of {s.name!r} in step {self.executor.global_step} came after its sum had been "
@@ -587,6 +603,8 @@ class ParamHooks:
         Raises:
             ValueError: it is the second over a graph that was retained.
         """
+        if self._latest == i and i in self._bound:
+            return
         self._enter_backward(i)
         if i not in self._bound:
             raise self._no_forward()
@@ -611,6 +629,7 @@ class ParamHooks:
         ):  # a checkpoint, which saves nothing
             self._saving.__enter__()
             self._is_saving = True
+            self._find_current()
         return self._is_saving
 
     def _end_saving(self) -> None:
