@@ -63,7 +63,7 @@ def shard_alone(model: torch.nn.Module, settings: dict[str, Any]) -> None:
     Args:
         settings: the tensor_parallel block.
     Raises:
-        ValueError: members would have unlike shards, which ``check`` refuses.
+        ValueError: DeepSpeed cannot shard the model; or members would have unlike shards, which ``check`` refuses.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore  # torch has no public one
 
@@ -77,7 +77,13 @@ def shard_alone(model: torch.nn.Module, settings: dict[str, Any]) -> None:
     set_autotp_mode(training=True)
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # of DeepSpeed's calls
     engine = types.SimpleNamespace(autotp_size=lambda: size, local_rank=-1, is_deepcompile_enabled=lambda: False)
-    DeepSpeedEngine._apply_autotp_partitioning(engine, model, config)
+    try:
+        DeepSpeedEngine._apply_autotp_partitioning(engine, model, config)
+    except Exception as error:  # an assertion, mostly
+        raise ValueError(
+            f"{KEY} is {size}, but DeepSpeed cannot shard {type(model).__name__} ({first_line(error)}); remove it, or give "
+            "tensor_parallel.partition_config"
+        ) from error
     for name, p in model.named_parameters():
         if p.numel() not in (whole[name], whole[name] / size):
             raise ValueError(_uneven(size, name, f"one of {tuple(p.shape)}"))

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,14 +107,24 @@ def test_resuming_is_bitwise_continuing_and_weights_are_whole(pool, tmp_path):
         assert files == ["stage_000.safetensors", "stage_001.safetensors"]
 
 
+def planned(folder: Path, model: str) -> subprocess.CompletedProcess:
+    config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}, "tensor_parallel": {"autotp_size": 2}}
+    (folder / "ds_config.json").write_text(json.dumps({**config, "cyclic": {"enabled": True}}))
+    command = f"plan --model python:support.cli_models:{model} --ranks 4 --config {folder}/ds_config.json --json"
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, "-m", MAIN, *command.split()], env=env, capture_output=True, timeout=100, text=True)
+
+
+@pytest.mark.slow
+def test_the_command_line_tells_what_deepspeed_cannot_shard(tmp_path):
+    said = planned(tmp_path, "mlp")
+    error = json.loads(said.stdout)["error"]
+    assert said.returncode == 2 and "autotp_size is 2, but DeepSpeed cannot shard Sequential (Not able to determine" in error
+
+
 @pytest.mark.parametrize("model", ["llama", "tied"])
 def test_the_command_line_plans_the_same_shards(pool, tmp_path, model):
-    config = {"zero_optimization": {"stage": 3}, "optimizer": {"type": "AdamW"}, "tensor_parallel": {"autotp_size": 2}}
-    (tmp_path / "ds_config.json").write_text(json.dumps({**config, "cyclic": {"enabled": True}}))
-    name = {"llama": "llama", "tied": "llama_tied"}[model]
-    command = f"plan --model python:support.cli_models:{name} --ranks 4 --config {tmp_path}/ds_config.json --json"
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    said = subprocess.run([sys.executable, "-m", MAIN, *command.split()], env=env, capture_output=True, timeout=100, text=True)
+    said = planned(tmp_path, {"llama": "llama", "tied": "llama_tied"}[model])
     assert (said.returncode, said.stderr) == (0, ""), said.stdout
     plan = json.loads(said.stdout)
     assert (plan["ranks"], plan["rings"], plan["tensor_parallel"]) == (2, 1, 2)
