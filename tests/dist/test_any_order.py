@@ -11,7 +11,7 @@ from torch import nn
 
 from support import models
 from support.engine_work import Job, oracle, pack, same, start, told, unpack, whole
-from support.sampling import chosen
+from support.sampling import some
 
 
 class Parts(models.MLP):
@@ -143,7 +143,7 @@ def trained(rank: int, world: int, stage: int, which: list[int]) -> list[tuple]:
 @pytest.mark.parametrize(("world", "stage"), [(2, 3), (3, 3), (2, 2)])
 def test_they_train_as_the_oracle_does(pool, world, stage, monkeypatch):
     """Bitwise."""
-    which = [at for at in range(len(SCRIPTS)) if chosen(f"any order {at}", 3)]
+    which = some(range(len(SCRIPTS)), 3, "scripts")
     results = pool.run(world, trained, stage, which, timeout=400)
     for place, at in enumerate(which):
         script, kind, setting = SCRIPTS[at]

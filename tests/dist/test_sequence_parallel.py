@@ -23,7 +23,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("jobs", PAIRS)
 def test_dp_equals_stock_zero(pool, jobs):
     for rank, (theirs, ours) in enumerate(pool.run(4, run_jobs, jobs, timeout=120)):
@@ -46,7 +46,7 @@ COVER = [  # ranks, job
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("world", "job"), COVER)
 def test_every_weight_and_loss_equals_the_oracle(pool, world, job):
     ranks = [result[0] for result in pool.run(world, run_jobs, [job], timeout=120)]

@@ -33,7 +33,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("jobs", PAIRS)
 def test_dp_equals_stock_deepspeed(pool, jobs):
     results = pool.run(4, run_jobs, jobs, timeout=120)
@@ -67,7 +67,7 @@ COVER = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize(("world", "tensor", "job"), [(*case, job) for case, jobs in COVER.items() for job in jobs])
 def test_every_weight_and_loss_equals_the_oracle(pool, world, tensor, job):
     ranks = [result[0] for result in pool.run(world, run_jobs, [job], timeout=120)]
@@ -122,6 +122,7 @@ def test_the_command_line_tells_what_deepspeed_cannot_shard(tmp_path):
     assert said.returncode == 2 and "autotp_size is 2, but DeepSpeed cannot shard Sequential (Not able to determine" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["llama", "tied"])
 def test_the_command_line_plans_the_same_shards(pool, tmp_path, model):
     said = planned(tmp_path, {"llama": "llama", "tied": "llama_tied"}[model])

@@ -69,7 +69,7 @@ def trained(rank: int, world: int, name: str, accumulation: int) -> tuple[list[f
     return losses, kept
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_variants_of_fsdp2_train_as_fsdp2_does_and_a_ring_keeps_its_plan(pool, accumulation):
     want = pool.run(2, trained, "fsdp2", accumulation)

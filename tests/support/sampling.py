@@ -6,9 +6,12 @@
 import os
 import zlib
 from collections import defaultdict
+from collections.abc import Iterable
+from typing import TypeVar
 
 import pytest
 
+Case = TypeVar("Case")
 SEED = os.environ.get("CDP_TEST_SEED", "")
 MANY = 4  # cases of a test
 LESS = {False: 3, True: 6}  # one in so many runs: by whether a test has many
@@ -17,6 +20,15 @@ LESS = {False: 3, True: 6}  # one in so many runs: by whether a test has many
 def chosen(case: str, one_in: int) -> bool:
     """Whether the case is in the sample, which is about one case in ``one_in``."""
     return not SEED or _rank(case) % one_in == 0
+
+
+def some(cases: Iterable[Case], one_in: int, test: str) -> list[Case]:
+    """What one run of a test looks at, of cases that share a run: one in ``one_in`` of them, at least one."""
+    every = list(cases)
+    if not SEED:
+        return every
+    ranked = sorted(range(len(every)), key=lambda at: _rank(f"{test} {at}"))
+    return [every[at] for at in sorted(ranked[: max(1, len(every) // one_in)])]
 
 
 def examples(count: int) -> int:

@@ -94,7 +94,7 @@ def test_operations_are_six_per_parameter_of_a_product_and_token():
     assert {n: round(s, 1) for n, s in sizes.items()} == want
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ["vit-tiny", "vit-200"])
 def test_operations_of_an_image_are_those_that_torch_counts(name):
     """But for the first layer's gradient by its input, which the pixels do not need."""
