@@ -46,7 +46,7 @@ def check(args: argparse.Namespace) -> int:
     planned = prediction.planned_in_order(args)
     try:
         plans = Phases(planned.plan, planned.config.settings.warmup_steps).plans
-        summary = check_rings(plans, planned.config.sequence, planned.config.tensor["autotp_size"])
+        summary = check_rings(plans, planned.config.sequence, planned.config.tensor)
     except PlanError as error:
         complain(f"the plan fails its dry-run: {error}", args.json)
         return 1
@@ -78,7 +78,7 @@ def figures(p: Prediction, device_memory: int) -> dict[str, Any]:
         "rounds": s.rounds,
         "rings": plan.rings,
         "sequence_parallel": p.config.sequence,
-        "tensor_parallel": p.config.tensor["autotp_size"],
+        "tensor_parallel": p.config.tensor,
         "across": [across_bytes(plan, r, plan.rings // 2) for r in range(s.ranks)],
         "exchange": max(p.exchange()) if plan.rings > 1 else 0.0,
         "units": [{"name": u.name, "stage": u.stage, "bytes": u.p_bytes, "flops": w.forward} for u, w in zip(plan.units, p.work)],

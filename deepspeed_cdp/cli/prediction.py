@@ -175,13 +175,13 @@ def planned(
         ring = ranks // config.members if config.cyclic.ring_size == "auto" else config.cyclic.ring_size
         micro_batch = args.micro_batch or config.micro_batch or 1
         loaded = models.load(args.model, config.dtype, micro_batch, args.sequence, args.class_name)
-        if config.tensor["autotp_size"] > 1:
+        if config.tensor > 1:
             from deepspeed_cdp.integration.tensor_parallel import shard_alone
 
-            shard_alone(loaded.module, config.tensor)
+            shard_alone(loaded.module, config.tensor_parallel)
         trained = frozenset(n for n, p in loaded.module.named_parameters() if p.requires_grad)
         trace = discover.trace(loaded.module, loaded.example)
-        rings = ranks // ring // config.tensor["autotp_size"]  # that average
+        rings = ranks // ring // config.tensor  # that average
         found, made_anew = find_for_batch(loaded.module, trained, ring, config.settings, trace)
         plan, layouts = make_plan(loaded.module, trained, config.settings, ring, rings, found)
         return Planned(config, loaded, trace, found, made_anew, plan, layouts)

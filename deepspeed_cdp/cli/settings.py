@@ -30,7 +30,7 @@ class Config:
         cyclic: the block, or its defaults.
         assumed: batch keys that are "auto", which count as 1.
         sequence: ranks that work on one sequence.
-        tensor: the tensor_parallel block, with the ranks that share the layers as autotp_size.
+        tensor: ranks that share the layers; tensor_parallel: the block, with this number.
     """
 
     dtype: torch.dtype
@@ -42,12 +42,13 @@ class Config:
     cyclic: CyclicConfig
     assumed: tuple[str, ...]
     sequence: int
-    tensor: dict[str, Any]
+    tensor: int
+    tensor_parallel: dict[str, Any]
 
     @property
     def members(self) -> int:
         """Ranks of a group, which are in as many rings."""
-        return self.sequence * self.tensor["autotp_size"]
+        return self.sequence * self.tensor
 
     @property
     def halves(self) -> bool:
@@ -201,5 +202,6 @@ def read(
         cyclic,
         tuple(k for k in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps") if config.get(k) == "auto"),
         sequence,
+        tensor,
         {**_without_auto(layers), "autotp_size": tensor},
     )

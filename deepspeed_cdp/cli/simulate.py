@@ -52,10 +52,16 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Simulate and print."""
-    ring = args.ring_size or args.ranks // ((args.sequence_parallel or 1) * (args.tensor_parallel or 1)) or 1
-    if args.ranks % ring:
-        raise UserError(f"--ring-size is {ring}, which does not divide --ranks {args.ranks}; choose a divisor")
-    rings = args.ranks // ring // (args.tensor_parallel or 1)
+    sequence, tensor = args.sequence_parallel or 1, args.tensor_parallel or 1
+    groups = args.ranks // (sequence * tensor)
+    ring = args.ring_size or groups or 1
+    if args.ranks % (sequence * tensor * ring):
+        raise UserError(
+            f"--ring-size is {ring}, which does not divide --ranks {args.ranks}"
+            + (f" by groups of {sequence * tensor}" if sequence * tensor > 1 else "")
+            + "; choose a divisor"
+        )
+    rings = args.ranks // ring // tensor
     if args.model:
         p = prediction.predict(args)
         plan, given, hardware, clipped = p.plan, p.times, p.hardware, p.config.settings.clip > 0

@@ -85,8 +85,10 @@ class UnitSchedule:
 
     @cached_property
     def _members(self) -> tuple[tuple[int, ...], ...]:
-        stages = [self.unit(i).stage for i in self.every_unit]
-        return tuple(tuple(i for i, of in zip(self.every_unit, stages) if of == stage) for stage in range(self.schedule.ranks))
+        found: list[list[int]] = [[] for _ in range(self.schedule.ranks)]
+        for i in self.every_unit:
+            found[self.unit(i).stage].append(i)
+        return tuple(map(tuple, found))
 
     def unit(self, index: int) -> Unit:
         """The unit with this index, which may be PERSISTENT."""

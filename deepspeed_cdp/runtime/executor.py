@@ -276,9 +276,10 @@ class Executor:
         self._loss_count += 1
 
     def _execute(self, index: int) -> None:
-        actions, native = self.actions, self._program.native
+        actions = self.actions
+        native = self._program.native if actions is self._own_actions else None  # else somebody watches
         try:
-            if native is not None and actions is self._own_actions:  # else somebody watches
+            if native is not None:
                 self._cursor = native.run(self._cursor, index, self._shared)
                 return
             self.transport.work_enqueued()
@@ -286,7 +287,7 @@ class Executor:
                 actions[a.kind](a)
                 self._cursor += 1
         except BaseException as error:
-            if native is not None and actions is self._own_actions:
+            if native is not None:
                 self._cursor = native.cursor
             self.failure = self.failure or class_and_text(error)
             raise

@@ -300,6 +300,7 @@ class ParamHooks:
         self.drop_grads()
         self._bound.clear()
         self._lasting.clear()
+        self._low = self._high = 0
 
     def forget_views(self) -> None:
         """Drop cached views, whose memory may have been freed."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.client_launcher import Launcher
-from support.client_results import EXAMPLES
+from support.trainer_jobs import EXAMPLES
 
 
 @pytest.fixture(scope="session")

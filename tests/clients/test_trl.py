@@ -11,8 +11,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from deepspeed_cdp.analysis import reference
 from deepspeed_cdp.plan.schedule import threshold
-from support.client_results import EXAMPLES, Results, same, same_run
+from support.client_results import Results, same, same_run
 from support.engine_work import explicit
+from support.trainer_jobs import EXAMPLES
 
 pytestmark = pytest.mark.slow
 

@@ -10,8 +10,9 @@ from support.client_results import Results
 from support.client_trainer import model as trainer_model
 from support.client_trainer import windows as trainer_windows
 from support.engine_work import same, unpack
-from support.sequence_clients import ROUNDS, STEPS, accelerate, dp_is_stock, trainer, trainer_arguments
+from support.sequence_clients import accelerate, dp_is_stock, trainer
 from support.sequence_work import Job, labels_of, reference_of, sequences
+from support.trainer_jobs import ROUNDS, STEPS, trainer_arguments
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,8 @@ import pytest
 
 from support.client_results import Results
 from support.client_results import same as same_weights
-from support.sequence_clients import STEPS, dp_is_stock, tensor_trainer, trainer_arguments
+from support.sequence_clients import dp_is_stock, tensor_trainer
+from support.trainer_jobs import STEPS, trainer_arguments
 
 pytestmark = pytest.mark.slow
 

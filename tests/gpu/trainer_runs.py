@@ -11,7 +11,6 @@ import argparse
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,26 +21,20 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-STEPS, SECONDS = 8, 150
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+
+from support.engine_work import farthest  # noqa: E402
+from support.processes import free_port  # noqa: E402
+from support.trainer_jobs import EXAMPLES, PARALLELISM, STEPS, trainer_arguments  # noqa: E402
+
+SECONDS = 150  # for one job
 REPOSITORY = Path(__file__).resolve().parents[2]
-GROUPS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {  # environment, as `accelerate launch` sets it; keys of the ds_config
-    "plain": ({}, {}),
-    "sequence": (
-        {
-            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-            "PARALLELISM_CONFIG_SP_SIZE": "2",
-            "PARALLELISM_CONFIG_DP_SHARD_SIZE": "",  # ranks / 2
-            "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
-        },
-        {},
-    ),
-    "tensor": ({}, {"tensor_parallel": {"autotp_size": 2}}),
+GROUPS: dict[str, dict[str, Any]] = {  # keys of the ds_config
+    "plain": {},
+    "sequence": {},
+    "tensor": {"tensor_parallel": {"autotp_size": 2}},
 }
 RULES = {"stock": None, "dp": "dp", "cdp-v2": "cdp-v2", "resumed": "cdp-v2"}
-ARGUMENTS = f"""--report_to none --disable_tqdm true --layers 3 --hidden 32 --length 32 --windows 64 --held_out 8
---max_steps {STEPS} --per_device_train_batch_size 1 --per_device_eval_batch_size 1 --gradient_accumulation_steps 2
---logging_steps 1 --eval_strategy steps --eval_steps {STEPS // 2} --save_steps {STEPS // 2} --warmup_steps 2
---learning_rate 3e-3 --max_grad_norm 0.5 --adam_epsilon 1e-2 --train_sampling_strategy sequential""".split()
 # deepspeed_cdp is imported first, as the installed .pth would do
 START = "import runpy, sys; import deepspeed_cdp; del sys.argv[0]; runpy.run_path(sys.argv[0], run_name='__main__')"
 # before it where datasets is not installed: the script's import of it finds a list, and later ones, of transformers, nothing
@@ -65,28 +58,18 @@ sys.modules["datasets"] = Once("datasets")
 
 def run(folder: Path, kind: str, name: str, ranks: int, cpu: bool) -> None:
     """One job; each rank's output in a file of its own."""
-    given, keys = GROUPS[kind]
-    config = json.loads((REPOSITORY / "examples/hf_ds_config.json").read_text()) | keys
-    config["optimizer"]["params"]["torch_adam"] = True
-    del config["cyclic"]
-    if RULES[name]:
-        config["cyclic"] = {"enabled": True, "rule": RULES[name], "timeout_seconds": 60, "delay_correction": "extrapolate"}
-    (folder / f"{name}.json").write_text(json.dumps(config))
+    arguments = trainer_arguments(folder, name, RULES[name], cpu, **GROUPS[kind])
     (folder / "start.py").write_text(START if importlib.util.find_spec("datasets") else STAND_IN + START)
-    command = [sys.executable, str(folder / "start.py"), str(REPOSITORY / "examples/hf_trainer.py"), *ARGUMENTS]
-    command += ["--deepspeed", str(folder / f"{name}.json"), "--output_dir", str(folder / name), *(["--use_cpu"] if cpu else [])]
+    command = [sys.executable, str(folder / "start.py"), str(EXAMPLES / "hf_trainer.py"), *arguments]
     if name == "resumed":
         command += ["--resume_from_checkpoint", str(folder / f"cdp-v2/checkpoint-{STEPS // 2}")]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     gpus = 1 if cpu else torch.cuda.device_count()
     everyone = {
         **os.environ,
-        **{key: value or str(ranks // 2) for key, value in given.items()},
+        **(PARALLELISM | {"PARALLELISM_CONFIG_DP_SHARD_SIZE": str(ranks // 2)} if kind == "sequence" else {}),
         "WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "PYTHONPATH": f"{REPOSITORY}:{os.environ.get('PYTHONPATH', '')}",
         "OMP_NUM_THREADS": "1",
     }
@@ -112,9 +95,7 @@ def logged(folder: Path, key: str) -> torch.Tensor:
 
 def far(one: Path, other: Path) -> float:
     """The largest difference of a weight that the Trainer has saved."""
-    ours, theirs = (load_file(folder / "model.safetensors") for folder in (one, other))
-    assert ours.keys() == theirs.keys()
-    return max(float((ours[n] - theirs[n]).abs().max()) for n in ours)
+    return farthest(*(load_file(folder / "model.safetensors") for folder in (one, other)))
 
 
 def compared(kind: str, ranks: int, cpu: bool) -> tuple[bool, list[str]]:

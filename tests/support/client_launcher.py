@@ -8,8 +8,8 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from support.client_results import EXAMPLES
 from support.processes import free_port, run
+from support.trainer_jobs import EXAMPLES
 
 REPOSITORY = Path(__file__).parents[2]
 DRIVER = str(Path(__file__).with_name("client_driver.py"))

@@ -9,8 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
 
 class Results(NamedTuple):
     """An output folder of a Trainer."""

@@ -1,7 +1,6 @@
 """Sequence and tensor parallelism through the Hugging Face Trainer and Accelerate, in worker processes."""
 
 import gc
-import json
 import os
 import runpy
 import sys
@@ -14,19 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.client_results import EXAMPLES, Results
+from support.client_results import Results
 from support.client_results import same as same_weights
 from support.engine_work import pack
 from support.sequence_work import LENGTH, Job, build, labels_of, sequences
 from support.tensor_work import own_groups
-
-ROUNDS, STEPS = 2, 6
-PARALLELISM = {  # what `accelerate launch` sets for --parallelism_config_...
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-    "PARALLELISM_CONFIG_SP_SIZE": "2",
-    "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2",
-    "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "sdpa",
-}
+from support.trainer_jobs import EXAMPLES, PARALLELISM, STEPS
 
 
 class _AllGather(torch.autograd.Function):
@@ -75,26 +67,6 @@ def client(env: dict[str, str]) -> Iterator[None]:
         for key in added:
             del os.environ[key]
         gc.collect()
-
-
-def trainer_arguments(folder: Path, name: str, rule: str | None, **config: Any) -> list[str]:
-    """Of the Trainer's example, which writes to ``folder``/``name``; its config is written, too.
-
-    Args:
-        rule: None for stock ZeRO-3.
-        config: added to the example's config.
-    """
-    whole = json.loads((EXAMPLES / "hf_ds_config.json").read_text()) | config
-    whole["optimizer"]["params"]["torch_adam"] = True
-    whole.pop("cyclic")
-    if rule is not None:
-        whole["cyclic"] = {"enabled": True, "rule": rule, "timeout_seconds": 60, "delay_correction": "extrapolate"}
-    (folder / f"{name}.json").write_text(json.dumps(whole))
-    return f"""--deepspeed {folder}/{name}.json --output_dir {folder}/{name} --use_cpu --report_to none
-        --disable_tqdm true --layers 3 --hidden 32 --length 32 --windows 48 --held_out 8 --max_steps {STEPS}
-        --per_device_train_batch_size 1 --per_device_eval_batch_size 1 --gradient_accumulation_steps {ROUNDS} --logging_steps 1
-        --eval_strategy steps --eval_steps 3 --save_steps 3 --warmup_steps 2 --learning_rate 3e-3 --max_grad_norm 0.5
-        --adam_epsilon 1e-2 --train_sampling_strategy sequential""".split()
 
 
 def dp_is_stock(dp: Results, stock: Results) -> None:

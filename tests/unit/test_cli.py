@@ -276,6 +276,10 @@ WRONG = [
     ),
     ("simulate --ranks 4", "--parameters and --step-ms must say"),
     ("simulate --ranks 6 --ring-size 4 --parameters 1 --step-ms 1", "does not divide"),
+    (
+        "simulate --ranks 8 --ring-size 8 --tensor-parallel 2 --parameters 1 --step-ms 1",
+        "does not divide --ranks 8 by groups of 2",
+    ),
     ("simulate --ranks 4 --parameters 1e9 --step-ms 1 --jitter-ms 1,x", "'x' is not a number"),
     ("simulate --ranks 8 --ring-size 4 --parameters 1e9 --step-ms 1 --method events", "simulates one ring"),
     ("simulate --ranks 999 --parameters 1e9 --step-ms 1 --method events", "use waves"),
