@@ -4,6 +4,8 @@ import contextlib
 import gc
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -44,23 +46,24 @@ def soon(condition) -> bool:
     return condition()
 
 
+SERVER = """
+import signal, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+signal.pause()
+"""
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[int, int]]:
     """(process, port) of a store in a process of its own."""
-    readable, writable = os.pipe()
-    process = os.fork()
-    if process == 0:
-        os.close(readable)
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.write(writable, f"{store.port}\n".encode())
-        signal.pause()
-        os._exit(0)
-    os.close(writable)
-    with os.fdopen(readable) as pipe:
-        port = int(pipe.readline())
-    yield process, port
-    os.kill(process, signal.SIGKILL)
-    os.waitpid(process, 0)
+    # not a fork: other threads of this process may hold locks that its child would wait for
+    process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    yield process.pid, int(process.stdout.readline())
+    process.kill()
+    process.wait()
+    process.stdout.close()
 
 
 def client(port: int) -> dist.Store:
