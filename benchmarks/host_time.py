@@ -61,7 +61,6 @@ PARTS: dict[str, list[tuple[type, tuple[str, ...]]]] = {
                 "_on_output_grad",
                 "_begin_forward",
                 "prepare_backward_read",
-                "in_forward",
             ),
         )
     ],

@@ -125,6 +125,15 @@ class Layer {
         return views_[at] = py::cast<Tensor>(all[py::cast<size_t>(slot_)]);
     }
 
+    bool in_pass() const {  // whether the model is in a pass of the layer's unit
+        static PyObject* name = PyUnicode_InternFromString("in_pass");
+        PyObject* unit = PyObject_GetAttr(passes_.ptr(), name);
+        if (!unit) PyErr_Clear();  // Python looks, too, and raises
+        bool is = unit && PyObject_RichCompareBool(unit, unit_.ptr(), Py_EQ) == 1;
+        Py_XDECREF(unit);
+        return is;
+    }
+
     py::handle self_, accumulation_, passes_, module_, parameters_, sums_, empty_, summed_, weight_object_, functional_;
     py::object unit_, slot_;
     Tensor weight_;
@@ -175,8 +184,7 @@ py::object Layer::forward(py::handle input) {
     if (!fused_ || !at::GradMode::is_enabled() || reinterpret_cast<PyObject*>(Py_TYPE(input.ptr())) != THPVariableClass)
         return py::none();
     static PyObject *weight = PyUnicode_InternFromString("weight"), *bias = PyUnicode_InternFromString("bias"),
-                    *linear = PyUnicode_InternFromString("linear"), *forward = PyUnicode_InternFromString("forward"),
-                    *in_forward = PyUnicode_InternFromString("in_forward");
+                    *linear = PyUnicode_InternFromString("linear"), *forward = PyUnicode_InternFromString("forward");
     const Tensor& x = THPVariable_Unpack(input.ptr());
     PyObject* b = PyDict_GetItem(parameters_.ptr(), bias);
     if (PyDict_GetItem(parameters_.ptr(), weight) != weight_object_.ptr() || !b || !(b == Py_None || THPVariable_CheckExact(b)) ||
@@ -193,9 +201,7 @@ py::object Layer::forward(py::handle input) {
     auto known = py::reinterpret_steal<py::object>(PyObject_GetAttr(kind_.ptr(), forward));
     if (!known) throw py::error_already_set();
     if (known.ptr() != stock_forward_.ptr()) return py::none();
-    auto inside = py::reinterpret_steal<py::object>(PyObject_CallMethodOneArg(passes_.ptr(), in_forward, unit_.ptr()));
-    if (!inside) throw py::error_already_set();
-    if (inside.ptr() != Py_True) return py::none();
+    if (!in_pass()) return py::none();
 
     const Tensor given = b == Py_None ? Tensor() : THPVariable_Unpack(b);
     auto node = made<FusedLinear>();
@@ -222,9 +228,11 @@ Tensor Layer::backward(const Tensor& x, uint32_t version, ag::Node* accumulator,
         PyErr_SetObject(PyExc_ValueError, told.ptr());
         raise();
     }
-    PyObject* done = PyObject_CallMethodOneArg(passes_.ptr(), prepare, unit_.ptr());
-    if (!done) raise();
-    Py_DECREF(done);
+    if (!in_pass()) {
+        PyObject* done = PyObject_CallMethodOneArg(passes_.ptr(), prepare, unit_.ptr());
+        if (!done) raise();
+        Py_DECREF(done);
+    }
     TORCH_CHECK(weight_._version() == version,
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 "the weight of a linear layer");

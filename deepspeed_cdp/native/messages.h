@@ -83,7 +83,12 @@ struct Post {
 };
 
 enum class Does {  // what an action of the program does here; PYTHON: its handler
-    PYTHON, POSTS, PULL, RELAYED_POSTS, PUBLISH, OFFER, WAIT_PARAM, RELEASE_PARAM, RECV_GRAD, SEND_GRAD
+    PYTHON, POSTS, PULL, RELAYED_POSTS, PUBLISH, OFFER, WAIT_PARAM, RELEASE_PARAM, RECV_GRAD, SEND_GRAD, PREDICT, REDUCE
+};
+
+struct Bytes {
+    int region;
+    int64_t offset, nbytes;
 };
 
 struct Action {
@@ -94,9 +99,11 @@ struct Action {
     Spot spot[STEPS];
     int64_t nbytes, version;
     int64_t into[STEPS];  // where a pushed message lands in the peer's allocation, or -1
-    int source;           // rank, among all ranks, whose sum this is
+    int source;           // rank, among all ranks, whose sum this is, or comes back last
     bool source_odd;
     std::vector<Post> posts;
+    Bytes sum;                                   // of the owner's actions: the unit's; region -1: none
+    std::vector<std::vector<Bytes>> overwritten;  // by slot: what the unit's update writes
 };
 
 class Messages {
@@ -180,6 +187,9 @@ class Messages {
 
     void wait_readers(const Action& a, int region, int64_t offset, int64_t nbytes, u64 current) {
         for (const Held& ticket : reads->take(region, offset, nbytes)) links->wait(*ticket, place_of(a), current);
+    }
+    void wait_readers(const Action& a, const Bytes& bytes, u64 current) {
+        wait_readers(a, bytes.region, bytes.offset, bytes.nbytes, current);
     }
 
    private:

@@ -28,9 +28,15 @@ Post post_of(const py::tuple& t) {  // as NativeMessages._post
     return p;
 }
 
+Bytes bytes_of(py::handle t) {
+    auto [region, offset, nbytes] = py::cast<std::tuple<int, int64_t, int64_t>>(t);
+    return {region, offset, nbytes};
+}
+
 Does does_of(const std::string& name) {
     static const std::vector<std::string> names = {"",           "posts",        "pull",      "relayed posts", "publish",
-                                                   "offer",      "wait param",   "release param", "recv grad", "send grad"};
+                                                   "offer",      "wait param",   "release param", "recv grad", "send grad",
+                                                   "predict",    "reduce"};
     auto at = std::find(names.begin(), names.end(), name);
     if (at == names.end()) throw std::out_of_range(name);
     return static_cast<Does>(at - names.begin());
@@ -55,6 +61,11 @@ Action action_of(const py::tuple& t) {  // as NativeMessages._action
     a.source = py::cast<int>(t[13]);
     a.source_odd = py::cast<bool>(t[14]);
     for (py::handle p : t[15]) a.posts.push_back(post_of(py::cast<py::tuple>(p)));
+    a.sum = bytes_of(t[16]);
+    for (py::handle slot : t[17]) {
+        a.overwritten.emplace_back();
+        for (py::handle b : slot) a.overwritten.back().push_back(bytes_of(b));
+    }
     return a;
 }
 

@@ -1,4 +1,4 @@
-// A rank's program of one step: messages happen here, all else in the handlers of runtime/executor.py.
+// A rank's program of one step: messages and waits happen here, all else in the handlers of runtime/executor.py.
 #pragma once
 #include "messages.h"
 
@@ -109,6 +109,36 @@ class Program {
                     if (m.last) shared[OWNER].attr("sum_ends")[unit] = added;
                     break;
                 }
+                case Does::PREDICT: {
+                    if (step + a.version == 0) break;
+                    const Spot& spot = a.spot[step & 1];
+                    std::vector<Held> readers = m.reads->take(spot.region, spot.offset, a.nbytes);
+                    if (a.sum.region < 0) break;
+                    py::object owner = shared[OWNER];
+                    auto wait = [&](const Held& ticket) {
+                        if (ticket) links.wait(*ticket, m.place_of(a), links.relay);
+                    };
+                    wait(m.coming_back(step + a.version, a.unit, a.source_odd));
+                    wait(held(get(owner.attr("added_at"), py::int_(a.unit))));
+                    wait(written(owner, "published_at", a.unit, step + a.version, slots_));
+                    wait(held(owner.attr("own_read_end")));
+                    for (const Held& ticket : readers) wait(ticket);
+                    links.driver.flush();
+                    owner.attr("predict_after")(a.action);
+                    break;
+                }
+                case Does::REDUCE: {
+                    py::object owner = shared[OWNER];
+                    m.wait_readers(a, a.sum, links.owner);
+                    links.wait(*m.back(step + a.version, a.unit, a.source, a.source_odd, a.sum.nbytes), m.place_of(a), links.owner);
+                    if (py::cast<bool>(owner.attr("eager"))) {
+                        for (const Bytes& b : a.overwritten[(step + a.version + 1) % slots_]) m.wait_readers(a, b, links.owner);
+                        if (Held read = held(owner.attr("own_read_end"))) links.wait_event(*read, links.owner);
+                    }
+                    links.driver.flush();
+                    owner.attr("reduce_after_waits")(a.action);
+                    break;
+                }
                 default: call(m, a, shared);
             }
         }
@@ -127,6 +157,11 @@ class Program {
         }
     };
 
+    static py::object get(const py::object& dict, const py::object& key) {  // None if it is not there
+        PyObject* value = PyDict_GetItem(dict.ptr(), key.ptr());
+        return value ? py::reinterpret_borrow<py::object>(value) : py::none();
+    }
+
     static py::object remove(py::object dict, const py::object& key) {  // null if it is not there
         py::object value = py::reinterpret_borrow<py::object>(PyDict_GetItem(dict.ptr(), key.ptr()));
         if (value) PyDict_DelItem(dict.ptr(), key.ptr());
@@ -135,13 +170,17 @@ class Program {
 
     static Held held(py::object ticket) { return ticket.is_none() ? nullptr : py::cast<Held>(ticket); }
 
+    // The event behind the owner's last write of a unit's version, in a dict of OwnerExecutor.
+    static Held written(const py::object& owner, const char* events, int unit, int64_t version, int copies) {
+        int64_t copy = (version + 2 * copies) % copies;  // version -1 is possible
+        return held(get(owner.attr(events), py::make_tuple(unit, copy)));
+    }
+
     void wait_published(Messages& m, const Action& a, py::object owner, const Spot& spot, u64 current, int64_t step) {
         bool predicted = predicts_ && m.of_corrections(spot);
-        int copies = predicted ? corrected_ : slots_;
-        py::dict written = owner.attr(predicted ? "predicted_at" : "published_at");
-        py::tuple key = py::make_tuple(a.unit, (step + a.version + 2 * copies) % copies);  // version -1 is possible
-        py::object ticket = py::reinterpret_borrow<py::object>(PyDict_GetItem(written.ptr(), key.ptr()));
-        if (ticket && !ticket.is_none()) m.links->wait_event(*py::cast<Held>(ticket), current);
+        const char* events = predicted ? "predicted_at" : "published_at";
+        if (Held ticket = written(owner, events, a.unit, step + a.version, predicted ? corrected_ : slots_))
+            m.links->wait_event(*ticket, current);
     }
 
     void call(Messages& m, const Action& a, py::tuple& shared) {

@@ -27,12 +27,10 @@ _mixed = hasattr(torch.ops.aten.addmm, "dtype_out")  # products of bf16 that add
 
 
 class Passes(Protocol):
-    """Callbacks of fused layers (``ParamHooks``), and whether units are used in any order (``ParamHooks.any_order``)."""
+    """``ParamHooks``, as fused layers see it."""
 
     any_order: bool
-
-    def in_forward(self, i: int) -> bool:
-        """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
+    in_pass: int | None
 
     def prepare_backward_read(self, i: int) -> None:
         """A backward reads the unit's parameters."""
@@ -233,7 +231,7 @@ class _Layer:
             torch.compiler.is_compiling()
             or not self.fused
             or not torch.is_grad_enabled()
-            or not self.passes.in_forward(self.unit)
+            or self.passes.in_pass != self.unit
             or self.parameters.get("weight") is not self.weight
             or "bias" not in self.parameters
             or type(input) is not torch.Tensor
@@ -308,7 +306,8 @@ class _Linear(torch.autograd.Function):
         (x,), layer, (for_x, for_weight, for_bias, _) = ctx.saved_tensors, ctx.layer, ctx.needs_input_grad
         if not layer.fused:
             raise ValueError(AFTER_DESTROY)
-        layer.passes.prepare_backward_read(layer.unit)
+        if layer.passes.in_pass != layer.unit:
+            layer.passes.prepare_backward_read(layer.unit)
         if layer.weight._version != ctx.version:  # autograd's error for saved tensors
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -23,6 +23,8 @@ MESSAGES = {  # by kind: what C++ does (native/program.h), in the place of the e
     Kind.GRANT_CREDIT: "relayed posts",
     Kind.PUBLISH_PARAM: "publish",
     Kind.OFFER_GRAD: "offer",
+    Kind.PREDICT_PARAM: "predict",
+    Kind.REDUCE_GRAD: "reduce",
     Kind.RECV_GRAD: "recv grad",
     Kind.RECV_PERSISTENT_GRAD: "recv grad",
     Kind.SEND_GRAD: "send grad",
@@ -112,9 +114,9 @@ class NativeMessages(Messages):
 
     def _action(self, plan: Plan, a: Action, does: Mapping[Kind, str]) -> tuple[Any, ...]:
         spots = self._spots(plan, a.region, a.offset, a.nbytes, a.round, a.version) if a.region else []
-        sums = a.kind == Kind.OFFER_GRAD or a.kind in (Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD) and a.stream == "G"
-        # of sums, ``into`` names the rank and the round that they come from
-        region, offset, round = ("", 0, 0) if sums else a.into
+        comes_from = self._comes_from(plan, a)
+        region, offset, round = ("", 0, 0) if comes_from else a.into
+        sum, overwritten = self._of_owner(plan, a)
         return (
             a,
             does.get(a.kind, ""),
@@ -129,10 +131,31 @@ class NativeMessages(Messages):
             a.nbytes,
             a.version,
             self._addresses(plan, -1 if a.peer is None else a.peer, region, offset, round, 0),
-            self._world(a.into[1]) if sums else -1,
-            bool(a.into[2] % 2) if sums else False,
+            self._world(comes_from[0]) if comes_from else -1,
+            bool(comes_from[1] % 2) if comes_from else False,
             [self._post(plan, p) for p in a.posts],
+            sum,
+            overwritten,
         )
+
+    @staticmethod
+    def _comes_from(plan: Plan, a: Action) -> tuple[int, int] | None:
+        """The rank and the round that the sum of the action comes from; None if it needs none."""
+        if a.kind in (Kind.PREDICT_PARAM, Kind.REDUCE_GRAD):
+            return plan.schedule.ranks - 1, plan.schedule.rounds - 1
+        if a.kind == Kind.OFFER_GRAD or a.kind in (Kind.RECV_GRAD, Kind.RECV_PERSISTENT_GRAD) and a.stream == "G":
+            return a.into[1:]
+        return None
+
+    def _of_owner(self, plan: Plan, a: Action) -> tuple[tuple[int, int, int], list[list[tuple[int, int, int]]]]:
+        """Bytes (region, offset, number) of the sum of an action of the owner; by slot, those that the unit's update writes."""
+        stage = self.state.owned_stage
+        offset = plan.o_layout(stage).get(a.unit)
+        if a.kind not in (Kind.PREDICT_PARAM, Kind.REDUCE_GRAD) or offset is None:
+            return (-1, 0, 0), []
+        unit, slots = plan.unit(a.unit), [plan.written(version, stage) for version in range(plan.slots(stage))]
+        overwritten = [[(self._codes[region], offsets[a.unit], unit.p_bytes) for region, offsets in slot] for slot in slots]
+        return (self._codes["O"], offset, unit.g_bytes), overwritten
 
     def _at(self, a: Action) -> tuple[Any, int]:
         return self._places[id(a)][:2]

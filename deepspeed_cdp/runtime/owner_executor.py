@@ -6,7 +6,7 @@ each unit has its own REDUCE_GRAD, at the logical time at which its sum is finis
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ class OwnerExecutor:
         published_at, predicted_at: by unit and slot (or copy), the event behind its last write (or prediction).
         added_at: by unit, the event behind the last addition of this rank to its sum; sum_ends: where that finishes the sum.
         own_read_end: the event behind this rank's last read of its own published copies.
+        eager: each unit is updated when its own sum is finished.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class OwnerExecutor:
         self._slots, self._predictions = state.plan.slots(state.owned_stage), state.plan.corrected_copies(state.owned_stage)
         self._written = [state.plan.written(version, state.owned_stage) for version in range(self._slots)]
         self._sum_places = {i: (offsets[i], state.plan.unit(i).g_bytes) for i in self.trained}
-        self._eager = self.owner.updates_eagerly and not state.schedule.exact_norm  # each unit when its own sum is finished
+        self.eager = self.owner.updates_eagerly and not state.schedule.exact_norm
         self._step_end = self.own_read_end = self.transport.record_event()
         self.published_at: dict[tuple[int, int], Any] = {}
         self.predicted_at: dict[tuple[int, int], Any] = {}
@@ -143,13 +144,12 @@ class OwnerExecutor:
     # ---- actions --------------------------------------------------------------------------------------------------------
     def predict(self, a: Action) -> None:
         """PREDICT_PARAM: predict one unit's next version from its running sum; not in the first step since a flush."""
-        state, (region, _), where = self.state, self.messages.place(a), ActionLocation(self.state, a)
+        state, (region, _) = self.state, self.messages.place(a)
         if state.step + a.version == 0:
             return
         readers = self.messages.reads.take(region, a.offset, a.nbytes)
         if a.unit not in self._sum_places:
             return
-        copy, step = (state.step + a.version) % self._predictions, state.global_step + a.version
         waits = [
             self.messages.coming_back(a, a.unit),
             self.added_at.get(a.unit),
@@ -157,11 +157,16 @@ class OwnerExecutor:
             self.own_read_end,
             *readers,
         ]
+        self.predict_after(a, [ticket for ticket in waits if ticket is not None])
+
+    def predict_after(self, a: Action, tickets: Sequence[Any] = ()) -> None:
+        """PREDICT_PARAM, once these tickets are ready. C++ waits before it calls this."""
+        state, where = self.state, ActionLocation(self.state, a)
+        copy, step = (state.step + a.version) % self._predictions, state.global_step + a.version
 
         def begin() -> Any:
-            for ticket in waits:
-                if ticket is not None:
-                    ticket.wait(where)
+            for ticket in tickets:
+                ticket.wait(where)
             self.owner.predict(step, a.unit, copy)
             return self.transport.record_event()
 
@@ -190,9 +195,14 @@ class OwnerExecutor:
     def reduce(self, a: Action) -> None:
         """REDUCE_GRAD: average one unit's finished sum."""
         self._wait_sum(a, a.unit)
-        if self._eager:
+        if self.eager:
             self._wait_copy(a, [a.unit])
         self._reduce_unit(a, a.unit)
+
+    def reduce_after_waits(self, a: Action) -> None:
+        """REDUCE_GRAD, whose waits C++ has enqueued."""
+        with self.transport.owner_stream():
+            self._reduce_unit(a, a.unit)
 
     def _wait_sum(self, a: Action, unit: int) -> int:
         """Wait until the ring's sum of the unit is complete, and nothing is predicted from it any more. Returns the unit."""
@@ -218,7 +228,7 @@ class OwnerExecutor:
         """GRAD_NORM: reduce the remaining units, and send the metrics vector on with the stage's squared norm."""
         where, state = ActionLocation(self.state, a), self.state
         step = state.global_step + a.version
-        if self._eager and self._reduced_late:
+        if self.eager and self._reduced_late:
             self._wait_copy(a, self.trained + self.frozen)
 
         def losses() -> tuple[torch.Tensor, int]:
@@ -261,7 +271,7 @@ class OwnerExecutor:
     def _reduce_unit(self, a: Action, unit: int) -> None:
         """Average the unit's finished sum; in the eager case also update and publish the unit."""
         step = self.state.global_step + a.version
-        if self._eager:
+        if self.eager:
             copy = self._copy(a)
             self._norms[unit] = self.owner.advance(step, unit, None if self._flushing else copy)
             self.published_at[unit, copy] = self.transport.record_event()
@@ -305,7 +315,7 @@ class OwnerExecutor:
             if overflow:
                 self.owner.discard()  # as ZeRO-3 does
                 self.skipped += 1
-        if not self._eager:
+        if not self.eager:
             self._wait_copy(a, self.trained + self.frozen)
             copy = self._copy(a)
             slot = None if self._flushing else copy

@@ -96,6 +96,7 @@ class ParamHooks:
     Attributes:
         mode: IDLE between micro-batches and in evaluation, FORWARD inside ``engine.forward``, BACKWARD after it; FAILED from the
             first forward that raised; REHEARSAL while a forward is followed without values, when hooks do nothing.
+        in_pass: the unit in whose forward or backward the model is, in training. Fused layers read it. None with ``any_order``.
         visited, called: units used in this forward, and their modules.
         accumulation: adds gradients to the running sums.
         any_order: every unit's forward is executed before the module's, and every unit's backward after it. Parameters have
@@ -133,7 +134,7 @@ class ParamHooks:
         self.accumulation = GradAccumulation(self.slots, executor.grad_sums, executor.empty_sums, self, native)
         self.called: set[str] = set()
         self._part_handles: dict[torch.nn.Module, list[Any]] = {}  # of modules that ran without gradients in a forward
-        self._inside: int | None = None  # the unit whose modules are being called
+        self.in_pass: int | None = None
         self._unit_of = {p: i for i, pairs in self.slots.items() for p, _ in pairs}
         self._borrowed_units: set[int] = set()  # acquired by GatheredParameters inside this forward
         self._bound: dict[int, torch.Tensor] = {}
@@ -166,7 +167,6 @@ class ParamHooks:
         # the same by unit: looking up a parameter calls a function of Python, its hash
         self._placeholders = {i: self._views(i, [self._empty[p] for p, _ in pairs]) for i, pairs in self.slots.items()}
         self._without_sums = {i for i, layout in layouts.items() if not layout.g_bytes}
-        self._latest: int | None = None  # the unit whose backward is under way
         self._outputs = _Outputs(self)
         self._output_nodes: list[Any] = []  # of the last forward's outputs in the graph
         self._root, self.borrowed = module, borrowed
@@ -272,6 +272,8 @@ class ParamHooks:
     def unbind(self, i: int) -> None:
         """Make the unit's parameters placeholders: right shape and dtype, no memory, cannot be written, nan if read."""
         if not self.any_order and self._bound.pop(i, None) is not None:
+            if i == self.in_pass:
+                self.in_pass = None
             if i == self._current and self._is_saving:
                 self._low = self._high = 0
             if self.mode == FORWARD and i in self._lasting:
@@ -301,6 +303,7 @@ class ParamHooks:
         self._bound.clear()
         self._lasting.clear()
         self._low = self._high = 0
+        self.in_pass = None
 
     def forget_views(self) -> None:
         """Drop cached views, whose memory may have been freed."""
@@ -363,6 +366,7 @@ class ParamHooks:
             raise
         finally:
             self._end_saving()
+            self.in_pass = None
         self.executor.end_forward()
         self.mode = BACKWARD
 
@@ -386,7 +390,6 @@ class ParamHooks:
             self._receive_all()
         elif PERSISTENT in self.layouts:
             self.bind(PERSISTENT, self.executor.params[PERSISTENT])
-        self._latest = self._inside = None
         self.visited.clear()
         self.called.clear()
 
@@ -419,7 +422,7 @@ class ParamHooks:
         Args:
             values: in the middle of a micro-batch, memory with each unit's parameters (uint8, 1-D), of the version that it reads.
         """
-        self.any_order = True
+        self.any_order, self.in_pass = True, None
         for i in self.layouts:
             nbytes, device = self.executor.plan.unit(i).p_bytes, self.executor.buffers.arena.device
             self._copies[i] = torch.empty(nbytes, dtype=torch.uint8, device=device) if values is None else values[i]
@@ -435,7 +438,7 @@ class ParamHooks:
         self._stays = stays
         self._end_saving()
         self.executor.end_forward()
-        self.any_order = self.holds = True
+        self.any_order, self.holds, self.in_pass = True, True, None
         self._bind_for_backward()
 
     def _bind_for_backward(self) -> None:
@@ -481,7 +484,7 @@ class ParamHooks:
         self._allow_reads()
         self._output_nodes.clear()  # they keep hooks of this object alive, and Python does not see that circle
         self.executor.end_round()
-        self.mode = IDLE
+        self.mode, self.in_pass = IDLE, None
         if self.holds:
             self._end_hold()
         for i in self._lasting:  # perhaps no pass of the backward was theirs
@@ -558,7 +561,7 @@ class ParamHooks:
         for i in set(units) - self._borrowed_units:
             self._enter_forward(i)
             self._borrowed_units.add(i)
-        if units or any(self._unit_of[p] == self._inside for p in parameters):  # else it is between two modules of a merged unit
+        if units or any(self._unit_of[p] == self.in_pass for p in parameters):  # else it is between two modules of a merged unit
             # kept or not: no output of the parameters' module begins their backward, saved tensors do
             self._saving_borrowed = self._begin_saving() or self._saving_borrowed
         return True
@@ -585,18 +588,12 @@ class ParamHooks:
                 self._native.allow_reads(element)
 
     def _enter_backward(self, i: int) -> None:
-        if self.mode != BACKWARD or self.any_order or self._latest == i and i in self._bound:
+        if self.mode != BACKWARD or self.any_order or self.in_pass == i:
             return
         self.begin_backward()
         self.executor.acquire(i, True)
         self.bind(i, self.executor.params[i], moves=True)
-        self._latest = i
-
-    def in_forward(self, i: int) -> bool:
-        """Whether this is a forward of the unit, in training: for the first time, or again under activation checkpointing."""
-        if self.any_order:
-            return False
-        return i == (self._inside if self.mode == FORWARD else self._latest if self.mode == BACKWARD else None)
+        self.in_pass = i
 
     def prepare_backward_read(self, i: int) -> None:
         """A backward reads the unit's parameters.
@@ -604,7 +601,7 @@ class ParamHooks:
         Raises:
             ValueError: it is the second over a graph that was retained.
         """
-        if self._latest == i and i in self._bound:
+        if self.in_pass == i:
             return
         self._enter_backward(i)
         if i not in self._bound:
@@ -693,9 +690,9 @@ class ParamHooks:
             if self.any_order and self.mode != IDLE:
                 return
             if self.mode == FORWARD:
-                if self._inside != i or path in self.called:
+                if self.in_pass != i or path in self.called:
                     self._enter_forward(i)
-                    self._inside = i
+                    self.in_pass = None if self.any_order else i
                 self.called.add(path)
                 if self.any_order:  # from now on
                     return
@@ -739,7 +736,7 @@ class ParamHooks:
                 self._end_saving()
                 if last:
                     self.executor.release(i, False)
-                    self._inside = None
+                    self.in_pass = None
             return output
 
         return hook

@@ -68,7 +68,7 @@ class ReplicaHooks(ParamHooks):
 
     def keep_all(self, values: Mapping[int, torch.Tensor] | None = None) -> None:
         """From now on ``any_order``; the replica has the values."""
-        self.any_order = True
+        self.any_order, self.in_pass = True, None
 
     def _bind_for_backward(self) -> None:
         """Nothing: the replica has the values."""

@@ -70,7 +70,7 @@ def test_a_unit_is_written_when_its_sum_is_there_and_nobody_reads_its_copy(ranks
             part = OwnerExecutor(state, noted, noted, None, None, None)
             part._reduced_late, part.own_read_end, part._norms, part.published_at = (), "own reads", {}, {}
             sums = plan.o_layout(stage)
-            part._sum_places, part._eager = {i: (sums[i], plan.unit(i).g_bytes) for i in part.trained}, True
+            part._sum_places, part.eager = {i: (sums[i], plan.unit(i).g_bytes) for i in part.trained}, True
             part._slots, part._written = copies, [plan.written(copy, stage) for copy in range(copies)]
             part.reduce(a)
             slot = (STEP + a.version + 1) % copies
