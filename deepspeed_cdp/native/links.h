@@ -15,6 +15,9 @@ namespace py = pybind11;
 
 class Links;
 
+// The name of an attribute that is read often: a lookup by text makes a new string each time.
+inline py::handle interned(const char* name) { return PyUnicode_InternFromString(name); }
+
 // One side of a message, or an event (stream -1), that CUDA streams can be made to wait for.
 class Ticket {
    public:
@@ -75,7 +78,10 @@ class Links : public std::enable_shared_from_this<Links> {
 
     u64 current() { return py::cast<u64>(current_()); }  // torch's current CUDA stream
     void work_enqueued() { pointed_ = false; }
-    void look_for_timing() { timed_ = py::cast<bool>(timing_.attr("active")); }  // whether waits are timed in this step
+    void look_for_timing() {  // whether waits are timed in this step
+        static const py::handle active = interned("active");
+        timed_ = py::cast<bool>(timing_.attr(active));
+    }
 
     int code(const std::string& stream) const {
         for (size_t k = 0; k < names.size(); ++k)

@@ -121,9 +121,10 @@ class Messages {
     bool last;         // this is the ring's last rank
 
     int64_t step() {  // the rank's; every call from Python asks for it first
-        global_step_ = py::cast<int64_t>(state.attr("global_step"));
+        static const py::handle global_step = interned("global_step"), step = interned("step");
+        global_step_ = py::cast<int64_t>(state.attr(global_step));
         links->look_for_timing();
-        return py::cast<int64_t>(state.attr("step"));
+        return py::cast<int64_t>(state.attr(step));
     }
     Place place_of(const Action& a) const { return {locate, a.action, global_step_}; }
     bool of_corrections(const Spot& spot) const { return reads->regions[spot.region][0] == 'W'; }

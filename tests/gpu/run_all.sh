@@ -1,10 +1,10 @@
 #!/bin/bash
 # Everything here in sequence, each item with a time limit; a table of item, outcome and seconds last.
 # Usage: tests/gpu/run_all.sh OUT SECONDS [RANKS ...]     (ranks: 2 4 by default; CPU=1 proves the scripts without GPUs)
-# OUT gets parity.log, stress.log, cases.log, rings.log, failures.log, sanitizer.log and table.txt. ITEMS="stress cases" runs only those.
+# OUT gets parity.log, stress.log, cases.log, rings.log, trainer.log, failures.log, sanitizer.log and table.txt. ITEMS="stress cases" runs only those.
 out=${1:?where to write}; budget=${2:?seconds for everything}; shift 2
 ranks=${*:-2 4}
-here=$(dirname "$(realpath "$0")"); python=${PYTHON:-python}; items=" ${ITEMS:-parity stress cases rings groups failures sanitizer} "
+here=$(dirname "$(realpath "$0")"); python=${PYTHON:-python}; items=" ${ITEMS:-parity stress cases rings groups trainer failures sanitizer} "
 cpu=${CPU:+--cpu}; begun=$SECONDS
 mkdir -p "$out"; : >"$out/table.txt"
 export PYTHONPATH=$(realpath "$here/../..")${PYTHONPATH:+:$PYTHONPATH}
@@ -53,6 +53,8 @@ for n in $ranks; do
     for transport in $(wanted groups && { [ -n "$cpu" ] && echo auto || echo peer nccl; }); do
         item "groups, experts, $n ranks, $transport" rings.log 200 $(run "$n" rank_groups.py $cpu --transport $transport --budget @BUDGET@)
     done
+    wanted trainer && item "Trainer, $n ranks" trainer.log 300 "$python" "$here/trainer_runs.py" $cpu --ranks "$n" \
+        $([ "$n" = 4 ] && echo ${cpu:+tensor} || echo plain)
     wanted failures && item "failures, $n ranks" failures.log 330 "$python" "$here/rank_failures.py" $cpu --ranks "$n" --budget @BUDGET@
     if wanted failures && [ -z "$cpu" ]; then
         for reads in synchronize empty none; do
