@@ -11,7 +11,7 @@ import transformers as hf
 from torch import nn
 
 from deepspeed_cdp.model import discover
-from deepspeed_cdp.model.discover import Example, FoundUnits, example_of, find_units, trace
+from deepspeed_cdp.model.discover import Example, FoundUnits, example_of, find_units, observe, trace
 from deepspeed_cdp.plan.unit_schedule import Unit
 from support.discover_models import IMAGE, SMALL, X8, llama, mlp, vit
 
@@ -283,6 +283,23 @@ def test_flops_include_products_of_groups():
         model = MixtralForCausalLM(MixtralConfig(**sizes, num_hidden_layers=1, num_local_experts=8)).to(torch.bfloat16)
     seen = trace(model, Example(kwargs={"input_ids": torch.zeros(1, 40, dtype=torch.long, device="meta")}))
     assert seen.flops["model.layers.0.mlp.experts"] == 2 * 40 * 2 * (32 * 128 + 64 * 32)
+
+
+@pytest.mark.parametrize("seen_by", [trace, observe])
+def test_flops_include_what_runs_in_inference_mode(seen_by):
+    """There torch's composite operators, such as linear, arrive whole."""
+
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.frozen, self.head = nn.Linear(8, 16), nn.Linear(16, 4)
+
+        def forward(self, x):
+            with torch.inference_mode():
+                hidden = self.frozen(x)
+            return self.head(hidden.clone())
+
+    assert seen_by(Half(), Example((torch.ones(6, 8),))).flops == {"frozen": 1536, "head": 768, "": 2304}
 
 
 def test_flops_include_attention_and_the_tied_head():
