@@ -130,8 +130,12 @@ def free_port() -> int:
 
 
 def buffers(port: int | str = "*") -> list[Path]:
-    """DeepSpeed's buffers in shared memory, of the process groups whose store listens on ``port``."""
-    return sorted(SHARED_MEMORY.glob(f"{BUFFERS}_{port}_*"))
+    """DeepSpeed's buffers in shared memory that this run has made, of the process groups whose store listens on ``port``."""
+    begun, found = Path(os.environ[RUN], "begun").stat().st_mtime, []
+    for path in SHARED_MEMORY.glob(f"{BUFFERS}_{port}_*"):
+        with contextlib.suppress(FileNotFoundError):  # another worker has removed it
+            found += [path] if path.stat().st_mtime >= begun else []
+    return found
 
 
 def remove_buffers(port: int | str) -> None:
@@ -141,9 +145,8 @@ def remove_buffers(port: int | str) -> None:
 
 
 def remove_unheld_buffers() -> None:
-    """Remove the buffers made since the run began that no process has mapped any more: their makers are dead."""
-    begun = Path(os.environ[RUN], "begun").stat().st_mtime
-    unheld = {path for path in buffers() if path.stat().st_mtime >= begun}
+    """Remove the buffers that no process has mapped any more: their makers are dead."""
+    unheld = set(buffers())
     for maps in Path("/proc").glob("[0-9]*/maps") if unheld else ():
         with contextlib.suppress(OSError):
             text = maps.read_text()
