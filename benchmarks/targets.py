@@ -26,17 +26,18 @@ SHORT = "--windows 3 --steps 6"
 RUNS = (
     Run(
         "1.35B micro-batch 4",
-        170,
-        "--models llama-1.3b --engines compute,fsdp2-prefetch2-symm,zero3-leaf,cdp-v2,ddp,cdp-v2-replicas,cdp-v2-uncorrected",
+        220,
+        "--models llama-1.3b --windows 3 "
+        "--engines compute,fsdp2-prefetch2-symm,zero3-leaf,cdp-v2,ddp,cdp-v2-replicas,cdp-v2-uncorrected,zero3",
     ),
     Run(
         "1.35B micro-batch 1",
-        130,
+        170,
         f"--models llama-1.3b --micro-batch 1 {SHORT} --repeats 2 --engines compute,cdp-v2,fsdp2-prefetch2-symm,zero3-leaf",
     ),
     Run(
         "3B",
-        130,
+        160,
         f"--models llama-3b --micro-batch 2 {SHORT} --engines compute,fsdp2-prefetch2-symm,zero3-leaf,cdp-v2,cdp-v2-uncorrected",
     ),
     Run("8B cdp-v2", 100, f"--models llama-8b --micro-batch 1 {SHORT} --engines cdp-v2-uncorrected"),
