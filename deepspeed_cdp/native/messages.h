@@ -86,7 +86,7 @@ enum class Does {  // what an action of the program does here; PYTHON: its handl
     PYTHON, POSTS, PULL, RELAYED_POSTS, PUBLISH, OFFER, WAIT_PARAM, RELEASE_PARAM, RECV_GRAD, SEND_GRAD, PREDICT, REDUCE
 };
 
-struct Bytes {
+struct Bytes {  // of one of the rank's regions
     int region;
     int64_t offset, nbytes;
 };
@@ -102,7 +102,7 @@ struct Action {
     int source;           // rank, among all ranks, whose sum this is, or comes back last
     bool source_odd;
     std::vector<Post> posts;
-    Bytes sum;                                   // of the owner's actions: the unit's; region -1: none
+    Bytes sum;                                    // of the owner's actions: the unit's; region -1: none
     std::vector<std::vector<Bytes>> overwritten;  // by slot: what the unit's update writes
 };
 

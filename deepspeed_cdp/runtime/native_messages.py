@@ -116,7 +116,7 @@ class NativeMessages(Messages):
         spots = self._spots(plan, a.region, a.offset, a.nbytes, a.round, a.version) if a.region else []
         comes_from = self._comes_from(plan, a)
         region, offset, round = ("", 0, 0) if comes_from else a.into
-        sum, overwritten = self._of_owner(plan, a)
+        total, overwritten = self._of_owner(plan, a)
         return (
             a,
             does.get(a.kind, ""),
@@ -134,7 +134,7 @@ class NativeMessages(Messages):
             self._world(comes_from[0]) if comes_from else -1,
             bool(comes_from[1] % 2) if comes_from else False,
             [self._post(plan, p) for p in a.posts],
-            sum,
+            total,
             overwritten,
         )
 
@@ -150,8 +150,8 @@ class NativeMessages(Messages):
     def _of_owner(self, plan: Plan, a: Action) -> tuple[tuple[int, int, int], list[list[tuple[int, int, int]]]]:
         """Bytes (region, offset, number) of the sum of an action of the owner; by slot, those that the unit's update writes."""
         stage = self.state.owned_stage
-        offset = plan.o_layout(stage).get(a.unit)
-        if a.kind not in (Kind.PREDICT_PARAM, Kind.REDUCE_GRAD) or offset is None:
+        offset = plan.o_layout(stage).get(a.unit) if a.kind in (Kind.PREDICT_PARAM, Kind.REDUCE_GRAD) else None
+        if offset is None:
             return (-1, 0, 0), []
         unit, slots = plan.unit(a.unit), [plan.written(version, stage) for version in range(plan.slots(stage))]
         overwritten = [[(self._codes[region], offsets[a.unit], unit.p_bytes) for region, offsets in slot] for slot in slots]
