@@ -242,3 +242,14 @@ def test_a_module_whose_wrapper_holds_a_layer_can_be_copied() -> None:
         copied.weight.zero_()
         torch.testing.assert_close(copied.wrapped(x), copied.bias.expand(4, 8))
         assert module.blocks[0].first(x).ne(copied.bias).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parameters_take_values_of_any_dtype(dtype: torch.dtype) -> None:
+    """Autograd's node that accumulates the gradient lives as long as a graph, and belongs to one dtype."""
+    p, values = nn.Parameter(torch.zeros(3)), torch.ones(3, dtype=dtype)
+    before = p * 2
+    load.load(load.AUTOGRAD).Views([p], [values]).show()
+    assert p.data_ptr() == values.data_ptr() and before.dtype == torch.float32
+    (p * 3).sum().backward()
+    assert p.grad is not None and p.grad.dtype == dtype and p.grad.tolist() == [3.0] * 3
