@@ -46,6 +46,7 @@ from deepspeed_cdp.transport.peer_native import NativePeerTransport
 
 SETTLE = 6  # steps that are left out at first
 COMPUTE = ("owner", "add gradients")  # kernels on GPUs, whose time here says nothing
+ACTIONS = "predict predict_after reduce reduce_after_waits norm step wait_published own_added read_ended".split()
 PARTS: dict[str, list[tuple[type, tuple[str, ...]]]] = {
     "owner": [(StageOwner, ("advance", "average", "update", "predict", "finish", "record", "checksum"))],
     "add gradients": [(GradAccumulation, ("add",))],
@@ -68,7 +69,7 @@ PARTS: dict[str, list[tuple[type, tuple[str, ...]]]] = {
     "fused layers": [(grad_accumulation._Layer, ("forward", "add")), (GradAccumulation, ("add_product",))],
     "bind": [(ParamHooks, ("bind", "unbind"))],
     "executor": [(Executor, ("_execute", "end_step", "acquire", "release"))],
-    "owner's actions": [(OwnerExecutor, ("predict", "reduce", "norm", "step", "wait_published", "own_added", "read_ended"))],
+    "owner's actions": [(OwnerExecutor, tuple(ACTIONS))],
     "residency": [(Partitioned, ("wait", "release"))],
     "messages": [
         (Messages, ("post", "post_all", "offer", "push", "wait", "back", "coming_back", "wait_readers", "place")),

@@ -1,4 +1,4 @@
-"""The runs behind docs/performance.md on the GPUs of this host: ``python -m benchmarks.targets OUT --seconds 1500``.
+"""The settings of docs/performance.md, measured anew on this host's GPUs: ``python -m benchmarks.targets OUT --seconds 1500``.
 
 Each run is one call of ``benchmarks.run`` with a time limit, the most important first. A table of outcomes is printed last. Rows
 of all runs go to ``OUT/results.csv``.
@@ -14,6 +14,7 @@ import time
 from typing import NamedTuple
 
 REST = 10  # seconds kept for the last table
+ENDING = 45  # seconds for torchrun to end its ranks, which it kills after 30
 
 
 class Run(NamedTuple):
@@ -78,11 +79,13 @@ def main(argv: list[str] | None = None) -> int:
         "--only", default="", help="beginnings of names of runs, comma-separated: " + ", ".join(r.name for r in RUNS)
     )
     args = parser.parse_args(argv)
-    chosen = [r for r in RUNS if r.name.startswith(tuple(args.only.split(",")))]
-    if not chosen:
-        parser.error(
-            f"--only is {args.only!r}, with which no run begins; allowed are beginnings of {', '.join(r.name for r in RUNS)}"
-        )
+    beginnings = tuple(args.only.split(","))
+    for beginning in beginnings:
+        if not any(r.name.startswith(beginning) for r in RUNS):
+            parser.error(
+                f"--only has {beginning!r}, with which no run begins; allowed are beginnings of {', '.join(r.name for r in RUNS)}"
+            )
+    chosen = [r for r in RUNS if r.name.startswith(beginnings)]
     begun, outcomes = time.monotonic(), []
     for run in chosen:
         before, left = time.monotonic(), args.seconds - REST - (time.monotonic() - begun)
@@ -102,10 +105,20 @@ def _outcome(command: list[str], seconds: float) -> str:
     except subprocess.TimeoutExpired:
         return "time limit"
     finally:
-        for how in (signal.SIGTERM, signal.SIGKILL):  # torchrun ends its ranks at the first
-            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-                os.killpg(process.pid, how)
-                process.wait(2 * REST)
+        _end(process)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End the process and its group. Ranks are in sessions of their own, and only torchrun, which is in the group, ends them."""
+    until = time.monotonic() + ENDING
+    with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
+        os.killpg(process.pid, signal.SIGTERM)
+        while time.monotonic() < until:
+            process.poll()
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 if __name__ == "__main__":

@@ -99,11 +99,11 @@ struct Action {
     Spot spot[STEPS];
     int64_t nbytes, version;
     int64_t into[STEPS];  // where a pushed message lands in the peer's allocation, or -1
-    int source;           // rank, among all ranks, whose sum this is, or comes back last
+    int source;           // rank, among all ranks, that the sum comes from
     bool source_odd;
     std::vector<Post> posts;
     Bytes sum;                                    // of the owner's actions: the unit's; region -1: none
-    std::vector<std::vector<Bytes>> overwritten;  // by slot: what the unit's update writes
+    std::vector<std::vector<Bytes>> overwritten;  // of REDUCE, by slot: what it writes
 };
 
 class Messages {

@@ -148,14 +148,14 @@ class NativeMessages(Messages):
         return None
 
     def _of_owner(self, plan: Plan, a: Action) -> tuple[tuple[int, int, int], list[list[tuple[int, int, int]]]]:
-        """Bytes (region, offset, number) of the sum of an action of the owner; by slot, those that the unit's update writes."""
+        """Bytes (region, offset, number) of the sum of PREDICT_PARAM or REDUCE_GRAD; of the latter, by slot, what it writes."""
         stage = self.state.owned_stage
         offset = plan.o_layout(stage).get(a.unit) if a.kind in (Kind.PREDICT_PARAM, Kind.REDUCE_GRAD) else None
         if offset is None:
             return (-1, 0, 0), []
-        unit, slots = plan.unit(a.unit), [plan.written(version, stage) for version in range(plan.slots(stage))]
-        overwritten = [[(self._codes[region], offsets[a.unit], unit.p_bytes) for region, offsets in slot] for slot in slots]
-        return (self._codes["O"], offset, unit.g_bytes), overwritten
+        unit, slots = plan.unit(a.unit), range(plan.slots(stage) if a.kind == Kind.REDUCE_GRAD else 0)
+        written = [[(self._codes[r], at[a.unit], unit.p_bytes) for r, at in plan.written(slot, stage)] for slot in slots]
+        return (self._codes["O"], offset, unit.g_bytes), written
 
     def _at(self, a: Action) -> tuple[Any, int]:
         return self._places[id(a)][:2]

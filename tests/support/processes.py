@@ -134,7 +134,8 @@ def buffers(port: int | str = "*") -> list[Path]:
     begun, found = Path(os.environ[RUN], "begun").stat().st_mtime, []
     for path in SHARED_MEMORY.glob(f"{BUFFERS}_{port}_*"):
         with contextlib.suppress(FileNotFoundError):  # another worker has removed it
-            found += [path] if path.stat().st_mtime >= begun else []
+            if path.stat().st_mtime >= begun:
+                found.append(path)
     return found
 
 

@@ -21,18 +21,30 @@ def test_outcomes():
 
 
 def test_a_run_ends_at_its_limit(tmp_path, monkeypatch):
+    """Its child, as torchrun, has time to end its own, although the benchmark itself ends at once."""
     monkeypatch.setattr(targets, "REST", 1)
     ended = tmp_path / "ended"
-    script = (  # as torchrun does
+    child = (
         "import signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: "
-        f"(open({str(ended)!r}, 'w').close(), sys.exit(1))); time.sleep(100)"
+        f"(time.sleep(1), open({str(ended)!r}, 'w').close(), sys.exit(1))); time.sleep(100)"
     )
     begun = time.monotonic()
-    assert targets._outcome([sys.executable, "-c", script], 2) == "time limit"
+    benchmark = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    assert targets._outcome([sys.executable, "-c", benchmark], 3) == "time limit"
     assert time.monotonic() - begun < 30 and ended.exists()
 
 
-def test_an_unknown_run(capsys):
+def test_what_does_not_end_is_killed(monkeypatch):
+    monkeypatch.setattr(targets, "REST", 1)
+    monkeypatch.setattr(targets, "ENDING", 1)
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    begun = time.monotonic()
+    assert targets._outcome([sys.executable, "-c", deaf], 3) == "time limit"
+    assert time.monotonic() - begun < 30
+
+
+@pytest.mark.parametrize("only", ["70B", "3B,70B"])
+def test_an_unknown_run(capsys, only):
     with pytest.raises(SystemExit):
-        targets.main(["out", "--only", "70B"])
-    assert "--only is '70B', with which no run begins; allowed are beginnings of 1.35B micro-batch 4" in capsys.readouterr().err
+        targets.main(["out", "--only", only])
+    assert "--only has '70B', with which no run begins; allowed are beginnings of 1.35B micro-batch 4" in capsys.readouterr().err
